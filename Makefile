@@ -1,0 +1,44 @@
+# Needs Python 3.11 or later with pip. Each target makes .venv and installs what it lacks by itself.
+#   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
+#   make test     run the tests (ARGS="tests/pure -k layout")
+#   make lint     style, layers and types
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+READY  := $(VENV)/.ready
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: train test lint style layers types format clean
+.DEFAULT_GOAL := test
+
+# The pip that is there installs into the new environment: ensurepip, which some systems lack, is
+# not needed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[dev,train]'
+	touch $@
+
+train: $(READY)
+	$(BIN)/partita train $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: style layers types
+
+style: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+layers: $(READY)
+	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,58 @@
+"""partita: a distributed tensor for PyTorch, and the training runtime around it."""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .comm import check_ranks, ledger, ranks, strict
+from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
+from .rules import rule
+from .tensor import (
+    CacheInfo,
+    DTensor,
+    cache_clear,
+    cache_info,
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    local_map,
+    ones,
+    rand,
+    randn,
+    random_mode,
+    set_cache_limit,
+    zeros,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheInfo",
+    "DTensor",
+    "DeviceMesh",
+    "Invariant",
+    "Layout",
+    "LayoutError",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "cache_clear",
+    "cache_info",
+    "check_ranks",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "init_device_mesh",
+    "ledger",
+    "local_map",
+    "ones",
+    "rand",
+    "randn",
+    "random_mode",
+    "ranks",
+    "rule",
+    "set_cache_limit",
+    "strict",
+    "zeros",
+]

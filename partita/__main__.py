@@ -1,0 +1,8 @@
+"""What does `python -m partita` do? The same as the `partita` command."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Who carries bytes from rank to rank. The only room that knows of `torch.distributed`."""
+
+from .checks import check_ranks, strict
+from .dry import DryWire, dry_mesh
+from .groups import GroupWire, wire_of
+from .handle import MeshHandle
+from .ledger import Ledger, Record, ledger
+from .ranks import World, ranks
+from .source import user_line
+from .wire import Ask, Wire
+
+__all__ = [
+    "Ask",
+    "DryWire",
+    "GroupWire",
+    "Ledger",
+    "MeshHandle",
+    "Record",
+    "Wire",
+    "World",
+    "check_ranks",
+    "dry_mesh",
+    "ledger",
+    "ranks",
+    "strict",
+    "user_line",
+    "wire_of",
+]

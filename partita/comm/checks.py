@@ -1,0 +1,127 @@
+"""Is this move allowed, and do all ranks ask for the same one?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..layout import Fix, LayoutError
+from .ledger import scope
+from .source import user_line
+
+if TYPE_CHECKING:
+    from ..redistribute import Move
+    from .groups import GroupWire
+
+__all__ = ["Check", "check_ranks", "refuse_implicit", "strict"]
+
+
+@contextmanager
+def strict(on: bool = True) -> Iterator[None]:
+    """Inside, an implicit move that sends bytes raises LayoutError instead of being carried.
+
+    Slicing, masking and retyping send nothing and stay allowed. On an axis of one rank a move is
+    refused like on many, so that a program that passes on one rank passes on all.
+
+    Args:
+        on: False allows implicit moves again, inside a strict region.
+    """
+    here = scope()
+    before = here.strict
+    here.set(strict=on)
+    try:
+        yield
+    finally:
+        here.set(strict=before)
+
+
+def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
+    """Raise the error of an implicit move under `strict()`."""
+    from .ledger import human  # the sentence needs it, and only here
+
+    asked = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
+    cost = f"{move.kind} {human(nbytes)}"
+    raise LayoutError(
+        f"{op} needs an implicit {move.kind} over {' '.join(move.axes)}, and strict() forbids it",
+        place=user_line(),
+        operands=(f"{move.before.brief()}  would become  {move.after.brief()}",),
+        reason="under strict() only what the program asks for is sent",
+        fixes=(
+            Fix(f"redistribute({asked}) before {op}", cost),
+            Fix("leave strict() around this line", cost),
+        ),
+    )
+
+
+# -- process groups ------------------------------------------------------------------------------
+
+
+class Check:
+    """One `check_ranks()` region: what its ranks compare before each collective.
+
+    All ranks of a mesh compare, not only the group of the collective: two ranks that disagree
+    about the group itself would each wait in another one.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = timedelta(seconds=timeout)
+        self.wires: dict[
+            int, GroupWire
+        ] = {}  # those used inside, which the end of the region compares
+        self.broken = False  # ranks have parted: whoever would still wait for another would hang
+
+    def compare(self, wire: GroupWire, text: str) -> None:
+        """Raise on every rank of the mesh, naming two that differ, unless all say `text`."""
+        self.wires[id(wire)] = wire
+        try:
+            said = wire.exchange_text(text, self.timeout)
+        except Exception:
+            self.broken = True
+            raise
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                self.broken = True
+                raise LayoutError(
+                    "ranks ask for different things",
+                    operands=(f"rank 0     {said[0]}", f"rank {rank:<5} {other}"),
+                    reason="every rank of a mesh must make the same moves in the same order",
+                )
+
+
+@contextmanager
+def check_ranks(timeout: float = 60.0) -> Iterator[None]:
+    """Before each collective on process groups, compare what the ranks ask for.
+
+    Ranks that differ in move, axes, shapes, dtype, op or source line all raise LayoutError naming
+    both, where they would otherwise hang or mix up data. So do ranks that go on while another
+    leaves the region, in order or with an error. Costs one small collective per move; within
+    `ranks` it costs and adds nothing, since ranks of one process are always compared.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+    """
+    here = scope()
+    before, check = here.check, Check(timeout)
+    here.set(check=check)
+    try:
+        yield
+    except BaseException as error:
+        here.set(check=before)
+        _leave(check, f"left check_ranks() with {type(error).__name__}: {error}", quiet=True)
+        raise
+    here.set(check=before)
+    _leave(check, "left check_ranks() in order", quiet=False)
+
+
+def _leave(check: Check, text: str, quiet: bool) -> None:
+    """Tell the ranks that may wait inside the region that this one has left it."""
+    for wire in check.wires.values():
+        if check.broken:
+            return
+        try:
+            check.compare(wire, text)
+        except Exception:
+            if not quiet:
+                raise

@@ -1,0 +1,156 @@
+"""What was carried, how many bytes, and why?"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Ledger", "Record", "Scope", "ledger", "scope"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One move that one rank took part in.
+
+    Attributes:
+        kind: the move, such as "all_gather".
+        axes: the mesh axes that it ran over, outermost first.
+        nbytes: bytes that one rank sent (where shards are uneven, one with the largest); 0 for a
+            move that stays on the rank.
+        op: the operation that needed it, such as "matmul".
+        source: the user's "file:line", or "" where there is none.
+        reason: "explicit", "implicit", "gradient", "regather" or "settle".
+        rank: the rank, counted along the mesh.
+        before, after: the layouts, in brief.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    op: str
+    source: str
+    reason: str
+    rank: int = 0
+    before: str = ""
+    after: str = ""
+
+
+class Ledger:
+    """The moves noted while it was open, in order. Printing it gives a table."""
+
+    def __init__(self) -> None:
+        self.moves: list[Record] = []
+
+    @property
+    def bytes(self) -> int:
+        """The bytes sent by all moves: one rank's, or all ranks' of an enclosed `ranks` world."""
+        return sum(m.nbytes for m in self.moves)
+
+    def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
+        """The number of moves of this kind and reason; of any where None."""
+        return sum(
+            (kind is None or m.kind == kind) and (reason is None or m.reason == reason)
+            for m in self.moves
+        )
+
+    def to_json(self) -> str:
+        """`{"bytes": int, "moves": [{"kind": ..., "axes": [...], "nbytes": ..., ...}]}`."""
+        return json.dumps({"bytes": self.bytes, "moves": [asdict(m) for m in self.moves]})
+
+    def __str__(self) -> str:
+        if not self.moves:
+            return "no moves: nothing was carried"
+        many = len({m.rank for m in self.moves}) > 1
+        head = ["kind", "axes", "bytes", "op", "reason", "source"]
+        rows = [
+            [m.kind, " ".join(m.axes), human(m.nbytes), m.op, m.reason, m.source or "-"]
+            for m in self.moves
+        ]
+        if many:
+            head = ["rank", *head]
+            rows = [[str(m.rank), *row] for m, row in zip(self.moves, rows, strict=True)]
+        right = {head.index("bytes")}
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = [_line(row, widths, right) for row in [head, *rows]]
+        n = len(self.moves)
+        total = f"{n} move{'s' if n > 1 else ''}, {human(self.bytes)} sent"
+        return "\n".join([*lines, total + (" by all ranks together" if many else "")])
+
+    __repr__ = __str__
+
+
+def human(nbytes: int) -> str:
+    """`1536` as "1.5 KiB"; nothing as "-"."""
+    if nbytes == 0:
+        return "-"
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 100 else f"{size:.1f} {units[0]}"
+
+
+def _line(row: list[str], widths: list[int], right: set[int]) -> str:
+    cells = (
+        cell.rjust(w) if i in right else cell.ljust(w)
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join(cells).rstrip()
+
+
+# -- who listens on this rank --------------------------------------------------------------------
+
+
+class Scope:
+    """What one rank's moves must be told to or checked against.
+
+    Belongs to a rank and not to a thread: in a process group the autograd engine's threads carry
+    for the same rank as the main thread does.
+    """
+
+    __slots__ = ("busy", "check", "ledgers", "strict")
+
+    def __init__(self) -> None:
+        self.ledgers: tuple[Ledger, ...] = ()
+        self.strict = False
+        self.check: Any = None
+        self.busy = False  # one look per move tells whether any of the above is set
+
+    def set(self, **changes: Any) -> None:
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.busy = bool(self.ledgers) or self.strict or self.check is not None
+
+    def copy_from(self, other: Scope) -> None:
+        self.set(ledgers=other.ledgers, strict=other.strict, check=other.check)
+
+
+_process = Scope()
+_thread = threading.local()
+
+
+def scope() -> Scope:
+    """The scope of the rank that runs here: a rank's thread has its own, a process has one."""
+    return getattr(_thread, "scope", _process)
+
+
+def enter_rank_thread(own: Scope) -> None:
+    """From now on this thread is a rank of its own."""
+    _thread.scope = own
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Note every move carried inside. Ledgers nest: each sees all moves inside it.
+
+    Inside a rank's function it sees that rank's moves; around `world.run` it sees all ranks'.
+    """
+    log, here = Ledger(), scope()
+    here.set(ledgers=(*here.ledgers, log))
+    try:
+        yield log
+    finally:
+        here.set(ledgers=tuple(one for one in here.ledgers if one is not log))

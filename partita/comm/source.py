@@ -1,0 +1,56 @@
+"""Which line of the user's program asked for this?"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import FrameType
+
+import torch
+
+__all__ = ["user_line"]
+
+_PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+# Our own models and training loop stand where a user's program would when no user is above them.
+_OURS_TO_SHOW = (os.path.join(_PARTITA, "train") + os.sep,)
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """`"file:line"` of the innermost frame outside partita, torch and the standard library.
+
+    Walks the stack, so call it only when somebody will read the answer.
+
+    Args:
+        frame: where to begin; the caller where None.
+
+    Returns:
+        The line, or the innermost line of partita's own training code where no user is above it,
+        or "" where there is neither (an autograd thread, for one).
+    """
+    if frame is None:
+        frame = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PARTITA):
+            if not fallback and name.startswith(_OURS_TO_SHOW):
+                fallback = f"{_short(name)}:{frame.f_lineno}"
+        elif not _is_plumbing(name):
+            return f"{_short(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return fallback
+
+
+def _is_plumbing(name: str) -> bool:
+    if name.startswith((_TORCH, "<frozen ")):
+        return True
+    return name.startswith(_STDLIB) and "site-packages" not in name
+
+
+def _short(name: str) -> str:
+    """The path from here where that is shorter; the whole path otherwise."""
+    here = os.getcwd() + os.sep
+    return name[len(here) :] if name.startswith(here) else name

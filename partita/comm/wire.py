@@ -1,0 +1,326 @@
+"""How does a move leave a rank? Through `Wire.carry`, and through nothing else.
+
+`carry` does the layout arithmetic, the ledger and the checks; each wire adds the five primitive
+collectives on contiguous memory: process groups (`groups`), ranks of one process (`ranks`), and
+none at all (`dry`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..layout import Coordinate, LayoutError, Mesh
+from ..redistribute.cost import bytes_sent
+from .checks import refuse_implicit
+from .ledger import Record, Scope, scope
+from .pieces import Step, prepare
+from .source import user_line
+
+if TYPE_CHECKING:
+    from ..redistribute import Move
+
+__all__ = ["Ask", "Wire"]
+
+Axes = tuple[str, ...]
+
+
+class Ask(NamedTuple):
+    """Why a collective runs: what ranks compare and what errors print."""
+
+    kind: str
+    move: Move | None
+    op: str
+
+    def describe(self) -> str:
+        """`all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
+        if self.move is None:
+            return self.kind
+        return f"{self.move}, for {self.op}"
+
+
+# Summed or compared in a type that holds all their values, where a backend lacks the type itself.
+_WIDER = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+_PLANS_KEPT = 4096
+
+
+class Wire:
+    """One rank's way to the other ranks of one mesh.
+
+    Attributes:
+        mesh: the axes and their sizes.
+        at: this rank's coordinate.
+        device_mesh: the mesh object of the user that this wire serves.
+        device: where tensors made by the wire itself live.
+    """
+
+    moved: frozenset[torch.dtype] = frozenset()
+    """Dtypes that the backend moves as they are; others travel as bytes."""
+    reduced: frozenset[torch.dtype] = frozenset()
+    """Dtypes that the backend reduces as they are; others are widened."""
+    device = torch.device("cpu")
+    device_mesh: object
+
+    def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
+        self.mesh, self.at = mesh, at
+        self.scope = scope() if scope_of_rank is None else scope_of_rank
+        self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
+        self._groups: dict[Axes, tuple[Axes, tuple[Coordinate, ...]]] = {}
+
+    # -- the door --------------------------------------------------------------------------------
+
+    def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
+        """Take this rank's part of `move.before` and return its part of `move.after`.
+
+        Args:
+            x: what this rank holds, of shape `move.before.local_shape(mesh, at)`. Not modified.
+            op: the operation that needs the move, for the ledger and for errors.
+            reason: "explicit", "implicit", "gradient", "regather" or "settle".
+
+        Returns:
+            A contiguous tensor without history, in memory of its own; of a retype, an alias.
+
+        Raises:
+            LayoutError: the move is implicit under `strict()`; `x` has the wrong shape; or the
+                ranks ask for different things (always in `ranks`, else under `check_ranks()`).
+        """
+        # Plans are cached above, so that a move is nearly always the same object: its id finds
+        # the step without hashing two layouts, and the entry keeps the move alive.
+        entry = self._steps.get(id(move))
+        if entry is None:
+            entry = self._prepare(move)
+        if x.shape != entry[2]:
+            raise self._wrong_shape(move, x, op)
+        if self.scope.busy:
+            self._note(move, x, op, reason)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return entry[1](x, Ask(move.kind, move, op))
+        return entry[1](x, Ask(move.kind, move, op))
+
+    def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:
+        for axis in move.axes:
+            self.mesh.index(axis)
+        if len(self._steps) >= _PLANS_KEPT:
+            self._steps.clear()
+        entry = (move, prepare(move, self), move.before.local_shape(self.mesh, self.at))
+        self._steps[id(move)] = entry
+        return entry
+
+    def _note(self, move: Move, x: torch.Tensor, op: str, reason: str) -> None:
+        nbytes = bytes_sent(move, self.mesh, x.element_size())
+        if self.scope.strict and reason == "implicit" and move.sends:
+            refuse_implicit(move, op, nbytes)
+        line = user_line()
+        if self.scope.check is not None and move.sends:
+            ask = Ask(move.kind, move, op).describe()
+            self.check(f"{ask} ({x.dtype}) at {line or 'no line'}")
+        record = Record(
+            move.kind,
+            move.axes,
+            nbytes,
+            op,
+            line,
+            reason,
+            self.rank,
+            move.before.brief(),
+            move.after.brief(),
+        )
+        for log in self.scope.ledgers:
+            log.moves.append(record)
+
+    def check(self, text: str) -> None:
+        """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`.
+
+        A wire on which ranks are compared anyhow, or on which there are none, does nothing.
+        """
+
+    def _wrong_shape(self, move: Move, x: torch.Tensor, op: str) -> LayoutError:
+        return LayoutError(
+            f"{op}: rank {self.rank} holds {tuple(x.shape)} where the layout "
+            f"{move.before.brief()} gives it {move.before.local_shape(self.mesh, self.at)}",
+            place=user_line(),
+            reason=f"on mesh {self.mesh}, at {self.at}",
+        )
+
+    # -- small exchanges over the whole mesh -----------------------------------------------------
+
+    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits."""
+        axes, members = self.group(self.mesh.names)
+        if len(members) == 1:
+            return [tuple(values)]
+        if self.scope.check is not None:
+            self.check(f"gather_ints of {len(values)} at {user_line()}")
+        x = torch.tensor(values, dtype=torch.int64, device=self.device)
+        out = x.new_empty((len(members), len(values)))
+        with torch.no_grad():
+            self._all_gather(out.view(-1), x, axes, Ask("gather_ints", None, ""))
+        by_place = dict(zip(members, map(tuple, out.tolist()), strict=True))
+        return [by_place[m] for m in self.mesh.coordinates()]
+
+    def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """What rank `src` of the mesh (in mesh order) passed; all pass the same shape and dtype.
+
+        Returns:
+            A contiguous tensor of its own on every rank.
+        """
+        with torch.no_grad():
+            out = _plain(x).clone(memory_format=torch.contiguous_format)
+            axes, members = self.group(self.mesh.names)
+            if len(members) > 1:
+                if self.scope.check is not None:
+                    self.check(f"from_first of {tuple(x.shape)} {x.dtype} at {user_line()}")
+                root = members.index(self.mesh.coordinates()[src])
+                flat = out.view(-1)
+                if out.dtype not in self.moved:
+                    flat = flat.view(torch.uint8)
+                self._broadcast(flat, axes, root, Ask(f"from_first(src={src})", None, ""))
+            return out
+
+    # -- where this rank stands ------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank's number along the mesh, row-major."""
+        return self.index(self.mesh.names)
+
+    def index(self, axes: Axes | str) -> int:
+        """This rank's position among the ranks that differ from it along `axes`, first slowest."""
+        n = 0
+        for axis in (axes,) if isinstance(axes, str) else axes:
+            n = n * self.mesh.size(axis) + self.at[self.mesh.index(axis)]
+        return n
+
+    def mesh_size(self, axes: Axes) -> int:
+        """The number of ranks along `axes` together."""
+        n = 1
+        for axis in axes:
+            n *= self.mesh.size(axis)
+        return n
+
+    def group(self, axes: Axes) -> tuple[Axes, tuple[Coordinate, ...]]:
+        """`axes` in mesh order (one group serves all orders), and its members in group order."""
+        found = self._groups.get(axes)
+        if found is None:
+            key = tuple(a for a in self.mesh.names if a in axes)
+            found = self._groups[axes] = (key, self._members(key))
+        return found
+
+    # -- any dtype, by way of those that the backend has -----------------------------------------
+
+    def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+        """Fill `out` with the group's `x`, in group order. Both contiguous."""
+        x = _plain(x)
+        if x.dtype in self.moved:
+            self._all_gather(out, x, axes, ask)
+        else:
+            self._all_gather(_bytes(out), _bytes(x), axes, ask)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        axes: Axes,
+        get: list[int],
+        send: list[int],
+        ask: Ask,
+    ) -> None:
+        """Send `send[i]` elements of `x` to member i and get `get[i]` of `out` from it."""
+        x = _plain(x)
+        if x.dtype in self.moved:
+            self._all_to_all(out.view(-1), x.view(-1), axes, get, send, ask)
+        else:
+            n = x.element_size()
+            self._all_to_all(
+                _bytes(out), _bytes(x), axes, [n * i for i in get], [n * i for i in send], ask
+            )
+
+    def all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> torch.Tensor:
+        """The reduction of the group's `x`, in the memory of `x` where the backend can."""
+        x = _plain(x)
+        if x.dtype in self.reduced:
+            self._all_reduce(x, axes, reduce_op, ask)
+            return x
+        wide = self._widened(x, reduce_op).clone()
+        self._all_reduce(wide, axes, reduce_op, ask)
+        return _narrowed(wide, x)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+    ) -> None:
+        """Fill `out` with this rank's piece of the reduction of the group's `x`."""
+        x = _plain(x)
+        if x.dtype in self.reduced:
+            self._reduce_scatter(out, x, axes, reduce_op, ask)
+            return
+        wide = self._widened(x, reduce_op)
+        part = wide.new_empty(wide.numel() // self.mesh_size(axes))
+        self._reduce_scatter(part, wide.reshape(-1), axes, reduce_op, ask)
+        out.view(-1).copy_(_narrowed(part, out.view(-1)))
+
+    def _widened(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        if x.is_complex():
+            if reduce_op != "sum":
+                raise LayoutError(f"complex numbers have no {reduce_op}")
+            return torch.view_as_real(x)
+        if x.dtype not in _WIDER:
+            raise LayoutError(f"cannot reduce {x.dtype} over ranks")
+        return x.to(_WIDER[x.dtype])
+
+    # -- what each wire implements; tensors are contiguous, `axes` in mesh order, groups > 1 -----
+
+    def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
+        return self.mesh.group(axes, self.at)
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+        raise NotImplementedError
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+    ) -> None:
+        raise NotImplementedError
+
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+        raise NotImplementedError
+
+    def _all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        axes: Axes,
+        get: list[int],
+        send: list[int],
+        ask: Ask,
+    ) -> None:
+        raise NotImplementedError
+
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+        raise NotImplementedError
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its conjugation and sign in memory: a collective reads memory."""
+    if x.is_complex():
+        return x.resolve_conj()
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _narrowed(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(wide.view(*like.shape, 2))
+    return wide.to(like.dtype)

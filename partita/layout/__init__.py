@@ -1,0 +1,20 @@
+"""Where a tensor lives. Nothing here knows of torch."""
+
+from .errors import Fix, LayoutError
+from .layout import Layout, chunk
+from .mesh import Coordinate, Mesh
+from .placement import Invariant, Partial, Placement, Replicate, Shard
+
+__all__ = [
+    "Coordinate",
+    "Fix",
+    "Invariant",
+    "Layout",
+    "LayoutError",
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "chunk",
+]

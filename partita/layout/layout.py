@@ -1,0 +1,213 @@
+"""Where does a tensor live: its global shape, and what each mesh axis does to it?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .errors import LayoutError
+from .mesh import Coordinate, Mesh
+from .placement import Invariant, Partial, Placement, Replicate, Shard
+
+__all__ = ["Layout", "chunk"]
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """`(offset, length)` in elements of piece `index` when `torch.chunk` cuts `size` into `parts`.
+
+    Where `torch.chunk` returns fewer pieces than asked for, the missing ones are empty.
+    """
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A global shape over named mesh axes. An axis that is not mentioned holds the whole value.
+
+    Attributes:
+        shape: the global shape, in elements.
+        shards: for each dimension the axes that split it, outermost first: `(("dp", "tp"), ())`
+            splits dimension 0 over dp and each piece over tp. The order is part of the layout.
+        partial: `(axis, reduce_op)` of each axis that holds shares, sorted by axis.
+        invariant: the axes that are Invariant, sorted.
+        dtype: a short name such as "f32", or "" where it does not matter.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[tuple[str, ...], ...] = ()
+    partial: tuple[tuple[str, str], ...] = ()
+    invariant: tuple[str, ...] = ()
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.shards and self.shape:
+            object.__setattr__(self, "shards", ((),) * len(self.shape))
+        if len(self.shards) != len(self.shape):
+            raise LayoutError(f"{len(self.shards)} dimensions of shards for shape {self.shape}")
+        object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+        object.__setattr__(self, "invariant", tuple(sorted(self.invariant)))
+        axes = [a for dim in self.shards for a in dim]
+        axes += [a for a, _ in self.partial] + list(self.invariant)
+        if len(set(axes)) != len(axes):
+            raise LayoutError(f"one mesh axis does two things in layout {self}")
+
+    # -- from and to placements ---------------------------------------------------------------
+
+    @staticmethod
+    def of(
+        mesh: Mesh,
+        shape: Sequence[int],
+        placements: Sequence[Placement],
+        order: Sequence[str] = (),
+        dtype: str = "",
+    ) -> Layout:
+        """The layout in which axis i of `mesh` does `placements[i]`.
+
+        Args:
+            order: the order in which axes split a shared dimension; mesh order where empty.
+
+        Raises:
+            LayoutError: wrong number of placements, or a shard dimension out of range.
+        """
+        if len(placements) != mesh.ndim:
+            raise LayoutError(
+                f"{len(placements)} placements for mesh {mesh}, which has {mesh.ndim} axes",
+                reason="give one placement for each axis of the mesh, in its order",
+            )
+        shards: list[list[str]] = [[] for _ in shape]
+        partial, invariant = [], []
+        by_axis = dict(zip(mesh.names, placements, strict=True))
+        for axis in order or mesh.names:
+            p = by_axis[axis]
+            if isinstance(p, Shard):
+                dim = p.dim + len(shape) if p.dim < 0 else p.dim
+                if not 0 <= dim < len(shape):
+                    raise LayoutError(
+                        f"Shard({p.dim}) on axis {axis} is out of range for shape {tuple(shape)}",
+                        reason=f"a tensor of {len(shape)} dimensions has "
+                        + (f"dimensions 0 to {len(shape) - 1}" if shape else "none to shard"),
+                    )
+                shards[dim].append(axis)
+            elif isinstance(p, Partial):
+                partial.append((axis, p.reduce_op))
+            elif isinstance(p, Invariant):
+                invariant.append(axis)
+            elif not isinstance(p, Replicate):
+                raise LayoutError(f"{p!r} on axis {axis} is no placement")
+        return Layout(
+            tuple(shape), tuple(map(tuple, shards)), tuple(partial), tuple(invariant), dtype
+        )
+
+    def placement(self, axis: str) -> Placement:
+        """What `axis` does to this tensor."""
+        for dim, axes in enumerate(self.shards):
+            if axis in axes:
+                return Shard(dim)
+        for name, op in self.partial:
+            if name == axis:
+                return Partial(op)
+        return Invariant() if axis in self.invariant else Replicate()
+
+    def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
+        """One placement for each axis of `mesh`, in its order."""
+        return tuple(self.placement(a) for a in mesh.names)
+
+    def put(self, axis: str, placement: Placement) -> Layout:
+        """This layout with `axis` changed; a new shard goes innermost on its dimension."""
+        shards = tuple(tuple(a for a in dim if a != axis) for dim in self.shards)
+        partial = tuple(p for p in self.partial if p[0] != axis)
+        invariant = tuple(a for a in self.invariant if a != axis)
+        if isinstance(placement, Shard):
+            d = placement.dim
+            shards = shards[:d] + (shards[d] + (axis,),) + shards[d + 1 :]
+        elif isinstance(placement, Partial):
+            partial += ((axis, placement.reduce_op),)
+        elif isinstance(placement, Invariant):
+            invariant += (axis,)
+        return replace(self, shards=shards, partial=partial, invariant=invariant)
+
+    def gradient(self, mesh: Mesh) -> Layout:
+        """The layout of the gradient of a value laid out like this on `mesh`."""
+        out = self
+        for axis in mesh.names:
+            before = self.placement(axis)
+            after = before.dual()
+            if after != before:
+                out = out.put(axis, after)
+        return out
+
+    # -- what one rank holds -------------------------------------------------------------------
+
+    def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
+        """The shape in elements of what the rank at `at` holds."""
+        return tuple(length for _, length in self.local_region(mesh, at))
+
+    def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
+        """`(offset, length)` in the global tensor, per dimension, of what the rank at `at` holds."""
+        region = []
+        for size, axes in zip(self.shape, self.shards, strict=True):
+            start, length = 0, size
+            for axis in axes:
+                step, length = chunk(length, mesh.size(axis), at[mesh.index(axis)])
+                start += step
+            region.append((start, length))
+        return tuple(region)
+
+    # -- text ----------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """`f32[8@dp, 16, 64@(dp tp)] {sum tp}`; what prints also parses."""
+        dims = ", ".join(
+            f"{n}{_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)
+        )
+        return f"{self.dtype}[{dims}]{self._rest()}"
+
+    def brief(self) -> str:
+        """`8@dp 16 64 {sum tp}`, the form in errors and tables."""
+        dims = " ".join(f"{n}{_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True))
+        return (dims or "scalar") + self._rest()
+
+    def _rest(self) -> str:
+        notes = [f"{op} {axis}" for axis, op in self.partial] + [f"inv {a}" for a in self.invariant]
+        return f" {{{', '.join(notes)}}}" if notes else ""
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> Layout:
+        """Read what `str` prints. Raises LayoutError with the part that it cannot read."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise LayoutError(
+                f"cannot read the layout {text!r}",
+                reason='a layout looks like "f32[8@dp, 16, 64@tp] {sum tp}"',
+            )
+        dtype, dims, rest = match["dtype"], match["dims"].strip(), match["rest"] or ""
+        shape, shards = [], []
+        for part in dims.split(",") if dims else []:
+            dim = _DIM.fullmatch(part.strip())
+            if dim is None:
+                raise LayoutError(f"cannot read {part.strip()!r} in the layout {text!r}")
+            shape.append(int(dim["size"]))
+            shards.append(tuple((dim["one"] or dim["many"] or "").split()))
+        partial, invariant = [], []
+        for part in filter(None, (p.strip() for p in rest.split(","))):
+            what, _, axis = part.partition(" ")
+            if what == "inv":
+                invariant.append(axis)
+            elif what in ("sum", "max", "min"):
+                partial.append((axis, what))
+            else:
+                raise LayoutError(f"cannot read {part!r} in the layout {text!r}")
+        return Layout(tuple(shape), tuple(shards), tuple(partial), tuple(invariant), dtype)
+
+
+_TEXT = re.compile(r"(?P<dtype>\w*)\[(?P<dims>[^\]]*)\](?:\s*\{(?P<rest>[^}]*)\})?")
+_DIM = re.compile(r"(?P<size>\d+)(?:@(?:(?P<one>\w+)|\((?P<many>[\w ]+)\)))?")
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return "" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({' '.join(axes)})"

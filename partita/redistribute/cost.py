@@ -1,0 +1,165 @@
+"""What does a change of layout cost, in bytes that one rank sends and in seconds?
+
+Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH", section 4), over a group of n ranks:
+
+    all_gather      (n - 1) x shard = (n - 1)/n x whole
+    reduce_scatter  (n - 1)/n x whole
+    all_reduce      2 (n - 1)/n x whole
+    all_to_all      (n - 1)/n x what the rank holds
+
+All sizes are those of the mesh's first rank, which holds the largest piece of an uneven split.
+
+Seconds only rank one way against another: a collective takes `LATENCY` and its bytes over
+`BANDWIDTH`; a local copy takes `LAUNCH` and its bytes over `MEMORY`. The constants are round
+figures for a node of GPUs; where the machine is slower, both latency and bandwidth usually are,
+and only their ratio (about 1 MB: below it the number of collectives counts, above it the bytes)
+decides a choice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..layout import Layout, Mesh
+from .move import COLLECTIVES, DUAL, KINDS, LETTERS, changes
+
+if TYPE_CHECKING:
+    from .move import Move
+
+__all__ = [
+    "BANDWIDTH",
+    "LATENCY",
+    "LAUNCH",
+    "MEMORY",
+    "bytes_sent",
+    "local_numel",
+    "price",
+    "price_of",
+    "seconds",
+]
+
+LATENCY = 20e-6
+"""Seconds to start a collective."""
+BANDWIDTH = 50e9
+"""Bytes per second that one rank sends."""
+LAUNCH = 2e-6
+"""Seconds to start a local copy."""
+MEMORY = 1e12
+"""Bytes per second that a local copy reads or writes."""
+RETYPE = 1e-7
+"""Seconds of a move that does nothing, so that of two such paths the shorter wins."""
+
+
+def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
+    """Bytes that the first rank of `mesh` sends in `move`, of elements of `itemsize` bytes."""
+    n = math.prod(mesh.size(a) for a in move.axes)
+    have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
+    return int(_ring(move.kind, n, have))
+
+
+def price_of(move: Move, mesh: Mesh, itemsize: int) -> float:
+    """Seconds of `move`, and of its transpose where it has one, for elements of `itemsize` bytes."""
+    n = math.prod(mesh.size(a) for a in move.axes)
+    have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
+    got = local_numel(move.after.shape, move.after.shards, mesh) * itemsize
+    return seconds(move.way, n, have, got, move.op)
+
+
+def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:
+    """How many elements the first rank of `mesh` holds: the most that any does."""
+    numel = 1
+    for size, stack in zip(shape, shards, strict=True):
+        for axis in stack:
+            size = -(-size // mesh.size(axis))
+        numel *= size
+    return numel
+
+
+def seconds(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
+    """A move forward and its transpose backward.
+
+    Args:
+        way: the letters of the placements before and after, such as "SR".
+        n: the number of ranks along all its axes.
+        have: bytes that a rank holds before.
+        got: bytes that a rank holds after.
+        op: how shares are reduced; a maximum or minimum has no backward.
+    """
+    cost = _one_way(KINDS[way], n, have, got)
+    if op == "sum":
+        # A gradient has the local shape of its value: backward the two sizes change places.
+        cost += _one_way(KINDS[DUAL[way[1]] + DUAL[way[0]]], n, got, have)
+    return cost
+
+
+def price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
+    """Seconds, forward and backward, of going from `before` to `after`, without a search.
+
+    Exact where one move does it. Else an estimate: each kind of change once for all its axes,
+    those that make the pieces smaller first, as if no axis stood in another's way.
+
+    Args:
+        itemsize: bytes per element.
+    """
+    moved = changes(before, after)
+    if not moved:
+        return 0.0
+    groups: dict[str, int] = {}
+    for axis, (start, end) in moved.items():
+        way = LETTERS[start] + LETTERS[end]
+        groups[way] = groups.get(way, 1) * mesh.size(axis)
+    op = before.partial[0][1] if before.partial else "sum"
+    have: float = local_numel(before.shape, before.shards, mesh) * itemsize
+    last: float = local_numel(after.shape, after.shards, mesh) * itemsize
+    total = 0.0
+    for way in _SMALLER_FIRST:
+        if way in groups:
+            n = groups.pop(way)
+            got = have
+            if not groups:
+                got = last
+            elif way[0] != way[1]:
+                got = have / n if way[1] == "S" else have * n if way[0] == "S" else have
+            if way == "PP":  # from one reduce op to another
+                total += seconds("PR", n, have, got, op) + seconds("RP", n, have, got)
+            else:
+                total += seconds(way, n, have, got, op if way[0] == "P" else "sum")
+            have = got
+    return total
+
+
+def _ring(kind: str, n: int, have: float) -> float:
+    if kind not in COLLECTIVES or n == 1:
+        return 0
+    if kind == "all_gather":
+        return (n - 1) * have
+    times = 2 if kind == "all_reduce" else 1
+    return times * (n - 1) * have / n
+
+
+def _one_way(kind: str, n: int, have: float, got: float) -> float:
+    if kind == "retype":
+        return RETYPE
+    if kind in COLLECTIVES and n > 1:
+        return LATENCY + _ring(kind, n, have) / BANDWIDTH
+    return LAUNCH + max(have, got) / MEMORY
+
+
+_SMALLER_FIRST = (
+    "RS",
+    "IS",
+    "PS",
+    "SS",
+    "PR",
+    "PI",
+    "PP",
+    "IR",
+    "RI",
+    "SR",
+    "SI",
+    "SP",
+    "RP",
+    "IP",
+)

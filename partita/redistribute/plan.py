@@ -1,0 +1,269 @@
+"""Which moves, in which order, take a tensor from one layout to another at the least cost?
+
+One move is tried first: it is what nearly all redistributions need, and then no path is cheaper.
+Else a uniform-cost search goes from layout to layout, one legal move at a time. Three rules keep it
+small and its traffic what a reader expects at any size of tensor:
+
+- an axis that is where it belongs (same placement, same outer part of its stack) is not touched;
+- only what shall be pending is made pending;
+- shares that shall be shards are reduced and scattered, not reduced whole and sliced; nor does an
+  Invariant axis become a shard by way of Replicate, which is the same thing backward.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations, pairwise, product
+from operator import ne
+
+from ..layout import Layout, LayoutError, Mesh
+from .cost import bytes_sent, local_numel, price_of, seconds
+from .move import LETTERS, ONE_DIM, Move, one_move
+
+__all__ = ["Plan", "plan"]
+
+PLANS_KEPT = 4096
+"""Plans in the cache; the least recently used goes first."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A path of moves. None at all where the layouts are the same.
+
+    Attributes:
+        moves: each takes the layout that the one before it gives.
+    """
+
+    moves: tuple[Move, ...] = ()
+    _transposes: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
+
+    def transpose(self, mesh: Mesh) -> Plan:
+        """The exact adjoint: each move transposed, in reverse. The same object each time.
+
+        Raises:
+            LayoutError: a move reduces a maximum or a minimum, which has no gradient.
+        """
+        found = self._transposes.get(mesh)
+        if found is None:
+            found = Plan(tuple(move.transpose(mesh) for move in reversed(self.moves)))
+            self._transposes[mesh] = found
+        return found
+
+    def nbytes(self, mesh: Mesh, itemsize: int) -> int:
+        """Bytes that one rank (the first) sends, of elements of `itemsize` bytes."""
+        return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
+
+    def price(self, mesh: Mesh, itemsize: int = 4) -> float:
+        """Seconds of all moves and, where they have one, of their transposes."""
+        return sum(price_of(move, mesh, itemsize) for move in self.moves)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.moves)) or "nothing moves"
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
+    """The cheapest path from `before` to `after`, its transpose counted too. Cached.
+
+    Args:
+        before, after: layouts of one global shape, over axes of `mesh`. Where `after` has no dtype
+            the moves carry that of `before`.
+        itemsize: bytes per element.
+
+    Raises:
+        LayoutError: the shapes or dtypes differ, an axis is not on the mesh, something other than
+            a sum would have to become pending, or shares of two reduce ops are pending at once.
+    """
+    if before == after:
+        return Plan()
+    _check(before, after, mesh)
+    if before.dtype != after.dtype:
+        after = Layout(after.shape, after.shards, after.partial, after.invariant, before.dtype)
+        if before == after:
+            return Plan()
+    move = one_move(before, after, mesh)
+    if move is not None:
+        return Plan((move,))
+    return Plan(_Search(before, after, mesh, itemsize).path())
+
+
+def _check(before: Layout, after: Layout, mesh: Mesh) -> None:
+    asked = (f"from {before}", f"to   {after}")
+    if before.shape != after.shape:
+        raise LayoutError(
+            f"a redistribution keeps the shape, and {before.shape} is not {after.shape}",
+            operands=asked,
+        )
+    if after.dtype and before.dtype != after.dtype:
+        raise LayoutError(
+            f"a redistribution keeps the dtype, and {before.dtype!r} is not {after.dtype!r}",
+            operands=asked,
+        )
+    for layout in (before, after):
+        for axis in _axes(layout):
+            mesh.index(axis)
+        if len({op for _, op in layout.partial}) > 1:
+            raise LayoutError(
+                f"shares of two kinds are pending at once in {layout.brief()}",
+                operands=asked,
+                reason="a maximum of sums is no sum of maxima, and the layout has no order of them",
+            )
+    for axis, op in after.partial:
+        if op != "sum" and (axis, op) not in before.partial:
+            raise LayoutError(
+                f"nothing makes a pending {op} on axis {axis} of {before.brief()}",
+                operands=asked,
+                reason=f"a {op} becomes pending by an op that computes one; only a sum is a target",
+            )
+
+
+def _axes(layout: Layout) -> Iterator[str]:
+    for stack in layout.shards:
+        yield from stack
+    for axis, _ in layout.partial:
+        yield axis
+    yield from layout.invariant
+
+
+Stacks = tuple[tuple[str, ...], ...]
+State = tuple[Stacks, tuple[str, ...]]
+"""The axes that split each dimension, and for each axis of the mesh "S", "R", "I" or its op."""
+
+
+class _Search:
+    """Uniform-cost search from `before` to `after` over the moves that could be of use."""
+
+    def __init__(self, before: Layout, after: Layout, mesh: Mesh, itemsize: int):
+        self.before, self.mesh, self.itemsize = before, mesh, itemsize
+        self.start, self.goal = self._state(before), self._state(after)
+        self.goal_of = dict(zip(mesh.names, self.goal[1], strict=True))
+        self.sizes: dict[Stacks, int] = {}
+
+    def path(self) -> tuple[Move, ...]:
+        """The moves of the cheapest path; of several, one of those with the fewest moves."""
+        cost_of = {self.start: 0.0}
+        came: dict[State, State] = {}
+        done: set[State] = set()
+        # The count breaks ties in the order of discovery, which is the same on every rank.
+        count = 0
+        heap: list[tuple[float, int, int, State]] = [(0.0, 0, count, self.start)]
+        while heap:
+            cost, length, _, state = heapq.heappop(heap)
+            if state == self.goal:
+                break
+            if state in done:
+                continue
+            done.add(state)
+            for way, n, op, there in self._steps(state):
+                have, got = self._nbytes(state[0]), self._nbytes(there[0])
+                total = cost + seconds(way, n, have, got, op)
+                if there not in cost_of or total < cost_of[there]:
+                    cost_of[there], came[there] = total, state
+                    count += 1
+                    heapq.heappush(heap, (total, length + 1, count, there))
+        states = [self.goal]
+        while states[-1] != self.start:
+            states.append(came[states[-1]])
+        layouts = [self._layout(s) for s in reversed(states)]
+        moves = [one_move(a, b, self.mesh) for a, b in pairwise(layouts)]
+        return tuple(move for move in moves if move is not None)
+
+    def _steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
+        """`(letters before and after, ranks, op, where it leads)` of each move worth a try."""
+        stacks, places = state
+        # Zeros may stand for shares of a sum only.
+        can_share = "max" not in places and "min" not in places
+        for place in dict.fromkeys(places):
+            for free, base in self._taken(state, place):
+                targets = [p for p in ("R", "I", "sum") if self._useful(place, p, free, can_share)]
+                ends = [(p, base) for p in targets]
+                if place == "S" or all(self.goal_of[a] == "S" for a in free):
+                    ends += [("S", new) for new in self._arranged(base, free) if new != stacks]
+                n = math.prod(self.mesh.size(a) for a in free)
+                for target, new in ends:
+                    way = LETTERS[place] + LETTERS[target]
+                    if way not in ONE_DIM or sum(map(ne, stacks, new)) == 1:
+                        there = tuple(
+                            target if a in free else p
+                            for a, p in zip(self.mesh.names, places, strict=True)
+                        )
+                        yield way, n, place if way[0] == "P" else "sum", (new, there)
+
+    def _useful(self, place: str, target: str, free: tuple[str, ...], can_share: bool) -> bool:
+        goals = [self.goal_of[a] for a in free]
+        if target == "sum":
+            return place != "sum" and can_share and all(goal == "sum" for goal in goals)
+        if place == "R":
+            return target == "I" and all(goal == "I" for goal in goals)
+        if target == place or (target == "I" and "I" not in goals):
+            return False
+        return place == "S" or "S" not in goals
+
+    def _taken(self, state: State, place: str) -> Iterator[tuple[tuple[str, ...], Stacks]]:
+        """Axes at `place` that could move together, and the stacks without them.
+
+        Axes that are where they belong stay there.
+        """
+        stacks, places = state
+        if place != "S":
+            here = [
+                a
+                for a, p in zip(self.mesh.names, places, strict=True)
+                if p == place != self.goal_of[a]
+            ]
+            for length in range(1, len(here) + 1):
+                for free in combinations(here, length):
+                    yield free, stacks
+            return
+        cuts = [
+            range(_common(stack, goal), len(stack) + 1)
+            for stack, goal in zip(stacks, self.goal[0], strict=True)
+        ]
+        for cut in product(*cuts):
+            free = tuple(a for stack, i in zip(stacks, cut, strict=True) for a in stack[i:])
+            if free:
+                yield free, tuple(stack[:i] for stack, i in zip(stacks, cut, strict=True))
+
+    def _arranged(self, base: Stacks, free: tuple[str, ...]) -> Iterator[Stacks]:
+        """`free` put where they belong; those that cannot go there yet behind some one stack."""
+        stacks = []
+        for stack, goal in zip(base, self.goal[0], strict=True):
+            if _common(stack, goal) == len(stack):
+                for axis in goal[len(stack) :]:
+                    if axis not in free:
+                        break
+                    stack += (axis,)
+            stacks.append(stack)
+        left = tuple(a for a in free if not any(a in stack for stack in stacks))
+        for dim in range(len(stacks)) if left else (0,):
+            yield tuple(stack + left if d == dim else stack for d, stack in enumerate(stacks))
+
+    def _nbytes(self, stacks: Stacks) -> int:
+        if stacks not in self.sizes:
+            numel = local_numel(self.before.shape, stacks, self.mesh)
+            self.sizes[stacks] = numel * self.itemsize
+        return self.sizes[stacks]
+
+    def _state(self, layout: Layout) -> State:
+        place = dict(layout.partial)
+        place.update((a, "S") for stack in layout.shards for a in stack)
+        place.update((a, "I") for a in layout.invariant)
+        return layout.shards, tuple(place.get(a, "R") for a in self.mesh.names)
+
+    def _layout(self, state: State) -> Layout:
+        placed = list(zip(self.mesh.names, state[1], strict=True))
+        partial = tuple((a, p) for a, p in placed if LETTERS[p] == "P")
+        invariant = tuple(a for a, p in placed if p == "I")
+        return Layout(self.before.shape, state[0], partial, invariant, self.before.dtype)
+
+
+def _common(stack: tuple[str, ...], goal: tuple[str, ...]) -> int:
+    """How many axes, from the outermost, the two have in common."""
+    same = 0
+    while same < min(len(stack), len(goal)) and stack[same] == goal[same]:
+        same += 1
+    return same

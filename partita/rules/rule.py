@@ -1,0 +1,143 @@
+"""How is a sentence tied to the functions that it speaks of, and what may it read?
+
+A rule sees only the arguments that it declares: they are its parameters, and the key under which
+its plans are cached is computed from just these. What a rule does not declare it cannot read, so
+it cannot be missing from the key either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .sentence import Names
+
+__all__ = ["RULES", "Arg", "Call", "Like", "Rewrite", "Rule", "Said", "rule"]
+
+
+@dataclass(frozen=True)
+class Arg:
+    """What a rule sees of a tensor: its global shape, and how each dimension is split.
+
+    Attributes:
+        shape: global, in elements.
+        split: for each dimension the number of ranks that it is split over (1: whole).
+        pending: is any mesh axis holding shares?
+        dtype: the torch.dtype; None where it is not known.
+    """
+
+    shape: tuple[int, ...]
+    split: tuple[int, ...] = ()
+    pending: bool = False
+    dtype: Any = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def names(self) -> Names:
+        """`a b c ...`, one per dimension."""
+        return Names.of(len(self.shape))
+
+    def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
+        """Is one of the dimensions that `dim` means (None: any) split over ranks?"""
+        return any(self.split[d] > 1 for d in self.names.dims(dim)) if self.split else False
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a local kernel is told about the one rank that it runs on.
+
+    Attributes:
+        shapes: the global shape of each operand (None where absent or a number).
+        outputs: this rank's local shape of each output; a size that only the kernel can tell is -1.
+        pieces: for each split name `(offset, length, size)` in elements: this rank's piece of it.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    outputs: tuple[tuple[int, ...], ...]
+    pieces: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+    def is_split(self, *names: str) -> bool:
+        """Is one of `names` split over ranks?"""
+        return any(n in self.pieces for n in names)
+
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A sentence, and what to run on a rank instead of the function itself.
+
+    Attributes:
+        text: the sentence.
+        local: given the `Call`, a kernel with the function's own signature that takes and returns
+            plain local tensors, or None to run the function itself.
+    """
+
+    text: str
+    local: Callable[[Call], Kernel | None] | None = None
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """The op, written as other ops: `run` has the function's signature and is called on DTensors."""
+
+    run: Kernel
+
+
+@dataclass(frozen=True)
+class Like:
+    """A new tensor whose values do not depend on the operand: it takes the operand's layout.
+
+    Shares are not inherited (`ones_like` of shares would be counted once per rank) unless `pending`
+    says that the memory is overwritten at once (`new_empty`). `shape` is the global shape; where it
+    is another than the operand's the result is whole.
+    """
+
+    shape: tuple[int, ...]
+    pending: bool = False
+    local: Callable[[Call], Kernel | None] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of a function: a fixed sentence, or a function of its declared arguments."""
+
+    name: str
+    text: str = ""
+    derive: Callable[..., str | Said | Rewrite | Like | None] | None = None
+    params: tuple[inspect.Parameter, ...] = ()
+
+
+RULES: dict[Callable[..., Any], Rule] = {}
+"""Each function that has a rule. Methods, in-place and foreach forms find theirs by name."""
+
+
+def rule(*what: Any) -> Any:
+    """Teach partita an op.
+
+    `rule("... m k * ... k n -> ... m n", torch.matmul)` ties one sentence to functions.
+    `@rule(torch.sum)` decorates a function that returns the sentence, a `Said`, a `Rewrite`, a
+    `Like`, or None ("I have nothing to say of these arguments": the operands are gathered). Its
+    parameters are the function's own, by name and in order; it may leave out any at the end, and
+    one that begins with an underscore only holds its place and is not read. Of a number whose
+    parameter is annotated `bool` the rule sees, and the key holds, only whether it is zero.
+    """
+    if isinstance(what[0], str):
+        text, functions = what[0], what[1:]
+        for f in functions:
+            RULES[f] = Rule(f.__name__, text)
+        return None
+
+    def register(derive: Callable[..., Any]) -> Callable[..., Any]:
+        params = tuple(inspect.signature(derive).parameters.values())
+        for f in what:
+            RULES[f] = Rule(f.__name__, derive=derive, params=params)
+        return derive
+
+    return register

@@ -1,0 +1,18 @@
+"""The table: importing it registers every rule that partita knows."""
+
+import importlib
+
+LOADED = tuple(
+    importlib.import_module(f"{__name__}.{name}")
+    for name in (
+        "pointwise",
+        "matmul",
+        "shape",
+        "join",
+        "reduce",
+        "nn",
+        "index",
+        "losses",
+        "create",
+    )
+)

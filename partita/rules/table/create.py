@@ -1,0 +1,74 @@
+"""Which ops make a new tensor that takes after another?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..rule import Arg, Call, Like, rule
+
+
+def _like(*functions: Callable[..., Any], pending: bool = False) -> None:
+    def derive(input: Arg) -> Like:
+        return Like(input.shape, pending)
+
+    rule(*functions)(derive)
+
+
+_like(torch.zeros_like, torch.ones_like, torch.full_like)
+_like(torch.empty_like, pending=True)
+
+
+def _local(run: Callable[..., Any], rest: int) -> Callable[[Call], Callable[..., Any]]:
+    """`run(input, local shape, ...)`; the arguments after the shape begin at number `rest`."""
+
+    def local(call: Call) -> Callable[..., Any]:
+        def new(input: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("size", None)
+            return run(input, call.outputs[0], *args[rest:], **kwargs)
+
+        return new
+
+    return local
+
+
+def _new(name: str, rest: int | None, pending: bool = False) -> None:
+    run = getattr(torch.Tensor, name)
+
+    def derive(input: Arg, *size: Any) -> Like:
+        one = len(size) >= 1 and isinstance(size[0], list | tuple)
+        shape = tuple(size[0]) if one else tuple(n for n in size if type(n) is int)
+        keep = rest if rest is not None else 1 if one else len(shape)
+        return Like(shape, pending, _local(run, keep))
+
+    rule(run)(derive)
+
+
+_new("new_zeros", None)
+_new("new_ones", None)
+_new("new_empty", None, pending=True)
+
+
+@rule(torch.Tensor.new_full)
+def new_full(input: Arg, size: Sequence[int]) -> Like:
+    return Like(tuple(size), False, _local(torch.Tensor.new_full, 1))
+
+
+@rule(torch.Tensor.new_empty_strided)
+def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
+    def local(call: Call) -> Callable[..., Any]:
+        def new(input: Any, size: Any, stride: Sequence[int], **kwargs: Any) -> Any:
+            # The order of the strides is kept; their sizes are those of this rank's piece.
+            shape = call.outputs[0]
+            if tuple(size) == tuple(shape):
+                return input.new_empty_strided(shape, stride, **kwargs)
+            order = sorted(range(len(shape)), key=lambda d: -stride[d])
+            return torch.empty_permuted(
+                shape, order, dtype=kwargs.get("dtype", input.dtype), device=input.device
+            )
+
+        return new
+
+    return Like(tuple(size), True, local)

@@ -1,0 +1,135 @@
+"""Which ops work on each element by itself, and in which operands are they linear?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..rule import RULES, Arg, Rewrite, Rule, rule
+
+LINEAR_UNARY = """neg negative positive clone detach contiguous alias conj conj_physical resolve_conj
+    resolve_neg real imag deg2rad rad2deg zero_ float double half bfloat16 cfloat cdouble chalf
+    dropout native_channel_shuffle requires_grad_ cpu cuda pin_memory"""
+
+UNARY = """abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh
+    arctanh bitwise_not ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp
+    i0 int_repr isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logit
+    logical_not mvlgamma nan_to_num polygamma reciprocal round rsqrt sgn sigmoid sign signbit sin
+    sinc sinh sqrt square tan tanh trunc bool byte char short int long fill
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logsigmoid mish
+    relu relu6 selu silu softplus softshrink softsign tanhshrink threshold rrelu
+    hardtanh threshold_ alpha_dropout nan_to_num_ matrix_power_"""
+
+SPECIAL_UNARY = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx erfinv
+    exp2 expit expm1 gammaln i0 i0e i1 i1e log1p log_ndtr logit modified_bessel_i0
+    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtr ndtri polygamma psi round
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 sinc spherical_bessel_j0 multigammaln"""
+
+BINARY = """atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+    bitwise_right_shift copysign eq equal_ fmax fmin fmod float_power floor_divide gcd ge greater
+    greater_equal gt heaviside hypot igamma igammac isclose lcm le less less_equal logaddexp
+    logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal pow
+    remainder xlogy polar clamp_min clamp_max"""
+
+SPECIAL_BINARY = """xlog1py xlogy zeta gammainc gammaincc logaddexp chebyshev_polynomial_t
+    chebyshev_polynomial_u hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
+    legendre_polynomial_p"""
+
+HOMES = (torch, torch.Tensor, F, torch._C._nn)
+
+
+def _say(text: str, names: str, *homes: Any) -> None:
+    """Tie `text` to the first home that has each of `names`; the other forms share it by name."""
+    for name in names.split():
+        for home in homes or HOMES:
+            if callable(f := getattr(home, name, None)):
+                rule(text, f)
+                break
+
+
+_say("+ ... -> ...", LINEAR_UNARY)
+_say("... -> ...", UNARY)
+_say("... -> ...", SPECIAL_UNARY, torch.special)
+_say("..., ... -> ...", BINARY)
+_say("..., ... -> ...", SPECIAL_BINARY, torch.special)
+
+rule("... + ... -> ...", torch.add, torch.sub, torch.subtract, torch.rsub, torch.complex)
+rule("... + ... -> ...", torch.Tensor.copy_)
+rule("... * ... -> ...", torch.mul, torch.multiply)
+rule("+ ..., ... -> ...", torch.true_divide, torch.ldexp)
+rule("..., ..., ... -> ...", torch.clamp, torch.clip, torch.masked_fill)
+rule("... + ... * ... -> ...", torch.addcmul)
+rule("... + ... * [...] -> ...", torch.addcdiv)
+rule("... + ..., ... -> ...", torch.lerp)
+rule("... -> ..., ...", torch.frexp)
+rule("+ ... -> ... c=2!", torch.view_as_real)
+rule("+ ... c! -> ...", torch.view_as_complex)
+
+for attribute in ("real", "imag", "data"):
+    RULES[getattr(torch.Tensor, attribute).__get__] = Rule(attribute, "+ ... -> ...")
+
+
+def _terms(*operands: Any) -> list[str]:
+    return ["..." for x in operands if isinstance(x, Arg)]
+
+
+@rule(torch.div, torch.divide)
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> str:
+    linear = rounding_mode is None and isinstance(input, Arg)
+    return f"{'+ ' * linear}{', '.join(_terms(input, other))} -> ..."
+
+
+@rule(torch.where)
+def where(condition: Any, input: Any = None, other: Any = None) -> str | None:
+    if input is None or other is None:
+        return None  # where(condition) is nonzero: how much it returns depends on the values
+    if isinstance(condition, Arg) and isinstance(input, Arg) and isinstance(other, Arg):
+        return "..., ... + ... -> ..."
+    return f"{', '.join(_terms(condition, input, other))} -> ..."
+
+
+@rule(torch.Tensor.where)
+def where_method(input: Any, condition: Any, other: Any) -> str:
+    if isinstance(other, Arg):
+        return "... + [...] * ... -> ..."
+    return f"{', '.join(_terms(input, condition, other))} -> ..."
+
+
+@rule(torch.prelu)
+def prelu(input: Arg, weight: Arg) -> str:
+    if weight.ndim == 0 or weight.shape[0] == 1:
+        return f"{input.names}, {'1' * weight.ndim} -> {input.names}"
+    return f"{input.names}, {input.names[1]} -> {input.names}"
+
+
+# -- casts -----------------------------------------------------------------------------------------
+
+
+def keeps_sums(dtype: Any) -> bool:
+    """Is a cast to `dtype` linear? None is no cast."""
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
+
+
+@rule(torch.Tensor.to)
+def to(input: Arg, *args: Any, dtype: Any = None, other: Any = None) -> str | Rewrite:
+    if isinstance(other, Arg) or any(isinstance(a, Arg) for a in args):
+        return Rewrite(_to_other)
+    dtypes = [a for a in (*args, dtype) if isinstance(a, torch.dtype)]
+    return "+ ... -> ..." if all(map(keeps_sums, dtypes)) else "... -> ..."
+
+
+def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    # The other's values are not read, so neither should it be moved.
+    return input.to(other.dtype, *args, **kwargs)
+
+
+@rule(torch.Tensor.type_as)
+def type_as(input: Any, other: Any) -> Rewrite:
+    return Rewrite(lambda input, other: input.to(other.dtype))
+
+
+@rule(torch.Tensor.type)
+def cast(input: Arg, dtype: Any = None) -> str | None:
+    return "... -> ..." if isinstance(dtype, torch.dtype | str) else None

@@ -1,0 +1,36 @@
+"""What users hold: the tensor, its dispatch, its random numbers."""
+
+from . import random as _random_rules  # before dispatch: methods look their rules up
+from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
+from .construct import (
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from .dtensor import DTensor
+from .local_map import local_map
+from .methods import FAST as _FAST
+from .random import random_mode
+
+__all__ = [
+    "CacheInfo",
+    "DTensor",
+    "cache_clear",
+    "cache_info",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "local_map",
+    "ones",
+    "rand",
+    "random_mode",
+    "randn",
+    "set_cache_limit",
+    "zeros",
+]

@@ -1,0 +1,226 @@
+"""Which of an op's legal rows is cheapest, axis by axis?
+
+Pure: layouts in, layouts out. The cache stands around it and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partita.layout import Layout, Mesh, Partial, Placement
+from partita.rules import Bound, Row
+
+__all__ = ["Choice", "Considered", "choose"]
+
+LOCAL = 0.05
+"""What a byte written on the rank itself costs, in bytes sent to another rank."""
+LATENCY = 4096.0
+"""What starting a collective costs, in bytes sent."""
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A row of one axis and its price in bytes sent per rank, forward and backward together."""
+
+    axis: str
+    row: Row
+    price: float
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an op is run.
+
+    Attributes:
+        inputs: the layout that each operand must have; None where it is absent or a number.
+        outputs: for each output and dimension the axes that split it, outermost first.
+        partial, invariant: for each output, as in `Layout`.
+        splits: for each split name its axes, outermost first.
+    """
+
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[tuple[tuple[str, ...], ...], ...]
+    partial: tuple[tuple[tuple[str, str], ...], ...]
+    invariant: tuple[tuple[str, ...], ...]
+    splits: dict[str, tuple[str, ...]]
+
+
+def choose(
+    bound: Bound,
+    layouts: Sequence[Layout | None],
+    plain: Sequence[bool],
+    itemsizes: Sequence[int],
+    mesh: Mesh,
+    inplace: bool = False,
+    considered: list[Considered] | None = None,
+) -> Choice | None:
+    """The cheapest legal way to run an op on operands laid out like this.
+
+    Args:
+        layouts: the operands' layouts; None where one is absent or a number.
+        plain: which operands are plain tensors: whole on every rank and without a gradient, so
+            that each placement of them is free.
+        itemsizes: bytes per element of each operand.
+        inplace: operand 0 must keep its layout, and output 0 must have it too.
+        considered: if given, every row looked at is appended.
+
+    Returns:
+        None if no legal row leaves operand 0 as `inplace` demands.
+    """
+    rows: list[Row] = []
+    parts: dict[str, int] = {}
+    for axis in mesh.names:
+        n = mesh.size(axis)
+        current = [None if x is None else x.placement(axis) for x in layouts]
+        best, best_price = None, float("inf")
+        for row in bound.rows:
+            if inplace and not (row.inputs[0] == current[0] == row.outputs[0]):
+                continue
+            if row.split and not bound.can_split(row.split, parts.get(row.split, 1) * n):
+                continue
+            price = _price(row, current, layouts, plain, itemsizes, mesh, n)
+            if considered is not None:
+                considered.append(Considered(axis, row, price, False))
+            if price < best_price:
+                best, best_price = row, price
+                if price == 0.0 and considered is None:
+                    break
+        if best is None:
+            return None
+        if considered is not None:
+            considered[:] = [
+                Considered(c.axis, c.row, c.price, c.taken or (c.axis == axis and c.row is best))
+                for c in considered
+            ]
+        rows.append(best)
+        if best.split:
+            parts[best.split] = parts.get(best.split, 1) * n
+    return _layouts(bound, rows, layouts, mesh, inplace)
+
+
+def _price(
+    row: Row,
+    current: Sequence[Placement | None],
+    layouts: Sequence[Layout | None],
+    plain: Sequence[bool],
+    itemsizes: Sequence[int],
+    mesh: Mesh,
+    n: int,
+) -> float:
+    total = 0.0
+    for i, wanted in enumerate(row.inputs):
+        have = current[i]
+        if wanted is None or have is None or wanted == have:
+            continue
+        if plain[i]:
+            total += 1.0
+            continue
+        layout = layouts[i]
+        assert layout is not None
+        whole = float(itemsizes[i])
+        for size, axes in zip(layout.shape, layout.shards, strict=True):
+            whole *= size
+            for a in axes:
+                whole /= mesh.size(a)
+        if have.is_shard():
+            whole *= n
+        total += _move_price(have, wanted, whole, n)
+    return total
+
+
+def _move_price(have: Placement, wanted: Placement, whole: float, n: int) -> float:
+    """Bytes sent per rank to go from one placement to another, and for the gradient to come back.
+
+    Ring algorithms: all-gather and reduce-scatter send (n-1)/n of the whole, all-reduce twice
+    that, all-to-all (n-1)/n of a piece. `whole` is in bytes.
+    """
+    if n == 1:
+        return LOCAL
+    one = whole * (n - 1) / n + LATENCY
+    if have.is_shard():
+        if wanted.is_shard():
+            return 2 * (one / n + LATENCY)
+        if wanted.is_partial():
+            return 2 * LOCAL * whole
+        return one if wanted.is_invariant() else 2 * one
+    if have.is_partial():
+        if have.is_partial("sum"):
+            if wanted.is_partial():
+                return 8 * one
+            return 2 * one if wanted.is_invariant() or wanted.is_shard() else 4 * one
+        return one if wanted.is_shard() else 2 * one
+    if wanted.is_partial():
+        return LOCAL * whole
+    if have.is_replicate():
+        return 2 * LOCAL * whole / n if wanted.is_shard() else 2.0
+    return one if wanted.is_shard() else 2 * one + 2.0
+
+
+def _layouts(
+    bound: Bound,
+    rows: Sequence[Row],
+    layouts: Sequence[Layout | None],
+    mesh: Mesh,
+    inplace: bool,
+) -> Choice:
+    splits: dict[str, tuple[str, ...]] = {}
+    for axis, row in zip(mesh.names, rows, strict=True):
+        if row.split:
+            splits[row.split] = (*splits.get(row.split, ()), axis)
+    for name, axes in splits.items():
+        if len(axes) > 1:
+            splits[name] = _order(name, axes, bound, layouts[:1] if inplace else layouts)
+    by_axis = dict(zip(mesh.names, rows, strict=True))
+    inputs: list[Layout | None] = []
+    for i, layout in enumerate(layouts):
+        dims = bound.inputs[i]
+        if layout is None or dims is None:
+            inputs.append(None)
+            continue
+        held = {a: by_axis[a].inputs[i] for a in mesh.names}
+        stacks = _stacks([d.names for d in dims], splits)
+        inputs.append(Layout(layout.shape, stacks, _partial(held), _invariant(held)))
+    outputs, partial, invariant = [], [], []
+    for j, out in enumerate(bound.outputs):
+        held = {a: by_axis[a].outputs[j] for a in mesh.names}
+        outputs.append(_stacks([d.names for d in out], splits))
+        partial.append(_partial(held))
+        invariant.append(_invariant(held))
+    return Choice(tuple(inputs), tuple(outputs), tuple(partial), tuple(invariant), splits)
+
+
+def _order(
+    name: str, axes: tuple[str, ...], bound: Bound, layouts: Sequence[Layout | None]
+) -> tuple[str, ...]:
+    """The order in which several axes split one name: that of the largest operand split by them."""
+    best: tuple[str, ...] = ()
+    best_size = -1
+    for layout, dims in zip(layouts, bound.inputs, strict=False):
+        if layout is None or dims is None:
+            continue
+        for shards, dim in zip(layout.shards, dims, strict=True):
+            if name in dim.names:
+                kept = tuple(a for a in shards if a in axes)
+                size = 1
+                for n in layout.shape:
+                    size *= n
+                if (len(kept), size) > (len(best), best_size):
+                    best, best_size = kept, size
+    return best + tuple(a for a in axes if a not in best)
+
+
+def _stacks(
+    dims: Sequence[tuple[str, ...]], splits: dict[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(a for n in names for a in splits.get(n, ())) for names in dims)
+
+
+def _partial(held: dict[str, Placement | None]) -> tuple[tuple[str, str], ...]:
+    return tuple((a, p.reduce_op) for a, p in held.items() if isinstance(p, Partial))
+
+
+def _invariant(held: dict[str, Placement | None]) -> tuple[str, ...]:
+    return tuple(a for a, p in held.items() if p is not None and p.is_invariant())
+

@@ -1,0 +1,331 @@
+"""How does a DTensor come to be?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import Wire, user_line, wire_of
+from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
+
+from .dtensor import DTensor, tagged
+from .spec import Spec, spec_of
+
+__all__ = [
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "from_local",
+    "full",
+    "ones",
+    "piece_of",
+    "rand",
+    "randn",
+    "zeros",
+]
+
+
+def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a `whole` value under `spec`, in memory of its own.
+
+    Of a pending axis the first rank takes the value and the others hold zeros.
+    """
+    part = whole
+    for dim, (offset, length) in enumerate(spec.region):
+        if length != part.shape[dim]:
+            part = part.narrow(dim, offset, length)
+    part = part.contiguous()
+    if part.data_ptr() == whole.data_ptr() or part is whole:
+        part = part.clone()
+    mesh, at = spec.wire.mesh, spec.wire.at
+    if any(op == "sum" and at[mesh.index(axis)] for axis, op in spec.layout.partial):
+        part.zero_()
+    return part
+
+
+def _spec(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
+    wire = wire_of(mesh)
+    if placements is None:
+        placements = [Replicate()] * wire.mesh.ndim
+    try:
+        return spec_of(Layout.of(wire.mesh, shape, placements), wire)
+    except LayoutError as error:
+        raise LayoutError(
+            error.fact, place=user_line(), reason=error.reason, fixes=error.fixes
+        ) from None
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Spread a tensor over a mesh: each rank keeps its part of rank `src_data_rank`'s value.
+
+    Args:
+        tensor: a leaf, of the same shape and dtype on every rank.
+        placements: one per mesh axis; all Replicate where not given.
+        src_data_rank: the rank, in mesh order, whose value counts; it is sent to all (its bytes
+            are not in the ledger: this is setting up, not the program). None: each rank's own
+            value, which the caller knows to be equal, and nothing is sent.
+
+    Returns:
+        A leaf that requires grad if `tensor` does.
+
+    Raises:
+        LayoutError: placements that do not fit the mesh or the shape; a tensor with a history; a
+            DTensor on another mesh.
+    """
+    if isinstance(tensor, DTensor):
+        if device_mesh is not None and wire_of(device_mesh) is not tensor._spec.wire:
+            raise LayoutError(
+                "distribute_tensor of a DTensor that lives on another mesh",
+                place=user_line(),
+                fixes=(Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),),
+            )
+        return tensor.redistribute(placements=placements)
+    if not tensor.is_leaf:
+        raise LayoutError(
+            "distribute_tensor needs a leaf: the gradient of this tensor flows on",
+            place=user_line(),
+            fixes=(
+                Fix("pt.distribute_tensor(t.detach(), ...)", "without a gradient"),
+                Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
+            ),
+        )
+    spec = _spec(device_mesh, tensor.shape, placements)
+    with torch.no_grad():
+        value = tensor.detach()
+        if value.is_meta:
+            local = torch.empty(spec.local_shape, dtype=value.dtype, device="meta")
+        else:
+            if src_data_rank is not None:
+                value = spec.wire.from_first(value, src_data_rank)
+            local = piece_of(value, spec)
+    return tagged(local, spec).requires_grad_(tensor.requires_grad)
+
+
+def distribute_module(
+    module: torch.nn.Module,
+    device_mesh: Any,
+    partition_fn: Callable[[str, torch.nn.Module, Any], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> torch.nn.Module:
+    """Make each parameter and buffer of `module` a DTensor, as `partition_fn` says, else Replicate.
+
+    As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
+    """
+    for name, part in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, part, device_mesh)
+        for key, p in list(part.named_parameters(recurse=False)):
+            if not isinstance(p, DTensor):
+                new = distribute_tensor(p.detach(), device_mesh)
+                part.register_parameter(key, torch.nn.Parameter(new, p.requires_grad))
+        for key, b in list(part.named_buffers(recurse=False)):
+            if not isinstance(b, DTensor):
+                part._buffers[key] = distribute_tensor(b, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda m, args: input_fn(m, args, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda m, args, out: output_fn(m, out, device_mesh))
+    return module
+
+
+def from_local(
+    local: torch.Tensor,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> DTensor:
+    """See `DTensor.from_local`."""
+    if isinstance(local, DTensor):
+        raise LayoutError(
+            "from_local of a DTensor: it has a layout already",
+            place=user_line(),
+            fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
+        )
+    wire = wire_of(device_mesh)
+    if placements is None:
+        placements = [Replicate()] * wire.mesh.ndim
+    if shape is None:
+        guess = list(local.shape)
+        probe = _spec(device_mesh, local.shape, placements)
+        for dim, axes in enumerate(probe.layout.shards):
+            for axis in axes:
+                guess[dim] *= wire.mesh.size(axis)
+        shape = guess
+    spec = _spec(device_mesh, shape, placements)
+    fits = tuple(local.shape) == tuple(spec.local_shape)
+    if run_check:
+        _compare(local, spec, fits)
+    elif not fits:
+        raise _does_not_fit(local, spec)
+    with Local():
+        return tagged(local.view_as(local), spec)
+
+
+def _does_not_fit(local: torch.Tensor, spec: Spec, rank: int | None = None) -> LayoutError:
+    whose = "this rank" if rank is None else f"rank {rank}"
+    return LayoutError(
+        f"from_local: {whose}'s piece does not fit the stated shape {tuple(spec.shape)}",
+        place=user_line(),
+        operands=(
+            f"local  {tuple(local.shape)}",
+            f"layout {spec.layout.brief()} gives rank {spec.wire.rank} {tuple(spec.local_shape)}",
+        ),
+        reason="pieces are cut as torch.chunk cuts: equal ones first, then the rest",
+        fixes=(Fix("pass shape= the true global shape"), Fix("pass the pieces that it asks for")),
+    )
+
+
+def _compare(local: torch.Tensor, spec: Spec, fits: bool) -> None:
+    """Compare what the ranks hold, and raise on all of them alike if it does not go together."""
+    from .plain import checksum
+
+    wire = spec.wire
+    told = wire.gather_ints((int(fits), *checksum(local)))
+    for rank, (ok, *_) in enumerate(told):
+        if not ok:
+            raise _does_not_fit(local, spec, rank)
+    whole = [a for a in wire.mesh.names if spec.layout.placement(a).is_replicate()]
+    whole += list(spec.layout.invariant)
+    at = {c: told[i] for i, c in enumerate(wire.mesh.coordinates())}
+    for axis in whole:
+        i = wire.mesh.index(axis)
+        for c, mine in at.items():
+            first = at[c[:i] + (0,) + c[i + 1 :]]
+            if mine != first:
+                raise LayoutError(
+                    f"from_local: the ranks along {axis} do not hold the same value",
+                    place=user_line(),
+                    operands=(f"at {c}: checksum {mine[-1]:x}, first rank's {first[-1]:x}",),
+                    reason=f"{spec.layout.placement(axis)} says that they do; nothing was changed",
+                    fixes=(
+                        Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+                        Fix(f"another placement on {axis}"),
+                    ),
+                )
+
+
+# -- factories -------------------------------------------------------------------------------------
+
+
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(size) == 1 and isinstance(size[0], (tuple, list)):
+        return tuple(size[0])
+    return tuple(size)
+
+
+def _filled(
+    make: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+    requires_grad: bool,
+    pending: bool,
+    **options: Any,
+) -> DTensor:
+    spec = _spec(device_mesh, _size(size), placements)
+    options.setdefault("device", spec.wire.device)
+    local = make(spec.local_shape, **options)
+    if spec.is_pending and not pending:
+        mesh, at = spec.wire.mesh, spec.wire.at
+        if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
+            local.zero_()
+    return tagged(local, spec).requires_grad_(requires_grad)
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """As torch.zeros: global `size`, each rank making its own piece only."""
+    return _filled(torch.zeros, size, device_mesh, placements, requires_grad, True, dtype=dtype)
+
+
+def empty(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """As torch.empty: global `size`, each rank making its own piece only."""
+    return _filled(torch.empty, size, device_mesh, placements, requires_grad, True, dtype=dtype)
+
+
+def ones(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """As torch.ones: global `size`, each rank making its own piece only."""
+    return _filled(torch.ones, size, device_mesh, placements, requires_grad, False, dtype=dtype)
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """As torch.full: global `size`, each rank making its own piece only."""
+
+    def make(shape: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.full(shape, fill_value, **options)
+
+    return _filled(make, (size,), device_mesh, placements, requires_grad, False, dtype=dtype)
+
+
+def _drawn(
+    make: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+    requires_grad: bool,
+    dtype: torch.dtype | None,
+) -> DTensor:
+    """One device's numbers: all are drawn on every rank, which keeps its piece."""
+    wire: Wire = wire_of(device_mesh)
+    spec = _spec(device_mesh, _size(size), placements)
+    whole = make(_size(size), dtype=dtype, device=wire.device)
+    return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """As torch.randn, with the values that one device with the same seed has, in every layout."""
+    return _drawn(torch.randn, size, device_mesh, placements, requires_grad, dtype)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """As torch.rand, with the values that one device with the same seed has, in every layout."""
+    return _drawn(torch.rand, size, device_mesh, placements, requires_grad, dtype)

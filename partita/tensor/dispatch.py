@@ -1,0 +1,145 @@
+"""How does a torch function run on DTensors?
+
+`handle` is the hot path: look the plan up by the key that the op's rule declares, run the local
+kernel with torch-function disabled, tag the result. Everything else happens once per key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from . import cache
+from .composite import entered
+from .dtensor import DTensor
+from .foreach import run_foreach
+from .keys import KeyFunction, declared_key, operand_key
+from .miss import gathered, in_order, make_plan
+from .names import Form, form_of, parameter_names
+from .plan import CallPlan
+from .special import SPECIAL, passes
+
+__all__ = ["OPS", "Op", "call", "handle", "op_of"]
+
+_Tensor = torch.Tensor
+
+
+class Op:
+    """One function and the plans of its calls.
+
+    Attributes:
+        form: the op's name and rule, and how this function calls it.
+        key: from a call's arguments, the key of its plan.
+        plans: the young generation of plans, by key.
+        run: what to do instead of looking a plan up, for functions that have no rule.
+    """
+
+    __slots__ = ("form", "func", "key", "plans", "run")
+
+    def __init__(self, func: Callable[..., Any], form: Form):
+        self.func, self.form = func, form
+        self.plans = cache.Plans(form.name)
+        self.key: KeyFunction = _no_key
+        self.run: Callable[..., Any] | None = None
+        if form.rule is None:
+            self.run = _without_rule(func, form)
+        elif form.foreach:
+            self.run = run_foreach
+        elif form.rule.derive is None:
+            count = len(_terms(form))
+            self.key = operand_key(parameter_names(func, count))
+        else:
+            self.key = declared_key(form.rule.params)
+
+
+def _terms(form: Form) -> tuple[Any, ...]:
+    from partita.rules import parse
+
+    assert form.rule is not None
+    return parse(form.rule.text).terms
+
+
+def _no_key(*args: Any, **kwargs: Any) -> Any:
+    raise KeyError
+
+
+def _without_rule(func: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    body = entered(func)
+    if body is not None:
+        return lambda func, args, kwargs, op: body(*args, **kwargs)
+    return gathered
+
+
+OPS: dict[Callable[..., Any], Op] = {}
+"""Every function met so far."""
+
+
+def handle(
+    cls: type,
+    func: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """`DTensor.__torch_function__`."""
+    try:
+        op = OPS[func]
+        plan = op.plans[op.key(*args, **kwargs) if kwargs else op.key(*args)]
+    except (KeyError, TypeError):
+        return call(func, args, kwargs or {})
+    plan.hits += 1
+    if not plan.direct:
+        return plan.run(func, args, kwargs or {})
+    with Local():
+        out = func(*args, **kwargs) if kwargs else func(*args)
+    if type(out) is _Tensor and out.shape == plan.local_shape:
+        out.__class__ = DTensor
+        out._spec = plan.spec
+        return out
+    return plan.tag(out)
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` where the hot path found no plan: the long way, which ends in a plan."""
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special(*args, **kwargs)
+    if passes(func):
+        with Local():
+            return func(*args, **kwargs)
+    op = op_of(func)
+    if op.run is not None:
+        return op.run(func, args, kwargs, op)
+    args, kwargs, out = in_order(op, args, kwargs)
+    if out is not None:
+        return SPECIAL[_Tensor.copy_](out, call(func, args, kwargs))
+    try:
+        key = op.key(*args, **kwargs)
+    except TypeError:
+        # The arguments do not fit the rule's parameters: nothing is known of such a call.
+        return gathered(func, args, kwargs, op)
+    plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
+    if plan is None:
+        cache.note_miss()
+        plan = make_plan(op, func, args, kwargs)
+        if plan is None:
+            return gathered(func, args, kwargs, op)
+        out = plan.run(func, args, kwargs)
+        op.plans.remember(key, plan)
+        return out
+    plan.hits += 1
+    return plan.run(func, args, kwargs)
+
+
+def op_of(func: Callable[..., Any]) -> Op:
+    """The Op of a function, made at first sight."""
+    op = OPS.get(func)
+    if op is None:
+        op = OPS[func] = Op(func, form_of(func))
+    return op
+
+
+DTensor.__torch_function__ = classmethod(handle)  # type: ignore[assignment]

@@ -1,0 +1,239 @@
+"""What is the tensor that users hold?
+
+A DTensor is this rank's shard, a plain tensor re-tagged in place with the layout that makes it a
+piece of a global one: no wrapper, no second object. `.shape` and everything that a user reads speak
+of the global tensor; kernels, which run with torch-function disabled, see the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import _is_torch_function_enabled as _global_view
+
+from partita.comm import Wire, user_line, wire_of
+from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
+
+from .autograd import convert_gradient, moved
+from .spec import Spec, spec_of
+
+__all__ = ["DTensor", "short_dtype", "tagged"]
+
+_shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
+_size = torch._C.TensorBase.size
+_numel = torch._C.TensorBase.numel
+
+
+class DTensor(torch.Tensor):
+    """A tensor spread over a mesh. Made by `distribute_tensor`, `from_local`, `zeros`, ...
+
+    A subclass has no `__slots__` and no `__init__`: an instance is a plain tensor re-tagged.
+    """
+
+    _spec: Spec
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each axis of the mesh."""
+        return self._spec.placements
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh that was given when the tensor was made."""
+        return self._spec.wire.device_mesh
+
+    @property
+    def layout_over_mesh(self) -> Layout:
+        """The layout, with its dtype; `str` of it is what `repr` shows."""
+        layout = self._spec.layout
+        return Layout(
+            layout.shape,
+            layout.shards,
+            layout.partial,
+            layout.invariant,
+            short_dtype(self.dtype),
+        )
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._spec.shape if _global_view() else _shape(self)
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        if not _global_view():
+            return _size(self) if dim is None else _size(self, dim)
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def numel(self) -> int:
+        return self._spec.shape.numel() if _global_view() else _numel(self)
+
+    nelement = numel
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    ndimension = dim
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    # -- from and to local -----------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """Take each rank's local tensor as its piece of one global tensor. Differentiable.
+
+        Args:
+            placements: one per mesh axis; all Replicate where not given.
+            run_check: compare the ranks first: whole axes must hold equal values, and pieces must
+                fit together. Costs two small collectives. Nothing is overwritten.
+            shape: the global shape in elements. Without it every rank of a sharded axis is taken
+                to hold as much as this one.
+            stride: as in torch; must go with `shape`. A DTensor's strides are its shard's own.
+
+        Raises:
+            LayoutError: the local shape is not what `shape` and `placements` give this rank; with
+                `run_check`, on every rank when any rank's does not fit.
+        """
+        from .construct import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece, as a plain tensor that shares its memory. Differentiable.
+
+        Args:
+            grad_placements: how the gradient of the result will be placed. By default as the
+                gradient of this tensor is: Shard for Shard, Partial for Replicate, Replicate for
+                Partial.
+        """
+        spec = self._spec
+        with Local():
+            if grad_placements is None:
+                return self.view_as(self)
+            wire = spec.wire
+            given = Layout.of(wire.mesh, spec.layout.shape, grad_placements)
+            if spec_of(given, wire) is spec.gradient:
+                return self.view_as(self)
+            return convert_gradient(self, spec_of(given, wire), spec.gradient)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same global value in other placements. Differentiable; noted as explicit.
+
+        Args:
+            device_mesh: this tensor's own mesh, if given.
+            placements: one per mesh axis.
+            forward_dtype: the dtype in which the value travels and arrives.
+
+        Raises:
+            LayoutError: another mesh, a wrong number of placements, a dimension out of range.
+        """
+        spec = self._spec
+        if device_mesh is not None and wire_of(device_mesh) is not spec.wire:
+            raise LayoutError(
+                "redistribute moves along the tensor's own mesh, not to another one",
+                place=user_line(),
+                fixes=(Fix("pt.distribute_tensor(x.full_tensor(), other_mesh, placements)"),),
+            )
+        if placements is None:
+            raise LayoutError("redistribute needs placements", place=user_line())
+        if backward_dtype is not None and backward_dtype != self.dtype:
+            raise LayoutError(
+                f"backward_dtype {backward_dtype}: the gradient travels in the value's dtype",
+                place=user_line(),
+                fixes=(Fix("x.to(dtype).redistribute(placements=...)"),),
+            )
+        x = self if forward_dtype is None else self.to(forward_dtype)
+        after = spec_of(Layout.of(spec.wire.mesh, spec.layout.shape, placements), spec.wire)
+        return tagged(moved(x, spec, after, "redistribute", "explicit"), after)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole value on every rank, as a plain tensor. Differentiable.
+
+        The gradient of the result is taken as whole and equal on every rank (the same computation
+        follows everywhere), unless `grad_placements` says otherwise.
+        """
+        spec = self._spec
+        wire = spec.wire
+        layout = Layout(spec.layout.shape, invariant=wire.mesh.names)
+        if all(p.is_replicate() or p.is_invariant() for p in spec.placements) and (
+            grad_placements is None and not self.requires_grad
+        ):
+            return self.to_local()
+        after = spec_of(layout, wire)
+        out = moved(self, spec, after, "full_tensor", "explicit")
+        if grad_placements is None:
+            return out
+        given = spec_of(Layout.of(wire.mesh, spec.layout.shape, grad_placements), wire)
+        return convert_gradient(out, given, after)
+
+    # -- text ------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Layout and values: a pending value is reduced first, a sharded one shows its piece."""
+        value = self
+        if self._spec.is_pending:
+            value = self.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in self.placements]
+            )
+        with Local():
+            text = torch.Tensor.__repr__(torch.Tensor.detach(value))
+        held = "pieces" if self._spec.is_sharded else "value"
+        return f"DTensor({self.layout_over_mesh} on {self._spec.wire.mesh}, {held}={text})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
+    """Re-tag `local`, which nobody else may hold, as a DTensor of `spec`."""
+    local.__class__ = DTensor
+    local._spec = spec  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`f32` for torch.float32; dtypes without a short form keep their name."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

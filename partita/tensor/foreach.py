@@ -1,0 +1,144 @@
+"""How do foreach and fused kernels run on lists of DTensors?
+
+A foreach function is its op, once for each place of its lists. Each place is planned like a call of
+the op; if all agree that nothing moves, the one native kernel runs on the shards. The key is the
+kinds of the lists' elements: bias corrections and learning rates are numbers and are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from . import cache
+from .autograd import moved
+from .dtensor import DTensor, tagged
+from .keys import operand_kind
+from .miss import gathered, make_plan
+from .plan import CallPlan, replaced
+from .plain import admit
+from .spec import Spec
+
+if TYPE_CHECKING:
+    from .dispatch import Op
+
+__all__ = ["run_foreach"]
+
+
+class _ListPlan:
+    """The plans of each place of a foreach call.
+
+    Attributes:
+        places: for each place its plan; None where the op has to be run by itself.
+        clean: nothing moves, no kernel of our own: run the native one.
+        specs: the specs of the results.
+    """
+
+    __slots__ = ("clean", "hits", "places", "specs")
+
+    def __init__(self, places: list[CallPlan | None]):
+        self.hits = 0
+        self.places = places
+        self.specs: list[Spec] | None = None
+        self.clean = all(
+            p is not None and not p.targets and p.kernel is None and p.rewrite is None
+            for p in places
+        )
+
+
+def run_foreach(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
+) -> Any:
+    """Run a `torch._foreach_*` function."""
+    key = (
+        tuple([tuple(map(_kind, a)) if type(a) in (list, tuple) else _kind(a) for a in args]),
+        tuple([(k, _kind(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]),
+    )
+    plan = op.plans.get(key) or op.plans.recall(key)
+    if plan is None:
+        cache.note_miss()
+        plan = _ListPlan([_plan_of(i, func, args, kwargs, op) for i in range(len(args[0]))])
+        op.plans.remember(key, plan)
+    plan.hits += 1
+    if not plan.clean:
+        return _one_by_one(plan, args, kwargs, op)
+    with Local():
+        out = func(*args, **kwargs)
+    if op.form.inplace or out is None:
+        return out
+    if plan.specs is None:
+        plan.specs = [p.tag(t)._spec for p, t in zip(plan.places, out, strict=True)]
+        return out
+    for t, spec in zip(out, plan.specs, strict=True):
+        tagged(t, spec)
+    return out
+
+
+def _kind(value: Any) -> Any:
+    return value._spec if type(value) is DTensor else operand_kind(value)
+
+
+def _place(i: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of the op at place i: of each list its i-th, of all else itself."""
+    return [a[i] if type(a) in (list, tuple) else a for a in args]
+
+
+def _single(op: Op) -> Callable[..., Any]:
+    name = op.form.name + ("_" if op.form.inplace else "")
+    return getattr(torch.Tensor, name, None) or getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _plan_of(
+    i: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
+) -> CallPlan | None:
+    from .dispatch import op_of
+
+    single = _single(op)
+    own = op_of(single)
+    if own.form.rule is None:
+        return None
+    return make_plan(own, single, _place(i, args, kwargs), kwargs)
+
+
+def _one_by_one(
+    plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op
+) -> Any:
+    from .dispatch import op_of
+
+    single, outs = _single(op), []
+    own = op_of(single)
+    for i, place in enumerate(plan.places):
+        mine = _place(i, args, kwargs)
+        if place is None:
+            if own.run is not None or own.form.rule is None:
+                outs.append(gathered(single, mine, kwargs, own))
+            else:
+                outs.append(single(*mine, **kwargs))
+        else:
+            outs.append(place.run(single, mine, kwargs))
+    return None if op.form.inplace else outs
+
+
+def run_fused(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
+) -> Any:
+    """Run a fused optimizer kernel: elementwise over lists, all in the parameters' layouts."""
+    new = {}
+    for j, values in enumerate(args):
+        if type(values) not in (list, tuple):
+            continue
+        for i, value in enumerate(values):
+            target = args[0][i]._spec
+            if isinstance(value, DTensor):
+                if value._spec is not target and value._spec.shape == target.shape:
+                    new[(j, i)] = moved(value, value._spec, target, op.form.name, "implicit")
+            elif value.dim() > 0:
+                admit(value, target.wire, op.form.name)
+    args, kwargs = replaced(args, kwargs, new)
+    with Local():
+        return func(*args, **kwargs)
+
+

@@ -1,0 +1,142 @@
+"""Under which key is an op's plan remembered? Exactly what its rule declares that it reads.
+
+The key function of an op is generated from its rule's parameters, so Python's own binding of
+positional and keyword arguments normalises the call, and an argument that the rule does not declare
+has no way into the key. A tensor enters as its spec, a plain tensor as its shape, a float as nothing
+but its type, a number in an operand's place not at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from partita.rules import NUMBER
+
+from .dtensor import DTensor
+
+__all__ = ["KeyFunction", "Unkeyed", "declared_key", "frozen", "operand_key"]
+
+KeyFunction = Callable[..., Any]
+
+_PLAIN_VALUES = frozenset(
+    (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_NUMBERS = frozenset((int, float, bool, complex))
+
+RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
+"""Other names that torch accepts for an argument, and `out`: such calls are rewritten first."""
+
+
+class Unkeyed(TypeError):
+    """A call whose arguments have to be put in order before a key can be computed."""
+
+
+def operand_kind(value: Any) -> Any:
+    """What stands in the key for something in an operand's place that is no DTensor."""
+    if value is None:
+        return None
+    if type(value) in _NUMBERS:
+        return NUMBER
+    return frozen(value)
+
+
+def frozen(value: Any) -> Any:
+    """What stands in the key for a declared argument: hashable, and without any float's value."""
+    t = type(value)
+    if t in _PLAIN_VALUES:
+        return value
+    spec = getattr(value, "_spec", None)
+    if spec is not None:
+        return spec
+    if isinstance(value, torch.Tensor):
+        return ("plain", value.dtype is torch.bool, tuple(value.shape))
+    if t is list or isinstance(value, tuple):
+        # bool is told from int: x[True] is not x[1].
+        return (list, *((bool, v) if type(v) is bool else frozen(v) for v in value))
+    if t is slice:
+        return (slice, value.start, value.stop, value.step)
+    if t is dict:
+        return (dict, *((k, frozen(v)) for k, v in value.items()))
+    if t is float or t is complex:
+        return t
+    if value is Ellipsis:
+        return value
+    index = getattr(value, "__index__", None)
+    if index is not None:
+        return index()
+    return t
+
+
+def _check_rest(more: tuple[Any, ...], named: dict[str, Any], harmless: set[str]) -> None:
+    """Let nothing pass unseen that could matter: unknown names, tensors in undeclared places."""
+    for name, value in named.items():
+        if name not in harmless:
+            if name in RENAMED:
+                raise Unkeyed(name)
+            harmless.add(name)
+        if isinstance(value, torch.Tensor):
+            raise Unkeyed(name)
+    for value in more:
+        if isinstance(value, torch.Tensor):
+            raise Unkeyed("an undeclared tensor")
+
+
+def operand_key(names: Sequence[str]) -> KeyFunction:
+    """The key of a fixed sentence: the kinds of its operands, whose arguments are called `names`."""
+    params = ", ".join(n if i == 0 else f"{n}=None" for i, n in enumerate(names))
+    parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
+    return _compiled(params, parts, variadic=False)
+
+
+def declared_key(params: Sequence[inspect.Parameter]) -> KeyFunction:
+    """The key of a rule that derives its sentence: the arguments that it declares."""
+    signature, parts, variadic = [], [], False
+    defaults: dict[str, Any] = {}
+    for p in params:
+        if p.kind is inspect.Parameter.VAR_POSITIONAL:
+            signature.append(f"*{p.name}")
+            variadic = True
+            parts.append(f"freeze({p.name})")
+            continue
+        if p.default is inspect.Parameter.empty:
+            signature.append(p.name)
+        else:
+            defaults[f"default_{p.name}"] = p.default
+            if p.kind is inspect.Parameter.KEYWORD_ONLY and not variadic:
+                variadic = True
+                signature.append("*more")
+            signature.append(f"{p.name}=default_{p.name}")
+        if not p.name.startswith("_"):
+            n = p.name
+            parts.append(
+                f"{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})"
+            )
+    return _compiled(", ".join(signature), parts, variadic, defaults)
+
+
+def _compiled(
+    params: str, parts: list[str], variadic: bool, defaults: dict[str, Any] | None = None
+) -> KeyFunction:
+    more = "" if variadic else ", *more"
+    rest = "()" if "*more" not in params + more else "more"
+    body = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+    source = (
+        f"def key({params}{more}, **named):\n"
+        f"    if named or {rest}: check({rest}, named, harmless)\n"
+        f"    return {body}\n"
+    )
+    space = {
+        "D": DTensor,
+        "V": _PLAIN_VALUES,
+        "kind": operand_kind,
+        "freeze": frozen,
+        "check": _check_rest,
+        "harmless": set(),
+        **(defaults or {}),
+    }
+    exec(source, space)
+    return space["key"]  # type: ignore[return-value]

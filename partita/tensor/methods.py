@@ -1,0 +1,121 @@
+"""Which calls are so frequent that they skip torch's argument parser?
+
+`x + y` on a subclass goes through C++ that parses the arguments, builds tuples and calls
+`__torch_function__`: more than the kernel costs. The operators and methods named here are Python
+methods of DTensor instead, generated from one template that does what `dispatch.handle` does. With
+torch-function disabled, or under a TorchFunctionMode, they stand aside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _is_torch_function_enabled,
+    _len_torch_function_stack,
+)
+
+from . import keys
+from .dispatch import call, op_of
+from .dtensor import DTensor
+
+__all__ = ["FAST"]
+
+FAST = {
+    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal clone detach
+        contiguous float t erf __neg__ __abs__ __invert__""",
+    "self, other": """add sub mul div matmul mm pow maximum minimum __add__ __radd__ __sub__
+        __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+        __and__ __or__ bmm""",
+    "self, other, inplace": """add_ mul_ sub_ div_ __iadd__ __isub__ __imul__ __itruediv__""",
+    "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
+        softmax to type_as __getitem__ split chunk amax amin repeat""",
+}
+"""By signature, the names of the methods."""
+
+_TEMPLATE = """
+def {name}({signature}):
+    if enabled() and not stack_length():
+        try:
+            plan = find({key})
+        except TypeError:
+            return call(base, ({call_tuple}), {{}})
+        if plan is not None and plan.direct:
+            plan.hits += 1
+            with Local():
+                out = base({call_args})
+            if type(out) is Tensor and out.shape == plan.local_shape:
+                out.__class__ = DTensor
+                out._spec = plan.spec
+                return out
+            return plan.tag(out)
+        return call(base, ({call_tuple}), {{}})
+    return base({call_args})
+"""
+
+_KEYWORDS = """
+def {name}({signature}, **kwargs):
+    if kwargs or not enabled() or stack_length():
+        return base({call_args}, **kwargs)
+    try:
+        plan = find(key({call_args}))
+    except TypeError:
+        return call(base, ({call_tuple}), {{}})
+    if plan is not None and plan.direct:
+        plan.hits += 1
+        with Local():
+            out = base({call_args})
+        if type(out) is Tensor and out.shape == plan.local_shape:
+            out.__class__ = DTensor
+            out._spec = plan.spec
+            return out
+        return plan.tag(out)
+    return call(base, ({call_tuple}), {{}})
+"""
+
+
+def _install() -> None:
+    for kind, names in FAST.items():
+        signature = kind.removesuffix(", inplace")
+        for name in names.split():
+            base = getattr(torch.Tensor, name)
+            op = op_of(base)
+            if op.run is not None:
+                continue  # written in Python or without a rule: nothing to skip to
+            fixed = op.form.rule is not None and op.form.rule.derive is None
+            space: dict[str, Any] = {
+                "DTensor": DTensor,
+                "Tensor": torch.Tensor,
+                "Local": DisableTorchFunctionSubclass,
+                "enabled": _is_torch_function_enabled,
+                "stack_length": _len_torch_function_stack,
+                "find": op.plans.get,
+                "key": op.key,
+                "kind": keys.operand_kind,
+                "call": call,
+                "base": base,
+            }
+            args = signature
+            template, key = _KEYWORDS, ""
+            if name.startswith("__") and fixed:
+                template, key = _TEMPLATE, "self._spec"
+                if signature == "self, other":
+                    key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
+            source = template.format(
+                name=name,
+                signature=signature,
+                call_args=args,
+                call_tuple=args + ("," if signature == "self" else ""),
+                key=key,
+            )
+            exec(source, space)
+            method = space[name]
+            method.__doc__ = f"As torch.Tensor.{name}."
+            method.__qualname__ = f"DTensor.{name}"
+            setattr(DTensor, name, method)
+    DTensor.__hash__ = torch.Tensor.__hash__  # __eq__ above would take it away
+
+
+_install()

@@ -1,0 +1,372 @@
+"""What happens the first time: a call's operands are bound to its rule, and a plan is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import Wire, user_line
+from partita.layout import Fix, Layout, LayoutError
+from partita.rules import (
+    NUMBER,
+    Arg,
+    Bound,
+    Call,
+    Like,
+    Operand,
+    Rewrite,
+    Said,
+    SentenceError,
+    parse,
+)
+
+from .autograd import moved
+from .choose import Choice, choose
+from .dtensor import DTensor
+from .names import parameter_names
+from .plan import CallPlan, Path, Target, replaced
+from .spec import Spec, spec_of
+
+if TYPE_CHECKING:
+    from .dispatch import Op
+
+__all__ = ["gathered", "in_order", "make_plan", "one_wire"]
+
+_NUMBERS = (int, float, bool, complex)
+
+
+# -- putting a call in order -----------------------------------------------------------------------
+
+
+def in_order(
+    op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any], torch.Tensor | None]:
+    """The call under its rule's own names, and the tensor given as `out=`, taken off."""
+    if not kwargs:
+        return args, kwargs, None
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out", None)
+    names = _parameters(op)
+    for numpy_name, name in (("axis", "dim"), ("keepdims", "keepdim")):
+        if numpy_name in kwargs and numpy_name not in names and name in names:
+            kwargs[name] = kwargs.pop(numpy_name)
+    for first in ("input", "self", "x", "a", "x1"):
+        if first in kwargs and not args and names and first not in names:
+            args = (kwargs.pop(first),)
+    if "x2" in kwargs and len(args) == 1:
+        args = (*args, kwargs.pop("x2"))
+    if "input" in names and "input" in kwargs and not args and names[0] == "input":
+        args = (kwargs.pop("input"),)
+    return args, kwargs, out
+
+
+def _parameters(op: Op) -> tuple[str, ...]:
+    rule = op.form.rule
+    assert rule is not None
+    if rule.derive is not None:
+        return tuple(p.name for p in rule.params)
+    return parameter_names(op.func, len(parse(rule.text).terms))
+
+
+def _operands_of_call(
+    op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[Path, Any]]:
+    """The values in the places of a fixed sentence's terms."""
+    found: list[tuple[Path, Any]] = []
+    for i, name in enumerate(_parameters(op)):
+        if i < len(args):
+            found.append(((i,), args[i]))
+        else:
+            found.append(((name,), kwargs.get(name)))
+    return found
+
+
+def _declared(
+    op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], list[tuple[Path, Any]]]:
+    """A derived rule's arguments, and the tensors among them in order."""
+    rule = op.form.rule
+    assert rule is not None
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    tensors: list[tuple[Path, Any]] = []
+    i = 0
+    for p in rule.params:
+        if p.kind is p.VAR_POSITIONAL:
+            rest = args[i:]
+            flat = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+            # Variadic sizes may come by name: x.reshape(shape=(2, 3)).
+            if not rest and "shape" in kwargs:
+                flat = kwargs["shape"]
+            positional += list(flat)
+            tensors += _tensors_at(tuple(range(i, len(args))), rest)
+            i = len(args)
+        elif p.kind is not p.KEYWORD_ONLY and i < len(args):
+            positional.append(args[i])
+            tensors += _tensors_at((i,), (args[i],))
+            i += 1
+        elif p.name in kwargs:
+            named[p.name] = kwargs[p.name]
+            tensors += _tensors_at((p.name,), (kwargs[p.name],))
+    return positional, named, tensors
+
+
+def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path, Any]]:
+    found: list[tuple[Path, Any]] = []
+    for place, value in zip(places, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            found.append(((place,), value))
+        elif isinstance(value, (tuple, list)):
+            found += [((place, j), v) for j, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    return found
+
+
+def _all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path, Any]]:
+    found = _tensors_at(tuple(range(len(args))), args)
+    return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
+
+
+def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
+    """The wire of all DTensors among `tensors`. Raises LayoutError if they are on two meshes."""
+    wire: Wire | None = None
+    for t in tensors:
+        if isinstance(t, DTensor):
+            if wire is not None and t._spec.wire is not wire:
+                raise LayoutError(
+                    f"{op}: two meshes in one operation",
+                    place=user_line(),
+                    operands=(
+                        f"mesh {wire.mesh} at rank {wire.rank}",
+                        f"mesh {t._spec.wire.mesh} at rank {t._spec.wire.rank}",
+                    ),
+                    reason="moves are planned along the axes of one mesh",
+                    fixes=(
+                        Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
+                        Fix("build both tensors on one mesh with all the axes"),
+                    ),
+                )
+            wire = t._spec.wire
+    if wire is None:
+        raise TypeError(f"{op}: no DTensor among the operands")
+    return wire
+
+
+# -- from a rule to a plan -------------------------------------------------------------------------
+
+
+def make_plan(
+    op: Op, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> CallPlan | None:
+    """The plan of a call, or None if its operands have to be gathered.
+
+    Raises:
+        LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
+    """
+    form, rule = op.form, op.form.rule
+    assert rule is not None
+    tensors = _all_tensors(args, kwargs)
+    wire = one_wire(form.name, [t for _, t in tensors])
+    local = None
+    if rule.derive is None:
+        operands = _operands_of_call(op, args, kwargs)
+        text = rule.text
+    else:
+        positional, named, operands = _declared(op, args, kwargs)
+        said = rule.derive(*map(_seen, positional), **{k: _seen(v) for k, v in named.items()})
+        if said is None:
+            return None
+        if isinstance(said, Rewrite):
+            return CallPlan(form.name, wire, rewrite=said.run)
+        if isinstance(said, Like):
+            return _like(form.name, wire, args[0]._spec, said)
+        text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
+    paths = {path for path, _ in operands}
+    if any(path not in paths for path, _ in tensors):
+        return None  # a tensor where the rule declares none: nothing is known of it
+    sentence = parse(text)
+    values = [value for _, value in operands]
+    try:
+        bound = sentence.bind(tuple(_operand(v) for v in values))
+    except SentenceError:
+        _let_torch_complain(func, args, kwargs)
+        return None
+    layouts = [_layout(v) for v in values]
+    plain = [isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in values]
+    sizes = [v.element_size() if isinstance(v, torch.Tensor) else 0 for v in values]
+    keeps = form.inplace and not form.reshapes
+    choice = choose(bound, layouts, plain, sizes, wire.mesh, inplace=keeps)
+    if choice is None or (keeps and choice.inputs[0] != layouts[0]):
+        return None
+    targets = []
+    for (path, value), before, after in zip(operands, layouts, choice.inputs, strict=True):
+        if before is None or after is None:
+            continue
+        if not isinstance(value, DTensor):
+            targets.append(Target(path, spec_of(after, wire), spec_of(before, wire)))
+        elif before != after:
+            targets.append(Target(path, spec_of(after, wire)))
+    kernel = None
+    if local is not None:
+        kernel = local(_call(bound, choice, wire))
+        # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
+    return CallPlan(
+        form.name,
+        wire,
+        targets=tuple(targets),
+        kernel=kernel,
+        bound=bound,
+        choice=choice,
+        retags=form.reshapes,
+    )
+
+
+def _seen(value: Any) -> Any:
+    """What a rule sees of an argument."""
+    if isinstance(value, DTensor):
+        spec = value._spec
+        mesh = spec.wire.mesh
+        split = tuple(math.prod([mesh.size(a) for a in axes]) for axes in spec.layout.shards)
+        return Arg(spec.layout.shape, split, spec.is_pending)
+    if isinstance(value, torch.Tensor):
+        return Arg(tuple(value.shape), (1,) * value.dim())
+    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+        return [_seen(v) for v in value]
+    return value
+
+
+def _operand(value: Any) -> Operand:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return NUMBER if isinstance(value, _NUMBERS) else None
+
+
+def _layout(value: Any) -> Layout | None:
+    if isinstance(value, DTensor):
+        return value._spec.layout
+    return Layout(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def _call(bound: Bound, choice: Choice, wire: Wire) -> Call:
+    pieces = {}
+    for name, axes in choice.splits.items():
+        if name in bound.sizes and any(wire.mesh.size(a) > 1 for a in axes):
+            one = Layout((bound.sizes[name],), (axes,))
+            ((offset, length),) = one.local_region(wire.mesh, wire.at)
+            pieces[name] = (offset, length, bound.sizes[name])
+    outputs = []
+    for dims in bound.outputs:
+        sizes = []
+        for dim in dims:
+            length = 1
+            for n in dim.names:
+                length *= pieces[n][1] if n in pieces else bound.sizes.get(n, -1)
+            sizes.append(length if length >= 0 else -1)
+        outputs.append(tuple(sizes))
+    shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
+    return Call(shapes, tuple(outputs), pieces)
+
+
+def _like(name: str, wire: Wire, spec: Spec, said: Like) -> CallPlan:
+    """A tensor of its own in the operand's layout; whole if its shape is another."""
+    if said.shape == spec.layout.shape:
+        layout = spec.layout
+        if not said.pending:
+            layout = Layout(layout.shape, layout.shards, (), layout.invariant)
+    else:
+        layout = Layout(said.shape)
+    out = spec_of(layout, wire)
+    kernel = said.local and said.local(Call((spec.layout.shape,), (tuple(out.local_shape),)))
+    return CallPlan(
+        name, wire, direct=kernel is None, spec=out, local_shape=out.local_shape, kernel=kernel
+    )
+
+
+def _let_torch_complain(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Run the call on tensors without storage, so that a bad shape gets torch's own message."""
+    new = {path: _meta(t) for path, t in _all_tensors(args, kwargs)}
+    args, kwargs = replaced(args, kwargs, new)
+    try:
+        with Local():
+            func(*args, **kwargs)
+    except NotImplementedError:
+        pass
+
+
+def _meta(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta", requires_grad=False)
+
+
+# -- without a rule --------------------------------------------------------------------------------
+
+
+def gathered(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
+) -> Any:
+    """Run an op of which no rule speaks: operands whole, result whole.
+
+    In place the result is moved back into the operand's layout.
+
+    Raises:
+        LayoutError: in place on a pending operand, which would have to change its layout.
+    """
+    form = op.form
+    tensors = _all_tensors(args, kwargs)
+    wire = one_wire(form.name, [t for _, t in tensors])
+    layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
+    invariant = tuple(
+        a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
+    )
+
+    def whole(shape: Sequence[int]) -> Spec:
+        return spec_of(Layout(tuple(shape), invariant=invariant), wire)
+
+    first = args[0] if args and isinstance(args[0], DTensor) else None
+    writes = form.inplace and first is not None
+    if writes and first._spec.is_pending:  # type: ignore[union-attr]
+        raise _changes_layout(form.name, first)  # type: ignore[arg-type]
+    targets = []
+    for path, t in tensors:
+        after = whole(t.shape)
+        if isinstance(t, DTensor):
+            if t._spec is not after:
+                targets.append(Target(path, after))
+        else:
+            targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
+    plan = CallPlan(form.name, wire, targets=tuple(targets), fresh=lambda out: whole(out.shape))
+    if not writes or first._spec is whole(first.shape):  # type: ignore[union-attr]
+        return plan.run(func, args, kwargs)
+    assert first is not None
+    with Local():
+        copy = moved(first, first._spec, whole(first._spec.shape), form.name, "implicit").clone()
+        new = {(0,): copy}
+        for target in targets:
+            if target.path != (0,):
+                value = dict(tensors)[target.path]
+                new[target.path] = moved(
+                    value, target.plain or value._spec, target.spec, form.name, "implicit"
+                )
+        new_args, new_kwargs = replaced(args, kwargs, new)
+        out = func(*new_args, **new_kwargs)
+        if out.shape != first._spec.shape:
+            raise _changes_layout(form.name, first)
+        back = moved(out, whole(out.shape), first._spec, form.name, "implicit")
+        torch.Tensor.copy_(first, back)
+    return first
+
+
+def _changes_layout(name: str, x: DTensor) -> LayoutError:
+    return LayoutError(
+        f"{name} in place: its operand would have to change its layout",
+        place=user_line(),
+        operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
+        reason="a tensor that is written in place keeps its layout, since others may hold it too",
+        fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
+    )
+
+

@@ -1,0 +1,140 @@
+"""Which rule speaks of a function, and in which form is the function called?
+
+One op has one home: `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and
+`torch._foreach_add_` are forms of one op and share its rule.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from partita.rules import RULES, Rule
+
+__all__ = ["Form", "form_of", "parameter_names", "rule_named"]
+
+_DUNDERS = {
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "truediv": "div",
+    "mod": "remainder",
+    "floordiv": "floor_divide",
+    "neg": "neg",
+    "pos": "positive",
+}
+_COMMUTING = {"add", "mul", "and", "or", "xor"}
+
+_SAME = {
+    "multiply": "mul",
+    "subtract": "sub",
+    "divide": "div",
+    "true_divide": "div",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "negative": "neg",
+    "absolute": "abs",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctanh": "atanh",
+    "arctan2": "atan2",
+    "clip": "clamp",
+    "fix": "trunc",
+    "swapdims": "transpose",
+    "swapaxes": "transpose",
+    "moveaxis": "movedim",
+    "concat": "cat",
+    "concatenate": "cat",
+}
+
+_RESHAPING = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function as a form of an op.
+
+    Attributes:
+        name: the op's name.
+        rule: what is known of it, or None.
+        inplace: the first operand is written and returned.
+        reshapes: in place, and the first operand's shape changes.
+        foreach: lists of operands, one call of the op for each place.
+    """
+
+    name: str
+    rule: Rule | None
+    inplace: bool = False
+    reshapes: bool = False
+    foreach: bool = False
+
+
+@cache
+def form_of(func: Callable[..., Any]) -> Form:
+    """Find a function's rule: its own if it has one, else its op's by name.
+
+    A function written in Python has only a rule of its own; without one it is entered.
+    """
+    name = getattr(func, "__name__", "")
+    own = RULES.get(func)
+    if name.startswith("_foreach_"):
+        base = name.removeprefix("_foreach_")
+        op = base.removesuffix("_")
+        return Form(op, rule_named(op), inplace=base.endswith("_"), foreach=True)
+    inplace = name.endswith("_") and not name.endswith("__")
+    op = name.rstrip("_") if inplace else name
+    if name.startswith("__") and name.endswith("__"):
+        op = name[2:-2]
+        bare = op[1:]
+        if op.startswith("i") and bare in _DUNDERS | dict.fromkeys(
+            ("add", "sub", "mul", "pow", "matmul"), ""
+        ):
+            op, inplace = bare, True
+        elif op.startswith("r") and bare in _COMMUTING:
+            op = bare
+        op = _DUNDERS.get(op, op)
+    op = _SAME.get(op, op)
+    if own is not None:
+        return Form(own.name.rstrip("_") or op, own, inplace, name in _RESHAPING)
+    if isinstance(func, types.FunctionType):
+        return Form(op, None, inplace)
+    return Form(op, rule_named(op), inplace, name in _RESHAPING)
+
+
+def rule_named(name: str) -> Rule | None:
+    """The rule that a torch function of this name has, in whichever namespace it was given."""
+    for home in (torch, torch.Tensor, torch._C._nn, torch.nn.functional, torch.special):
+        f = getattr(home, name, None)
+        if f is not None and f in RULES and not isinstance(f, types.FunctionType):
+            return RULES[f]
+    return None
+
+
+@cache
+def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of a function's first `count` parameters, as torch's own table of overrides has
+    them; `operand0`, ... where it has none (then they can only be given by position)."""
+    import inspect
+
+    stand_in = torch.overrides.get_testing_overrides().get(func)
+    names: list[str] = []
+    if stand_in is not None:
+        for p in inspect.signature(stand_in).parameters.values():
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) and p.name != "out":
+                names.append(p.name)
+    names = names[:count]
+    return tuple(names) + tuple(f"operand{i}" for i in range(len(names), count))

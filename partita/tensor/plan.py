@@ -1,0 +1,198 @@
+"""What is decided once for a call and then only done?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import Wire, user_line
+from partita.layout import Layout, LayoutError
+from partita.rules import Bound
+
+from .autograd import moved
+from .choose import Choice
+from .dtensor import DTensor, tagged
+from .plain import admit
+from .spec import Spec, spec_of
+
+__all__ = ["CallPlan", "Path", "Target", "replaced", "tensors_of"]
+
+Path = tuple[int | str, ...]
+"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An operand that does not go in as it is: it is moved to `spec`, or is a plain tensor."""
+
+    path: Path
+    spec: Spec
+    plain: Spec | None = None
+
+
+@dataclass(slots=True)
+class CallPlan:
+    """How calls of one key are run.
+
+    Attributes:
+        op: the op's name.
+        wire: the rank's wire.
+        direct: nothing to do but to run the function and to tag its one result as `spec`.
+        spec, local_shape: of the single output, once the first call has told them.
+        outputs: spec and local shape of each output, where there are several.
+        targets: the operands that have to be moved or admitted.
+        kernel: what to run on the rank instead of the function.
+        rewrite: what to call on the DTensors instead.
+        bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
+        retags: the op changes its operand's shape in place, so the operand is tagged anew.
+        fresh: called with a result, gives its spec anew each time (shapes that depend on data).
+        hits: calls that found this plan.
+    """
+
+    op: str
+    wire: Wire
+    direct: bool = False
+    spec: Spec | None = None
+    local_shape: torch.Size | None = None
+    outputs: tuple[tuple[Spec, torch.Size], ...] = ()
+    targets: tuple[Target, ...] = ()
+    kernel: Callable[..., Any] | None = None
+    rewrite: Callable[..., Any] | None = None
+    bound: Bound | None = None
+    choice: Choice | None = None
+    retags: bool = False
+    fresh: Callable[[torch.Tensor], Spec] | None = None
+    hits: int = field(default=0)
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Do what was decided, and tag what comes out."""
+        if self.rewrite is not None:
+            return self.rewrite(*args, **kwargs)
+        if self.targets:
+            args, kwargs = self._brought(args, kwargs)
+        with Local():
+            out = (self.kernel or func)(*args, **kwargs)
+        return self.tag(out)
+
+    def _brought(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        new = {}
+        for target in self.targets:
+            value = at_path(args, kwargs, target.path)
+            if target.plain is not None:
+                admit(value, self.wire, self.op)
+                before = target.plain
+            else:
+                before = value._spec
+            if before is not target.spec or target.plain is None:
+                value = moved(value, before, target.spec, self.op, "implicit")
+            new[target.path] = value
+        return replaced(args, kwargs, new)
+
+    def tag(self, out: Any) -> Any:
+        """Give each new local tensor of a result its spec; raise if a promise is broken."""
+        if type(out) is torch.Tensor:
+            if self.fresh is not None:
+                return tagged(out, self.fresh(out))
+            if self.spec is None:
+                self._learn((out,))
+            if out.shape != self.local_shape:
+                raise self._broken(out, self.spec)
+            return tagged(out, self.spec)  # type: ignore[arg-type]
+        if isinstance(out, DTensor):
+            if self.retags:
+                if self.spec is None:
+                    with Local():
+                        self._learn((out,))
+                out._spec = self.spec  # type: ignore[assignment]
+            return out
+        news = [t for t in tensors_of(out) if type(t) is torch.Tensor]
+        if not news:
+            return out
+        if self.fresh is not None:
+            for t in news:
+                tagged(t, self.fresh(t))
+            return out
+        if not self.outputs:
+            self._learn(news)
+        for t, (spec, shape) in zip(news, self.outputs, strict=True):
+            if t.shape != shape:
+                raise self._broken(t, spec)
+            tagged(t, spec)
+        return out
+
+    def _learn(self, outs: Sequence[torch.Tensor]) -> None:
+        """Work out the outputs' specs; sizes that no name tells come from the first result."""
+        assert self.bound is not None and self.choice is not None
+        if len(outs) != len(self.bound.outputs):
+            raise LayoutError(
+                f"{self.op} returned {len(outs)} tensors where its rule speaks of "
+                f"{len(self.bound.outputs)}",
+                place=user_line(),
+                reason=f'rule "{self.bound.sentence}"',
+            )
+        specs = []
+        for i, out in enumerate(outs):
+            local = tuple(out.shape)
+            if len(local) != len(self.bound.outputs[i]):
+                raise self._broken(out, None)
+            layout = Layout(
+                self.bound.output_shape(i, local),
+                self.choice.outputs[i],
+                self.choice.partial[i],
+                self.choice.invariant[i],
+            )
+            spec = spec_of(layout, self.wire)
+            if spec.local_shape != out.shape:
+                raise self._broken(out, spec)
+            specs.append((spec, spec.local_shape))
+        if len(specs) == 1:
+            self.spec, self.local_shape = specs[0]
+            self.direct = not (self.targets or self.kernel or self.retags)
+        else:
+            self.outputs = tuple(specs)
+
+    def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
+        promise = "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
+        said = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
+        return LayoutError(
+            f"the plan for {self.op} does not hold: the local result is {tuple(out.shape)}{promise}",
+            place=user_line(),
+            reason=f"planned{said}: the rule reads too little or says something wrong",
+        )
+
+
+def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
+    """The value at `path` of a call."""
+    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+    return value if len(path) == 1 else value[path[1]]
+
+
+def replaced(
+    args: Sequence[Any], kwargs: dict[str, Any], new: dict[Path, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call with the values at some paths exchanged; lists are copied, not changed."""
+    args, kwargs = list(args), dict(kwargs)
+    for path, value in new.items():
+        home: Any = kwargs if isinstance(path[0], str) else args
+        if len(path) == 1:
+            home[path[0]] = value
+        else:
+            inner = list(home[path[0]])
+            inner[path[1]] = value  # type: ignore[index]
+            home[path[0]] = inner
+    return args, kwargs
+
+
+def tensors_of(out: Any) -> list[torch.Tensor]:
+    """The tensors of a result, through tuples and lists, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [t for o in out for t in tensors_of(o)]
+    return []

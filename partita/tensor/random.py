@@ -1,0 +1,154 @@
+"""How are random numbers the same in every layout?
+
+Every rank draws one device's numbers, all of them, from its own generator, which all ranks seed
+alike, and keeps its piece. So `init`, `dropout` and `randn` give the values that one device gives,
+and generators stay in step, at a price: each rank draws as many numbers, and for a moment holds as
+much memory, as one device would. For a mask of a large activation that is the whole batch's mask.
+
+`random_mode("pieces")` is cheaper: each rank draws only its piece, from a generator seeded by one
+number drawn from the common one and the place of the piece. Values then depend on the layout, but
+not on the number of ranks that hold the same piece, and a run is reproducible on the same mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from partita.rules import Call, Kernel, Said, rule
+
+__all__ = ["random_mode"]
+
+_MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
+
+
+@contextlib.contextmanager
+def random_mode(mode: str) -> Iterator[None]:
+    """How DTensors draw random numbers inside the block.
+
+    Args:
+        mode: "one_device": the values of one device, at the cost of drawing all of them on each
+            rank. "pieces": each rank draws its piece only, and values depend on the layout.
+    """
+    if mode not in ("one_device", "pieces"):
+        raise ValueError(f'random_mode is "one_device" or "pieces", not {mode!r}')
+    token = _MODE.set(mode)
+    try:
+        yield
+    finally:
+        _MODE.reset(token)
+
+
+def _drawn(
+    call: Call, names: tuple[str, ...], x: torch.Tensor, draw: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """This rank's piece of what `draw(empty tensor, generator)` fills on one device."""
+    if _MODE.get() == "pieces":
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+        for name in names:
+            seed = (seed * 1000003 + call.pieces.get(name, (0, 0, 0))[0] + 1) % 2**62
+        generator = torch.Generator(device=x.device)
+        generator.manual_seed(seed)
+        return draw(torch.empty_like(x, memory_format=torch.contiguous_format), generator)
+    shape = call.shapes[0]
+    full = draw(torch.empty(shape, dtype=x.dtype, device=x.device), None)  # type: ignore[arg-type]
+    for dim, name in enumerate(names):
+        if name in call.pieces:
+            offset, length, _ = call.pieces[name]
+            full = full.narrow(dim, offset, length)
+    return full
+
+
+def _dropout(x: Any) -> Said:
+    names = tuple(x.names)
+
+    def local(call: Call) -> Kernel | None:
+        if not call.pieces:
+            return None
+
+        def kernel(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+            if not train or p == 0 or input.numel() == 0 and _MODE.get() == "pieces":
+                return input.clone() if train else torch.dropout(input, p, False)
+
+            def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+                if generator is None:
+                    return torch.dropout(out.fill_(1), p, True)
+                return out.bernoulli_(1 - p, generator=generator).div_(1 - p)
+
+            with torch.no_grad():
+                mask = _drawn(call, names, input, draw)
+            return input * mask
+
+        return kernel
+
+    return Said(f"+ {x.names} -> {x.names}", local)
+
+
+rule(torch.dropout)(_dropout)
+
+
+def _register_fill(name: str) -> None:
+    fill = getattr(torch.Tensor, name)
+
+    def derive(x: Any) -> Said:
+        names = tuple(x.names)
+
+        def local(call: Call) -> Kernel | None:
+            if not call.pieces:
+                return None
+
+            def kernel(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+                    if generator is not None:
+                        kwargs["generator"] = generator
+                    return fill(out, *args, **kwargs)  # type: ignore[no-any-return]
+
+                with torch.no_grad():
+                    values = _drawn(call, names, input, draw)
+                return input.copy_(values)
+
+            return kernel
+
+        return Said(f"{x.names} -> {x.names}", local)
+
+    rule(fill)(derive)
+
+
+for _name in "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split():
+    _register_fill(_name)
+
+
+def _register_like(name: str, draw_name: str) -> None:
+    def derive(x: Any) -> Said:
+        names = tuple(x.names)
+
+        def local(call: Call) -> Kernel | None:
+            if not call.pieces:
+                return None
+
+            def kernel(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                kwargs.pop("memory_format", None)
+                kind = torch.empty((), dtype=kwargs.pop("dtype", None) or input.dtype)
+                requires = kwargs.pop("requires_grad", False)
+                like = torch.empty_like(input, dtype=kind.dtype)
+
+                def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+                    return getattr(out, draw_name)(*args, generator=generator, **kwargs)
+
+                with torch.no_grad():
+                    out = _drawn(call, names, like, draw)
+                return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
+
+            return kernel
+
+        return Said(f"{x.names} -> {x.names}", local)
+
+    rule(getattr(torch, name))(derive)
+
+
+_register_like("rand_like", "uniform_")
+_register_like("randn_like", "normal_")

@@ -1,0 +1,403 @@
+"""What of a tensor is no op: attributes, the entries to autograd, ways out to Python.
+
+Each entry says what a name means for a DTensor; all other functions are ops and go by their rules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, Layout, LayoutError
+
+from .autograd import moved
+from .composite import entered
+from .dtensor import DTensor, tagged
+from .spec import Spec, spec_of
+
+__all__ = ["PASS", "SPECIAL", "passes", "seeded"]
+
+T = torch.Tensor
+_OURS = frozenset(("_spec", "_reopens"))
+"""Attributes of a DTensor that belong to us and are not copied as the user's own are."""
+SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Functions that mean something of their own on a DTensor."""
+
+PASS = frozenset(
+    """requires_grad_ retain_grad is_floating_point is_complex is_signed is_inference is_conj is_neg
+    get_device element_size data_ptr storage_offset untyped_storage storage is_pinned is_shared
+    stride is_contiguous has_names is_nonzero_local result_type can_cast promote_types
+    is_tensor is_storage _is_view _is_zerotensor is_distributed
+    register_post_accumulate_grad_hook __hash__ has_torch_function
+    _typed_storage is_set_to""".split()
+)
+"""Functions that are answered by the shard: they neither depend on the layout nor change it."""
+
+
+def passes(func: Callable[..., Any]) -> bool:
+    """Is this answered by the shard? Attributes are, unless `SPECIAL` says otherwise."""
+    name = getattr(func, "__name__", "")
+    return name in PASS or name in ("__get__", "__set__", "__delete__")
+
+
+def _means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(f: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            SPECIAL[function] = f
+        return f
+
+    return register
+
+
+def _getter(name: str) -> Any:
+    return getattr(T, name).__get__
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+
+
+@_means(_getter("grad"))
+def _get_grad(x: DTensor) -> DTensor | None:
+    """The gradient, typed by duality. Typed once: later reads give the same object."""
+    with Local():
+        grad = _grad.__get__(x)
+        if grad is None or isinstance(grad, DTensor):
+            return grad  # type: ignore[no-any-return]
+        spec = x._spec.gradient
+        typed = tagged(grad.detach(), spec)
+        if grad.requires_grad:
+            # A gradient with a history (create_graph) keeps it.
+            return tagged(grad.view_as(grad), spec)
+        _grad.__set__(x, typed)
+        return typed
+
+
+@_means(T.grad.__set__)
+def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if grad is not None:
+        if not isinstance(x, DTensor):
+            raise LayoutError(
+                "a plain tensor cannot have a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("t.grad = g.full_tensor()"),),
+            )
+        if not isinstance(grad, DTensor):
+            raise LayoutError(
+                "the gradient of a DTensor is a DTensor",
+                place=user_line(),
+                operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
+                fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
+            )
+        from .settled import allowed_gradient
+
+        grad = allowed_gradient(x, grad)
+    with Local():
+        _grad.__set__(x, grad)
+
+
+@_means(T.grad.__delete__)
+def _del_grad(x: DTensor) -> None:
+    with Local():
+        _grad.__delete__(x)
+
+
+def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain alias of a root of backward, and the local gradient to start from.
+
+    A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
+    it whole, which needs no communication.
+    """
+    spec = root._spec
+    if any(op != "sum" for _, op in spec.layout.partial):
+        layout = Layout(spec.layout.shape, spec.layout.shards, (), spec.layout.invariant)
+        after = spec_of(layout, spec.wire)
+        root = tagged(moved(root, spec, after, "backward", "implicit"), after)
+        spec = after
+    with torch.enable_grad(), Local():
+        plain = root.view_as(root)
+    if gradient is None:
+        if spec.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        layout = Layout(spec.layout.shape, invariant=spec.wire.mesh.names)
+        before = spec_of(layout, spec.wire)
+        with Local():
+            seed = torch.ones_like(plain) if spec.local_shape == spec.shape else None
+            if seed is None:
+                seed = plain.new_ones(spec.shape)
+    elif isinstance(gradient, DTensor):
+        before, seed = gradient._spec, gradient
+    elif torch._C._current_graph_task_id() != -1 and gradient.shape == spec.local_shape:
+        # Inside a backward pass (a reentrant checkpoint) a plain tensor is a local gradient.
+        return plain, gradient
+    else:
+        before, seed = spec_of(Layout(tuple(gradient.shape)), spec.wire), gradient
+    if before.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
+            f"has a shape of {spec.shape}."
+        )
+    return plain, moved(seed, before, spec.gradient, "backward", "implicit")
+
+
+@_means(T.backward)
+def _backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            "backward of a plain tensor with a DTensor as its gradient",
+            place=user_line(),
+            fixes=(Fix("loss.backward(gradient.full_tensor())"),),
+        )
+    root, seed = seeded(x, gradient)
+    torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
+
+
+_plain_grad = entered(torch.autograd.grad)
+assert _plain_grad is not None
+
+
+@_means(torch.autograd.grad)
+def _autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """torch.autograd.grad with typed results."""
+    many = isinstance(outputs, (tuple, list))
+    outs = list(outputs) if many else [outputs]
+    given = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
+    given += [None] * (len(outs) - len(given))
+    for i, out in enumerate(outs):
+        if isinstance(out, DTensor):
+            outs[i], given[i] = seeded(out, given[i])
+    wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    grads = _plain_grad(outs, wanted, given, *args, **kwargs)
+    result = []
+    for x, g in zip(wanted, grads, strict=True):
+        if g is not None and isinstance(x, DTensor):
+            g = tagged(g.view_as(g), x._spec.gradient)
+        result.append(g)
+    return tuple(result)
+
+
+@_means(T.register_hook)
+def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
+    """The hook gets a typed gradient and may return one."""
+    spec = x._spec
+
+    def typed(grad: torch.Tensor) -> Any:
+        wanted = spec.gradient
+        out = hook(tagged(grad.view_as(grad), wanted))
+        if isinstance(out, DTensor):
+            return moved(out, out._spec, wanted, "hook", "gradient")
+        return out
+
+    with Local():
+        return x.register_hook(typed)
+
+
+# -- the shard behind it ---------------------------------------------------------------------------
+
+_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+
+@_means(_getter("data"))
+def _get_data(x: DTensor) -> DTensor:
+    with Local():
+        return tagged(_data.__get__(x), x._spec)
+
+
+@_means(T.data.__set__)
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(x, DTensor) and isinstance(value, DTensor):
+        with Local():
+            _data.__set__(x, value)
+        x._spec = value._spec
+        return
+    raise LayoutError(
+        "x.data = y needs two DTensors or two plain tensors",
+        place=user_line(),
+        reason="a tensor cannot become a DTensor, or stop being one, by its data",
+        fixes=(
+            Fix("y = pt.distribute_tensor(y, mesh, placements)"),
+            Fix("y = y.to_local()", "this rank's piece"),
+        ),
+    )
+
+
+@_means(_getter("T"))
+def _transposed(x: DTensor) -> Any:
+    return x.permute(*range(x.ndim - 1, -1, -1))
+
+
+@_means(_getter("mT"), _getter("H"), _getter("mH"))
+def _matrix_transposed(x: DTensor) -> Any:
+    out = x.transpose(-2, -1)
+    return out
+
+
+def _adjoint(x: DTensor) -> Any:
+    return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
+
+
+SPECIAL[_getter("H")] = SPECIAL[_getter("mH")] = _adjoint
+SPECIAL[_getter("real")] = lambda x: torch.real(x)
+SPECIAL[_getter("imag")] = lambda x: torch.imag(x)
+
+
+@_means(torch.numel)
+def _global_numel(x: DTensor) -> int:
+    return x._spec.shape.numel()
+
+
+# -- ways out to Python ----------------------------------------------------------------------------
+
+
+def _whole(x: Any, op: str) -> Any:
+    """The whole value as a plain tensor without history, on every rank."""
+    if not isinstance(x, DTensor):
+        return x
+    spec = x._spec
+    after = spec_of(Layout(spec.layout.shape), spec.wire)
+    if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
+        after = spec
+    with torch.no_grad():
+        return moved(x, spec, after, op, "explicit")
+
+
+def _by_value(name: str) -> None:
+    function = getattr(T, name)
+
+    def read(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(_whole(x, name), *args, **kwargs)
+
+    SPECIAL[function] = read
+
+
+for _name in (
+    "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero"
+).split():
+    _by_value(_name)
+
+
+@_means(T.numpy, T.__array__)
+def _numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    if x.requires_grad:
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
+    return _whole(x, "numpy").numpy()
+
+
+@_means(T.__format__)
+def _format(x: DTensor, spec: str) -> str:
+    if x.ndim == 0:
+        return format(_whole(x, "format").item(), spec)
+    return object.__format__(x, spec)
+
+
+def _refuse(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise LayoutError(
+            f"{name} cannot take a DTensor", place=user_line(), reason=reason, fixes=fixes
+        )
+
+    return refused
+
+
+SPECIAL[T.__dlpack__] = _refuse(
+    "dlpack",
+    "the other side would take this rank's piece for the whole tensor",
+    Fix("x.to_local().__dlpack__()", "this rank's piece"),
+    Fix("x.full_tensor().__dlpack__()", "the whole value"),
+)
+for _name in ("set_", "resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
+    SPECIAL[getattr(T, _name)] = _refuse(
+        _name, "it works on memory, of which each rank has another part", Fix("x.to_local()")
+    )
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+@_means(T.copy_)
+def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            "copy_ of a DTensor into a plain tensor",
+            place=user_line(),
+            reason="a plain tensor has no layout that says which part it should hold",
+            fixes=(
+                Fix("t.copy_(x.full_tensor())", "the whole value"),
+                Fix("t.copy_(x.to_local())", "this rank's piece"),
+            ),
+        )
+    spec = x._spec
+    if not isinstance(src, DTensor):
+        from .plain import admit
+
+        admit(src, spec.wire, "copy_")
+        src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
+    if src._spec.shape != spec.shape:
+        src = src.expand(spec.shape)
+    with Local():
+        local = src if src._spec is spec else moved(src, src._spec, spec, "copy_", "implicit")
+        torch._C.TensorBase.copy_(x, local, non_blocking)
+    return x
+
+
+@_means(T.__deepcopy__)
+def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
+    if id(x) in memo:
+        return memo[id(x)]  # type: ignore[no-any-return]
+    with Local(), torch.no_grad():
+        if not x.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        new = tagged(x.detach().clone(), x._spec)
+        new.requires_grad_(x.requires_grad)
+        if x.grad is not None:
+            grad = _get_grad(x)
+            assert grad is not None
+            new.grad = tagged(T.clone(grad), grad._spec)
+    for name, value in x.__dict__.items():
+        if name not in _OURS:
+            new.__dict__[name] = copy.deepcopy(value, memo)
+    memo[id(x)] = new
+    return new
+
+
+def _rebuild(local: torch.Tensor, mesh: Any, layout: str, names: dict[str, Any]) -> DTensor:
+    """What pickle calls; at module level, so that `weights_only=True` can allow it."""
+    from partita.comm import wire_of
+
+    spec: Spec = spec_of(Layout.parse(layout), wire_of(mesh))
+    out = tagged(local.detach(), spec).requires_grad_(local.requires_grad)
+    out.__dict__.update(names)
+    return out
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+@_means(T.__reduce_ex__)
+def _reduce(x: DTensor, protocol: Any) -> Any:
+    with Local():
+        local = x.detach().requires_grad_(x.requires_grad)
+    names = {k: v for k, v in x.__dict__.items() if k not in _OURS}
+    return _rebuild, (local, x.device_mesh, str(x._spec.layout), names)
+
+

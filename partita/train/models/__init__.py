@@ -1,0 +1,5 @@
+"""Models to train: ordinary PyTorch, one file each."""
+
+from .gpt import GPT
+
+__all__ = ["GPT"]

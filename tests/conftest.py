@@ -1,0 +1,32 @@
+"""What holds for every test: the seed, the threads, and which tests need a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Two workers share the cores, and each may start ranks: a kernel thread more is no help. Set before
+# torch is imported, for the ranks' processes too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A shared machine is slow at times: an example that takes long is no failure. Derandomised, a run
+# that fails can be run again.
+settings.register_profile("partita", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("partita")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.path.parts or item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,151 @@
+"""How does a test run one function on several real Gloo ranks?
+
+    def body(rank, sizes):                       # at module level: it travels by name
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        ...
+        return local_result
+
+    def test_it():
+        per_rank = run_ranks(body, 4, (2, 2))
+
+Ranks are forked from a server that has imported torch once, so that a run costs tenths of a second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["run_ranks"]
+
+_GRACE = 3.0  # seconds that the others get to report once a rank has failed
+
+
+def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Call `fn(rank, *args)` on `n` Gloo ranks, each a process with an initialized default group.
+
+    Args:
+        fn: a function at the top level of an importable module.
+        args: anything that pickles.
+        timeout: seconds for the whole run; also the process groups' own timeout.
+
+    Returns:
+        The results in rank order. Tensors are copied.
+
+    Raises:
+        Exception: what the first rank to fail raised, with notes that name the rank and show its
+            traceback; RuntimeError where that cannot be pickled or the rank died.
+        TimeoutError: names the ranks that had not ended; their stacks are on stderr.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "partita.comm"])
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(n):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(theirs, store, rank, n, timeout, fn, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            return _collect(ends, deadline)
+        finally:
+            for process in processes:
+                process.join(max(0.1, min(deadline - time.monotonic(), _GRACE)))
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+            for end in ends:
+                end.close()
+
+
+def _collect(ends: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failed: BaseException | None = None
+    left = dict(enumerate(ends))
+    while left:
+        ready = wait(list(left.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in [r for r, end in left.items() if end in ready]:
+            try:
+                report = left.pop(rank).recv_bytes()
+            except EOFError:
+                error: BaseException | None = RuntimeError("the process died")
+                text = ""
+            else:
+                value, error, text = torch.load(io.BytesIO(report), weights_only=False)
+                results[rank] = value
+            if error is not None and failed is None:
+                error.add_note(f"on Gloo rank {rank} of {len(ends)}\n{text}")
+                failed = error
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    if failed is not None:
+        raise failed
+    if left:
+        raise TimeoutError(f"Gloo ranks {sorted(left)} of {len(ends)} had not ended in time")
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank(
+    end: Connection,
+    store: str,
+    rank: int,
+    n: int,
+    timeout: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
+    torch.set_num_threads(1)
+    value, error, text = None, None, ""
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, n),
+            rank=rank,
+            world_size=n,
+            timeout=timedelta(seconds=timeout),
+        )
+        value = fn(rank, *args)
+    except BaseException as caught:
+        error, text = caught, traceback.format_exc()
+    end.send_bytes(_pickled(value, error, text))
+    faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized() and error is None:
+        dist.destroy_process_group()
+    end.close()
+    os._exit(0)  # a group that another rank has left may never come down in order
+
+
+def _pickled(value: Any, error: BaseException | None, text: str) -> bytes:
+    if error is not None:
+        error = error.with_traceback(None)
+        error.__cause__ = error.__context__ = None
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+    out = io.BytesIO()
+    torch.save((value, error, text), out)
+    return out.getvalue()

@@ -1,0 +1,205 @@
+"""Do process groups carry exactly what ranks of one process carry?"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from partita import comm
+from partita.layout import LayoutError, Mesh
+from tests.gloo.launch import run_ranks
+from tests.ranks.test_wire_moves import (
+    GATHER,
+    assert_ints_and_first,
+    assert_right,
+    carry_all,
+    gather_and_reduce_odd_dtypes,
+    ints_and_first,
+    move,
+    whole,
+)
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    return init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+
+
+def carry_everything(rank, meshes, dtypes):
+    return [[carry_all(device_mesh(mesh), mesh, dtype) for dtype in dtypes] for mesh in meshes]
+
+
+@pytest.mark.parametrize(
+    ("n", "meshes", "dtypes"),
+    [
+        (2, [Mesh(("dp",), (2,)), Mesh(("tp", "dp"), (1, 2))], [torch.float32, torch.int16]),
+        (4, [Mesh(("dp", "tp"), (2, 2))], [torch.float32, torch.bfloat16]),
+        (3, [Mesh(("tp",), (3,))], [torch.float32, torch.int64]),
+    ],
+)
+def test_every_move_gives_each_rank_what_the_layout_says(n, meshes, dtypes):
+    per_rank = run_ranks(carry_everything, n, meshes, dtypes)
+    for i, mesh in enumerate(meshes):
+        for j, dtype in enumerate(dtypes):
+            assert_right(mesh, dtype, [results[i][j] for results in per_rank])
+
+
+def odd_things(rank):
+    mesh = device_mesh(Mesh(("dp",), (2,)))
+    return gather_and_reduce_odd_dtypes(mesh), ints_and_first(mesh)
+
+
+def test_odd_dtypes_numbers_and_the_first_ones_tensor():
+    results = run_ranks(odd_things, 2)
+    assert all(ok for ok, _ in results)
+    assert_ints_and_first([ints for _, ints in results])
+
+
+def shuffled(rank):
+    """A mesh that lists its ranks in an order of its own."""
+    mesh = DeviceMesh("cpu", [[2, 0], [1, 3]], mesh_dim_names=("dp", "tp"))
+    plain = Mesh(("dp", "tp"), (2, 2))
+    wire = comm.wire_of(mesh)
+    first = wire.from_first(torch.tensor([rank]))
+    return wire.at, carry_all(mesh, plain, torch.float32), first.item(), wire.gather_ints((rank,))
+
+
+def test_the_ranks_of_a_mesh_may_come_in_any_order():
+    results = run_ranks(shuffled, 4)
+    at = {result[0]: result for result in results}
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    assert_right(mesh, torch.float32, [at[m][1] for m in mesh.coordinates()])
+    assert [r[2] for r in results] == [2, 2, 2, 2]
+    assert results[0][3] == [(2,), (0,), (1,), (3,)]
+
+
+def parts_and_names(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    wire = comm.wire_of(mesh)
+    named = device_mesh(Mesh(("dp", "tp"), (2, 2)))
+    tp = named["tp"]
+    wire_of_tp = comm.wire_of(tp)
+    out = wire_of_tp.gather_ints((rank,))
+    same = comm.wire_of(tp) is wire_of_tp and comm.wire_of(named) is comm.wire_of(named)
+    # A joined group that not every rank of the world makes: only the first row of a 2 by 2 moves.
+    row = DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("pp", "a", "b"))
+    joined = move("all_gather", "pp b", "[4@(pp b)]", "[4]")
+    got = comm.wire_of(row).carry(joined, torch.tensor([float(rank)]), op="x", reason="explicit")
+    return wire.mesh.names, out, same, got.tolist()
+
+
+def test_parts_of_a_mesh_and_meshes_without_names_have_wires():
+    for rank, (names, out, same, got) in enumerate(run_ranks(parts_and_names, 4)):
+        assert names == ("dim0", "dim1")
+        assert out == ([(0,), (1,)] if rank < 2 else [(2,), (3,)])
+        assert same
+        assert got == [0, 1, 2, 3]
+
+
+def outside(rank):
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    try:
+        comm.wire_of(mesh)
+    except LayoutError as error:
+        return str(error)
+    kept = weakref.ref(comm.wire_of(mesh))
+    del mesh
+    gc.collect()
+    return kept() is None
+
+
+def test_a_rank_outside_a_mesh_is_told_and_a_wire_dies_with_its_mesh():
+    inside, message = run_ranks(outside, 2)
+    assert inside is True
+    assert "rank 1 is not part of" in message and "the mesh has the ranks [0]" in message
+
+
+def fails(rank, how):
+    if rank == 1 and how == "raises":
+        raise KeyError("no such thing")
+    while how == "hangs" and rank == 1:
+        time.sleep(0.01)
+    if how == "dies" and rank == 1:
+        os._exit(3)
+    return torch.full((2,), rank)
+
+
+def test_the_launcher_names_the_rank_that_raises_dies_or_hangs():
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        run_ranks(fails, 2, "raises")
+    assert "on Gloo rank 1 of 2" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="the process died") as caught:
+        run_ranks(fails, 2, "dies")
+    assert "on Gloo rank 1 of 2" in caught.value.__notes__[0]
+    with pytest.raises(TimeoutError, match=r"Gloo ranks \[.*1\] of 2 had not ended in time"):
+        run_ranks(fails, 2, "hangs", timeout=2)
+
+
+# -- check_ranks ---------------------------------------------------------------------------------
+
+
+def ask_differently(rank, how):
+    mesh = device_mesh(Mesh(("dp", "tp"), (2, 2)))
+    wire = comm.wire_of(mesh)
+    value = whole(GATHER.before, torch.float32)
+    start, length = GATHER.before.local_region(wire.mesh, wire.at)[0]
+    x = value.narrow(0, start, length)
+    other = move("all_reduce", "tp", "[5@dp, 3] {sum tp}", "[5@dp, 3]")
+    try:
+        with comm.check_ranks(timeout=20):
+            wire.carry(GATHER, x, op="matmul", reason="explicit")
+            if rank == 2 and how == "move":
+                wire.carry(other, x, op="add", reason="explicit")
+            elif rank == 2 and how == "raise":
+                raise KeyError("alone")
+            elif rank == 2 and how == "leave":
+                pass
+            elif rank == 2 and how == "line":
+                wire.carry(GATHER, x, op="matmul", reason="explicit")
+            else:
+                wire.carry(GATHER, x, op="matmul", reason="explicit")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("move", "all_reduce over tp: 5@dp 3 {sum tp} -> 5@dp 3, for add"),
+        ("raise", "left check_ranks() with KeyError: 'alone'"),
+        ("leave", "left check_ranks() in order"),
+        ("line", "test_wire_groups.py"),
+    ],
+)
+def test_under_check_ranks_a_difference_is_an_error_on_every_rank(how, said):
+    results = run_ranks(ask_differently, 4, how)
+    for rank, (kind, message) in enumerate(results):
+        if how == "raise" and rank == 2:
+            assert kind == "KeyError"
+            continue
+        assert kind == "LayoutError"
+        assert "ranks ask for different things" in message
+        assert "rank 0     all_gather over dp: 5@dp 3 -> 5 3, for matmul" in message
+        assert "test_wire_groups.py:" in message
+        assert "rank 2" in message and said in message
+
+
+def agree(rank):
+    mesh = device_mesh(Mesh(("dp",), (2,)))
+    wire = comm.wire_of(mesh)
+    with comm.check_ranks(timeout=20), comm.ledger() as log:
+        wire.gather_ints((1,))
+        wire.from_first(torch.ones(2))
+        length = GATHER.before.local_shape(wire.mesh, wire.at)[0]
+        wire.carry(GATHER, torch.ones(length, 3), op="x", reason="explicit")
+    return log.count()
+
+
+def test_under_check_ranks_ranks_that_agree_go_on():
+    assert run_ranks(agree, 2) == [1, 1]

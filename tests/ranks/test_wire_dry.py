@@ -1,0 +1,66 @@
+"""Is a dry wire right about shapes, bytes and time, and does the ledger print what it knows?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from partita import comm
+from partita.layout import LayoutError, Mesh
+from tests.ranks.test_wire_moves import local, move, moves_on
+
+GATHER = move("all_gather", "dp", "[1024@dp, 256]", "[1024, 256]")
+
+
+@pytest.mark.parametrize("rank", [0, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16], ids=str)
+def test_every_move_has_the_shape_that_its_layout_says(rank, dtype):
+    mesh = Mesh(("dp", "tp"), (2, 3))
+    wire = comm.wire_of(comm.dry_mesh(rank, dp=2, tp=3))
+    for one in moves_on(mesh):
+        if dtype == torch.bool and dict(one.before.partial):
+            continue
+        x = local(one.before, mesh, wire.at, dtype)
+        y = wire.carry(one, x, op="x", reason="explicit")
+        assert tuple(y.shape) == one.after.local_shape(mesh, wire.at) and y.dtype == dtype
+        assert torch.equal(y, wire.carry(one, x, op="x", reason="explicit"))
+
+
+def test_bytes_and_virtual_time_add_up():
+    mesh = comm.dry_mesh(rank=2, latency=1e-6, bandwidth=1e9, dp=4)
+    wire = comm.wire_of(mesh)
+    with comm.ledger() as log:
+        wire.carry(GATHER, torch.zeros(256, 256), op="linear", reason="implicit")
+    assert log.bytes == wire.nbytes == 3 * 256 * 256 * 4
+    assert wire.seconds == pytest.approx(1e-6 + log.bytes / 1e9)
+
+
+def test_a_ledger_prints_a_table_and_says_when_it_is_empty():
+    wire = comm.wire_of(comm.dry_mesh(dp=4))
+    with comm.ledger() as log:
+        pass
+    assert str(log) == "no moves: nothing was carried" and log.bytes == 0
+    with comm.ledger() as log:
+        wire.carry(GATHER, torch.zeros(256, 256), op="linear", reason="implicit")
+        keep = move("slice", "dp", "[8]", "[8@dp]")
+        wire.carry(keep, torch.zeros(8), op="add", reason="implicit")
+    head, first, second, total = str(log).splitlines()
+    assert head.split() == ["kind", "axes", "bytes", "op", "reason", "source"]
+    assert first.split()[:6] == ["all_gather", "dp", "768", "KiB", "linear", "implicit"]
+    assert "test_wire_dry.py:" in first
+    assert second.split()[:3] == ["slice", "dp", "-"]
+    assert total == "2 moves, 768 KiB sent"
+    read = json.loads(log.to_json())
+    assert read["bytes"] == 768 * 1024 and read["moves"][0]["axes"] == ["dp"]
+    assert log.count(reason="implicit") == 2 and log.count("all_gather", reason="explicit") == 0
+
+
+def test_what_is_no_mesh_and_a_rank_that_is_not_there_are_refused():
+    with pytest.raises(LayoutError, match="a str is no mesh"):
+        comm.wire_of("cpu")
+    with pytest.raises(LayoutError, match="rank 8 is not one of the 8 of mesh dp=4 tp=2"):
+        comm.dry_mesh(8, dp=4, tp=2)
+    with pytest.raises(LayoutError, match="needs at least one axis"):
+        comm.ranks()

@@ -22,6 +22,7 @@ from .tensor import (
     set_cache_limit,
     zeros,
 )
+from .train.gradients import clip_grad_norm_, reduce_gradients
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "cache_clear",
     "cache_info",
     "check_ranks",
+    "clip_grad_norm_",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -51,6 +53,7 @@ __all__ = [
     "randn",
     "random_mode",
     "ranks",
+    "reduce_gradients",
     "rule",
     "set_cache_limit",
     "strict",

@@ -100,6 +100,7 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
     )
     try:
         if not is_rank():
+            progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
             return launch(argv, options.ranks, progress.show)
         with joined(progress.show) as me:
             if not asked.verify:

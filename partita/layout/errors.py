@@ -9,7 +9,7 @@ __all__ = ["Fix", "LayoutError"]
 
 @dataclass(frozen=True)
 class Fix:
-    """One way out that works: what to write, and what it moves (text such as "all_reduce 12 MiB")."""
+    """One way out that works: what to write, and what it moves ("all_reduce 12 MiB")."""
 
     write: str
     moves: str = ""

@@ -147,7 +147,7 @@ class Layout:
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
-        """`(offset, length)` in the global tensor, per dimension, of what the rank at `at` holds."""
+        """`(offset, length)` in the global tensor, per dimension, of what the rank `at` holds."""
         region = []
         for size, axes in zip(self.shape, self.shards, strict=True):
             start, length = 0, size
@@ -161,9 +161,7 @@ class Layout:
 
     def __str__(self) -> str:
         """`f32[8@dp, 16, 64@(dp tp)] {sum tp}`; what prints also parses."""
-        dims = ", ".join(
-            f"{n}{_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)
-        )
+        dims = ", ".join(f"{n}{_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True))
         return f"{self.dtype}[{dims}]{self._rest()}"
 
     def brief(self) -> str:

@@ -58,7 +58,7 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.sizes)))
 
     def group(self, axes: tuple[str, ...], at: Coordinate) -> tuple[Coordinate, ...]:
-        """The coordinates of the ranks that share all but `axes` with `at`; the first axis slowest."""
+        """The coordinates of the ranks that share all but `axes` with `at`, first axis slowest."""
         where = [self.index(a) for a in axes]
         members = []
         for steps in product(*(range(self.sizes[i]) for i in where)):

@@ -60,7 +60,7 @@ def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
 
 
 def price_of(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Seconds of `move`, and of its transpose where it has one, for elements of `itemsize` bytes."""
+    """Seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
     n = math.prod(mesh.size(a) for a in move.axes)
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
     got = local_numel(move.after.shape, move.after.shards, mesh) * itemsize

@@ -93,8 +93,8 @@ class Move:
         Raises:
             LayoutError: a pending maximum or minimum has no gradient.
         """
-        start, end = self.way
-        kind = KINDS[DUAL[end] + DUAL[start]]
+        way = self.way
+        kind = KINDS[DUAL[way[1]] + DUAL[way[0]]]
         before, after = _gradient(self.after, mesh, self), _gradient(self.before, mesh, self)
         return Move(kind, self.axes, before, after)
 

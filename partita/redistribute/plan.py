@@ -1,13 +1,15 @@
 """Which moves, in which order, take a tensor from one layout to another at the least cost?
 
 One move is tried first: it is what nearly all redistributions need, and then no path is cheaper.
-Else a uniform-cost search goes from layout to layout, one legal move at a time. Three rules keep it
-small and its traffic what a reader expects at any size of tensor:
+Else a uniform-cost search goes from layout to layout, one legal move at a time. Four rules keep it
+small, and its traffic what a reader expects of a tensor of any size:
 
 - an axis that is where it belongs (same placement, same outer part of its stack) is not touched;
-- only what shall be pending is made pending;
+- only what shall be pending is made pending, and only what shall be a shard is sliced or scattered;
 - shares that shall be shards are reduced and scattered, not reduced whole and sliced; nor does an
-  Invariant axis become a shard by way of Replicate, which is the same thing backward.
+  Invariant axis become a shard by way of Replicate, which is the same thing backward;
+- only what shall be Invariant is made so, or shares that can then become Replicate together with an
+  axis that is Invariant: one all_reduce backward serves both.
 """
 
 from __future__ import annotations
@@ -175,11 +177,9 @@ class _Search:
     def _steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
         """`(letters before and after, ranks, op, where it leads)` of each move worth a try."""
         stacks, places = state
-        # Zeros may stand for shares of a sum only.
-        can_share = "max" not in places and "min" not in places
         for place in dict.fromkeys(places):
             for free, base in self._taken(state, place):
-                targets = [p for p in ("R", "I", "sum") if self._useful(place, p, free, can_share)]
+                targets = [p for p in ("R", "I", "sum") if self._useful(place, p, free, state)]
                 ends = [(p, base) for p in targets]
                 if place == "S" or all(self.goal_of[a] == "S" for a in free):
                     ends += [("S", new) for new in self._arranged(base, free) if new != stacks]
@@ -193,14 +193,22 @@ class _Search:
                         )
                         yield way, n, place if way[0] == "P" else "sum", (new, there)
 
-    def _useful(self, place: str, target: str, free: tuple[str, ...], can_share: bool) -> bool:
+    def _useful(self, place: str, target: str, free: tuple[str, ...], state: State) -> bool:
+        places = state[1]
         goals = [self.goal_of[a] for a in free]
         if target == "sum":
-            return place != "sum" and can_share and all(goal == "sum" for goal in goals)
-        if place == "R":
-            return target == "I" and all(goal == "I" for goal in goals)
-        if target == place or (target == "I" and "I" not in goals):
+            # Zeros are shares of a sum, and of nothing else.
+            pure = "max" not in places and "min" not in places
+            return place != "sum" and pure and all(goal == "sum" for goal in goals)
+        if place == target:
             return False
+        if place == "R":
+            return all(goal == "I" for goal in goals)
+        if target == "I" and "I" not in goals:
+            waiting = (
+                self.goal_of[a] for a, p in zip(self.mesh.names, places, strict=True) if p == "I"
+            )
+            return place != "S" and "S" not in goals and "R" in waiting
         return place == "S" or "S" not in goals
 
     def _taken(self, state: State, place: str) -> Iterator[tuple[tuple[str, ...], Stacks]]:
@@ -220,7 +228,7 @@ class _Search:
                     yield free, stacks
             return
         cuts = [
-            range(_common(stack, goal), len(stack) + 1)
+            range(0, len(stack) + 1)
             for stack, goal in zip(stacks, self.goal[0], strict=True)
         ]
         for cut in product(*cuts):

@@ -85,7 +85,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The op, written as other ops: `run` has the function's signature and is called on DTensors."""
+    """The op, written as other ops: `run` has its signature and is called on DTensors."""
 
     run: Kernel
 

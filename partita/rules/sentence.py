@@ -153,8 +153,8 @@ class Bound:
         operands: what each term is bound to.
         inputs: each operand's dimensions; None where it is absent or a number.
         outputs: each output's dimensions.
-        sizes: elements of each name that an operand has or the sentence gives. A name that only an output has (such as
-            the `k` of topk) is not in here: its size is whatever the local op returns.
+        sizes: elements of each name that an operand has or the sentence gives. Another that only
+            an output has is not in here: its size is whatever the local op returns.
         rows: every legal row, without regard to the size of the axis (see `can_split`).
     """
 
@@ -174,7 +174,7 @@ class Bound:
         return name not in self.even or self.sizes[name] % parts == 0
 
     def output_shape(self, i: int, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Output i's global shape; sizes that the names do not tell come from the `local` result."""
+        """Output i's global shape; sizes that no name tells come from the `local` result."""
         return tuple(
             math.prod([self.sizes[n] for n in dim.names])
             if all(n in self.sizes for n in dim.names)
@@ -343,8 +343,9 @@ def _bind(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
     everything = [d for t in (*inputs, *outputs) if t is not None for d in t]
     even = {d.names[0] for d in everything if d.even and d.names}
     for dim in everything:
-        if sum(sizes.get(n, 2) != 1 for n in dim.names) > 1:
-            even.update(dim.names)
+        for n in dim.names:
+            if math.prod([sizes.get(other, 2) for other in dim.names if other != n]) != 1:
+                even.add(n)  # a piece of the dimension is a piece of n only if all are alike
     rows = tuple(_rows(sentence, operands, tuple(inputs), outputs, sizes))
     return Bound(sentence, operands, tuple(inputs), outputs, sizes, rows, frozenset(even))
 
@@ -529,7 +530,7 @@ WHOLE = -1
 
 
 def _find(name: str, dims: tuple[Dim, ...], sizes: dict[str, int]) -> int | None:
-    """The dimension that a split of `name` shards: None if no dimension has it, WHOLE if it can't."""
+    """The dimension that a split of `name` shards; None if none has it, WHOLE if it cannot be."""
     found: int | None = None
     for d, dim in enumerate(dims):
         if name in dim.names:

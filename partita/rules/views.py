@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from .sentence import Names
 
@@ -78,7 +79,7 @@ def _sections(
 
 
 def _cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None:
-    """How many outer steps lie before each boundary, rising; None where the boundaries do not nest."""
+    """How many steps lie outside each boundary, rising; None where the boundaries do not nest."""
     if 0 in ins or 0 in outs:
         return None
     found = set()
@@ -88,12 +89,12 @@ def _cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None
             at *= n
             found.add(at)
     cuts = sorted(found - {1})
-    nested = all(b % a == 0 for a, b in zip(cuts, cuts[1:], strict=False))
+    nested = all(b % a == 0 for a, b in pairwise(cuts))
     return tuple(cuts) if nested else None
 
 
 def _made_of(shape: tuple[int, ...], factors: list[tuple[str, int]], given: bool) -> list[str]:
-    """Each dimension of `shape` as the next of `factors`; `given` writes the sizes that are needed."""
+    """Each dimension of `shape` as the next of `factors`; `given` writes sizes that are needed."""
     rest = iter(factors)
     dims = []
     for size in shape:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.rules import parse
+
 from . import cache
 from .composite import entered
 from .dtensor import DTensor
-from .foreach import run_foreach
+from .foreach import run_foreach, run_fused
 from .keys import KeyFunction, declared_key, operand_key
 from .miss import gathered, in_order, make_plan
-from .names import Form, form_of, parameter_names
+from .names import form_of, parameter_names
 from .plan import CallPlan
 from .special import SPECIAL, passes
 
@@ -34,39 +36,51 @@ class Op:
         form: the op's name and rule, and how this function calls it.
         key: from a call's arguments, the key of its plan.
         plans: the young generation of plans, by key.
-        run: what to do instead of looking a plan up, for functions that have no rule.
+        run: what to do instead of looking a plan up, for what is no op or has no rule.
     """
 
     __slots__ = ("form", "func", "key", "plans", "run")
 
-    def __init__(self, func: Callable[..., Any], form: Form):
-        self.func, self.form = func, form
-        self.plans = cache.Plans(form.name)
+    def __init__(self, func: Callable[..., Any]):
+        self.func = func
+        self.form = form_of(func)
+        self.plans = cache.Plans(self.form.name)
         self.key: KeyFunction = _no_key
-        self.run: Callable[..., Any] | None = None
-        if form.rule is None:
-            self.run = _without_rule(func, form)
-        elif form.foreach:
+        self.run: Run | None = None
+        rule = self.form.rule
+        if func in SPECIAL or passes(func):
+            self.run = _meaning(SPECIAL.get(func))
+        elif self.form.name.startswith("_fused_"):
+            self.run = run_fused
+        elif rule is None:
+            self.run = _without_rule(func)
+        elif self.form.foreach:
             self.run = run_foreach
-        elif form.rule.derive is None:
-            count = len(_terms(form))
-            self.key = operand_key(parameter_names(func, count))
+        elif rule.derive is None:
+            self.key = operand_key(parameter_names(func, len(parse(rule.text).terms)))
         else:
-            self.key = declared_key(form.rule.params)
+            self.key = declared_key(rule.params)
 
 
-def _terms(form: Form) -> tuple[Any, ...]:
-    from partita.rules import parse
-
-    assert form.rule is not None
-    return parse(form.rule.text).terms
+Run = Callable[[Callable[..., Any], Any, dict[str, Any], Op], Any]
 
 
 def _no_key(*args: Any, **kwargs: Any) -> Any:
-    raise KeyError
+    raise TypeError("a function without a rule has no key")
 
 
-def _without_rule(func: Callable[..., Any], form: Form) -> Callable[..., Any]:
+def _meaning(special: Callable[..., Any] | None) -> Run:
+    if special is not None:
+        return lambda func, args, kwargs, op: special(*args, **kwargs)
+
+    def passed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+        with Local():
+            return func(*args, **kwargs)
+
+    return passed
+
+
+def _without_rule(func: Callable[..., Any]) -> Run:
     body = entered(func)
     if body is not None:
         return lambda func, args, kwargs, op: body(*args, **kwargs)
@@ -85,16 +99,21 @@ def handle(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """`DTensor.__torch_function__`."""
+    op = OPS.get(func) or op_of(func)
+    if op.run is not None:
+        return op.run(func, args, kwargs or {}, op)
     try:
-        op = OPS[func]
-        plan = op.plans[op.key(*args, **kwargs) if kwargs else op.key(*args)]
-    except (KeyError, TypeError):
+        plan = op.plans.get(op.key(*args, **kwargs) if kwargs else op.key(*args))
+    except TypeError:
+        plan = None
+    if plan is None:
         return call(func, args, kwargs or {})
-    plan.hits += 1
     if not plan.direct:
+        plan.hits += 1
         return plan.run(func, args, kwargs or {})
+    plan.hits += 1
     with Local():
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = (plan.kernel or func)(*args, **kwargs) if kwargs else (plan.kernel or func)(*args)
     if type(out) is _Tensor and out.shape == plan.local_shape:
         out.__class__ = DTensor
         out._spec = plan.spec
@@ -104,12 +123,6 @@ def handle(
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` where the hot path found no plan: the long way, which ends in a plan."""
-    special = SPECIAL.get(func)
-    if special is not None:
-        return special(*args, **kwargs)
-    if passes(func):
-        with Local():
-            return func(*args, **kwargs)
     op = op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs, op)
@@ -120,25 +133,25 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         key = op.key(*args, **kwargs)
     except TypeError:
         # The arguments do not fit the rule's parameters: nothing is known of such a call.
-        return gathered(func, args, kwargs, op)
+        return _without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
+    if plan is not None:
+        plan.hits += 1
+        return plan.run(func, args, kwargs)
+    cache.note_miss()
+    plan = make_plan(op, func, args, kwargs)
     if plan is None:
-        cache.note_miss()
-        plan = make_plan(op, func, args, kwargs)
-        if plan is None:
-            return gathered(func, args, kwargs, op)
-        out = plan.run(func, args, kwargs)
-        op.plans.remember(key, plan)
-        return out
-    plan.hits += 1
-    return plan.run(func, args, kwargs)
+        return gathered(func, args, kwargs, op)
+    result = plan.run(func, args, kwargs)
+    op.plans.remember(key, plan)
+    return result
 
 
 def op_of(func: Callable[..., Any]) -> Op:
     """The Op of a function, made at first sight."""
     op = OPS.get(func)
     if op is None:
-        op = OPS[func] = Op(func, form_of(func))
+        op = OPS[func] = Op(func)
     return op
 
 

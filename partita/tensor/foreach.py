@@ -54,7 +54,7 @@ def run_foreach(
 ) -> Any:
     """Run a `torch._foreach_*` function."""
     key = (
-        tuple([tuple(map(_kind, a)) if type(a) in (list, tuple) else _kind(a) for a in args]),
+        tuple([_kinds(a) if type(a) is list or type(a) is tuple else _kind(a) for a in args]),
         tuple([(k, _kind(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]),
     )
     plan = op.plans.get(key) or op.plans.recall(key)
@@ -75,6 +75,10 @@ def run_foreach(
     for t, spec in zip(out, plan.specs, strict=True):
         tagged(t, spec)
     return out
+
+
+def _kinds(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([v._spec if type(v) is DTensor else operand_kind(v) for v in values])
 
 
 def _kind(value: Any) -> Any:

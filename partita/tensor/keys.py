@@ -25,6 +25,7 @@ KeyFunction = Callable[..., Any]
 _PLAIN_VALUES = frozenset(
     (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+_INTS = frozenset((int,))
 _NUMBERS = frozenset((int, float, bool, complex))
 
 RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
@@ -54,6 +55,8 @@ def frozen(value: Any) -> Any:
         return spec
     if isinstance(value, torch.Tensor):
         return ("plain", value.dtype is torch.bool, tuple(value.shape))
+    if t is tuple and _INTS.issuperset(map(type, value)):
+        return value
     if t is list or isinstance(value, tuple):
         # bool is told from int: x[True] is not x[1].
         return (list, *((bool, v) if type(v) is bool else frozen(v) for v in value))
@@ -77,12 +80,16 @@ def _check_rest(more: tuple[Any, ...], named: dict[str, Any], harmless: set[str]
         if name not in harmless:
             if name in RENAMED:
                 raise Unkeyed(name)
-            harmless.add(name)
+            if name != "inplace":
+                harmless.add(name)
+            elif value:
+                raise Unkeyed(name)
         if isinstance(value, torch.Tensor):
             raise Unkeyed(name)
     for value in more:
-        if isinstance(value, torch.Tensor):
-            raise Unkeyed("an undeclared tensor")
+        # True is how `inplace` is given by position.
+        if value is True or isinstance(value, torch.Tensor):
+            raise Unkeyed("an undeclared tensor or flag")
 
 
 def operand_key(names: Sequence[str]) -> KeyFunction:

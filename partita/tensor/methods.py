@@ -35,6 +35,9 @@ FAST = {
 }
 """By signature, the names of the methods."""
 
+_BARE = {"__pow__": "pow", "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le"}
+_BARE |= {"__gt__": "gt", "__ge__": "ge", "__neg__": "neg", "__abs__": "abs"}
+
 _TEMPLATE = """
 def {name}({signature}):
     if enabled() and not stack_length():
@@ -45,12 +48,12 @@ def {name}({signature}):
         if plan is not None and plan.direct:
             plan.hits += 1
             with Local():
-                out = base({call_args})
+                out = (plan.kernel or base)({call_args})
             if type(out) is Tensor and out.shape == plan.local_shape:
                 out.__class__ = DTensor
                 out._spec = plan.spec
                 return out
-            return plan.tag(out)
+            return {otherwise}
         return call(base, ({call_tuple}), {{}})
     return base({call_args})
 """
@@ -66,7 +69,7 @@ def {name}({signature}, **kwargs):
     if plan is not None and plan.direct:
         plan.hits += 1
         with Local():
-            out = base({call_args})
+            out = (plan.kernel or base)({call_args})
         if type(out) is Tensor and out.shape == plan.local_shape:
             out.__class__ = DTensor
             out._spec = plan.spec
@@ -79,8 +82,10 @@ def {name}({signature}, **kwargs):
 def _install() -> None:
     for kind, names in FAST.items():
         signature = kind.removesuffix(", inplace")
+        inplace = signature != kind
         for name in names.split():
-            base = getattr(torch.Tensor, name)
+            # Some operators of Tensor are Python wrappers of a method that is not.
+            base = getattr(torch.Tensor, _BARE.get(name, name))
             op = op_of(base)
             if op.run is not None:
                 continue  # written in Python or without a rule: nothing to skip to
@@ -99,7 +104,7 @@ def _install() -> None:
             }
             args = signature
             template, key = _KEYWORDS, ""
-            if name.startswith("__") and fixed:
+            if (name.startswith("__") or inplace) and fixed:
                 template, key = _TEMPLATE, "self._spec"
                 if signature == "self, other":
                     key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
@@ -109,13 +114,14 @@ def _install() -> None:
                 call_args=args,
                 call_tuple=args + ("," if signature == "self" else ""),
                 key=key,
+                otherwise="self if out is self else plan.tag(out)" if inplace else "plan.tag(out)",
             )
             exec(source, space)
             method = space[name]
             method.__doc__ = f"As torch.Tensor.{name}."
             method.__qualname__ = f"DTensor.{name}"
             setattr(DTensor, name, method)
-    DTensor.__hash__ = torch.Tensor.__hash__  # __eq__ above would take it away
 
 
 _install()
+DTensor.__hash__ = object.__hash__  # type: ignore[assignment]  # __eq__ took it away

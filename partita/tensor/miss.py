@@ -176,7 +176,11 @@ def make_plan(
         text = rule.text
     else:
         positional, named, operands = _declared(op, args, kwargs)
-        said = rule.derive(*map(_seen, positional), **{k: _seen(v) for k, v in named.items()})
+        try:
+            said = rule.derive(*map(_seen, positional), **{k: _seen(v) for k, v in named.items()})
+        except (ValueError, IndexError, TypeError):
+            _let_torch_complain(func, args, kwargs)
+            raise
         if said is None:
             return None
         if isinstance(said, Rewrite):
@@ -281,7 +285,7 @@ def _like(name: str, wire: Wire, spec: Spec, said: Like) -> CallPlan:
     out = spec_of(layout, wire)
     kernel = said.local and said.local(Call((spec.layout.shape,), (tuple(out.local_shape),)))
     return CallPlan(
-        name, wire, direct=kernel is None, spec=out, local_shape=out.local_shape, kernel=kernel
+        name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel
     )
 
 

@@ -61,6 +61,13 @@ _SAME = {
     "concatenate": "cat",
 }
 
+_TWINS = frozenset(
+    """celu elu gelu hardshrink hardsigmoid hardswish hardtanh layer_norm leaky_relu log_softmax
+    logsigmoid mish relu relu6 rms_norm selu silu softmax softplus softshrink tanhshrink""".split()
+)
+"""Functions of torch.nn.functional that pass their arguments on to the builtin of the same name.
+They need not be entered: they run whole on the shard. (With `inplace=True` they are entered.)"""
+
 _RESHAPING = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"}
 
 
@@ -111,7 +118,8 @@ def form_of(func: Callable[..., Any]) -> Form:
     if own is not None:
         return Form(own.name.rstrip("_") or op, own, inplace, name in _RESHAPING)
     if isinstance(func, types.FunctionType):
-        return Form(op, None, inplace)
+        twin = op in _TWINS and func is getattr(torch.nn.functional, op)
+        return Form(op, rule_named(op) if twin else None, inplace)
     return Form(op, rule_named(op), inplace, name in _RESHAPING)
 
 

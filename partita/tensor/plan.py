@@ -41,7 +41,7 @@ class CallPlan:
     Attributes:
         op: the op's name.
         wire: the rank's wire.
-        direct: nothing to do but to run the function and to tag its one result as `spec`.
+        direct: nothing to do but to run the kernel or function and to tag its result as `spec`.
         spec, local_shape: of the single output, once the first call has told them.
         outputs: spec and local shape of each output, where there are several.
         targets: the operands that have to be moved or admitted.
@@ -153,7 +153,7 @@ class CallPlan:
             specs.append((spec, spec.local_shape))
         if len(specs) == 1:
             self.spec, self.local_shape = specs[0]
-            self.direct = not (self.targets or self.kernel or self.retags)
+            self.direct = not (self.targets or self.retags)
         else:
             self.outputs = tuple(specs)
 

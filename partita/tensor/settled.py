@@ -54,10 +54,17 @@ def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 def mark_settled(x: DTensor) -> None:
     """From now on, before shares are added to x's settled gradient, make it shares again."""
-    if x._spec is x._spec.gradient or "_reopens" in x.__dict__ or not x.requires_grad:
+    if x._spec is x._spec.gradient or not x.requires_grad:
+        return
+    state = x.__dict__
+    state["_settled"] = True
+    if "_reopens" in state:
         return
 
     def reopen(_: Any) -> None:
+        if not state["_settled"]:
+            return
+        state["_settled"] = False
         with Local(), torch.no_grad():
             held = _grad.__get__(x)
             if isinstance(held, DTensor) and held._spec is not x._spec.gradient:
@@ -67,4 +74,4 @@ def mark_settled(x: DTensor) -> None:
                 _grad.__set__(x, tagged(shares.detach(), wanted))
 
     with Local():
-        x.__dict__["_reopens"] = x.register_hook(reopen)
+        state["_reopens"] = x.register_hook(reopen)

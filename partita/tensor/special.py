@@ -23,7 +23,7 @@ from .spec import Spec, spec_of
 __all__ = ["PASS", "SPECIAL", "passes", "seeded"]
 
 T = torch.Tensor
-_OURS = frozenset(("_spec", "_reopens"))
+_OURS = frozenset(("_spec", "_reopens", "_settled"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
@@ -401,3 +401,26 @@ def _reduce(x: DTensor, protocol: Any) -> Any:
     return _rebuild, (local, x.device_mesh, str(x._spec.layout), names)
 
 
+
+
+# -- attributes that are read often skip __torch_function__ too -------------------------------------
+
+
+def _reads(name: str) -> property:
+    """An attribute that the shard answers, as a property that asks it directly."""
+    attribute = getattr(torch._C.TensorBase, name)
+
+    def read(self: DTensor) -> Any:
+        with Local():
+            return attribute.__get__(self)
+
+    def write(self: DTensor, value: Any) -> None:
+        with Local():
+            attribute.__set__(self, value)
+
+    return property(read, write)
+
+
+for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
+    setattr(DTensor, _name, _reads(_name))
+DTensor.grad = property(_get_grad, _set_grad, _del_grad)  # type: ignore[assignment]

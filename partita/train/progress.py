@@ -45,7 +45,7 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds since the last line: a start that takes long should not look like a hang."""
+        """Seconds since the last line: steps that take long should not look like a hang."""
         return time.monotonic() - self._said
 
     # -- events ----------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class Progress:
         self.say(
             f"{parameters:,} parameters on {self.mesh}, {threads} thread{'s' * (threads > 1)} a "
             f"rank; {bytes / 1e6:.1f} MB of text in {files} files from {source}; "
-            f"started in {time.monotonic() - self._began:.1f} s"
+            f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends"
         )
         self._began = time.monotonic()
 
@@ -68,13 +68,13 @@ class Progress:
 
     def _step(self, step: int, loss: float, nbytes: int) -> None:
         if step % self._every == 0 or step == self.steps - 1 or self.waited > PAUSE:
-            self.say(f"step {step:>{len(str(self.steps))}}  {self._figures(loss, nbytes)}")
+            passed = time.monotonic() - self._began
+            number = f"{step:>{len(str(self.steps))}}"
+            self.say(f"step {number}  {self._figures(loss, nbytes)}  {passed:6.1f} s")
 
     def _figures(self, loss: float, nbytes: int) -> str:
-        return (
-            f"loss {loss:6.4f}  {self.tokens / max(self._seconds, 1e-9):8,.0f} tokens/s  "
-            f"{_size(nbytes):>9} sent per rank and step  {time.monotonic() - self._began:6.1f} s"
-        )
+        rate = self.tokens / max(self._seconds, 1e-9)
+        return f"loss {loss:6.4f}  {rate:7,.0f} tokens/s  {_size(nbytes):>8}/step"
 
     def _on_job(self, *, message: str) -> None:
         self.stop()
@@ -106,13 +106,14 @@ class LiveProgress(Progress):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
         super().__init__(**facts)
         self._console = Console(file=self.out, highlight=False)
         self._bar = Bar(
-            BarColumn(24),
+            BarColumn(16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
             console=self._console,
         )

@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from partita.train import Options, train
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4"]
 FEW = ["--steps", "4", "--sample", "8"]
@@ -109,13 +112,15 @@ def test_one_rank_is_a_job_too(text):
 def test_the_losses_of_a_mesh_are_those_of_one_rank(mesh, text):
     done = run("--verify", "--steps", "6", "--mesh", mesh, *text)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"max relative difference [\d.e-]+: within 1e-05", done.stdout)
+    assert re.search(r"max relative difference [\d.e+-]+: within 1e-05", done.stdout)
 
 
 def test_equal_seeds_give_equal_losses_and_others_do_not(text):
-    zero, again, one = (
-        losses(run("--ranks", "1", *FEW, "--seed", seed, *text).stdout) for seed in "001"
-    )
+    def tell(event: str, **facts: object) -> None:
+        pass
+
+    tiny = Options(data=Path(text[1]), steps=4, layers=1, width=32, heads=2, context=32, sample=0)
+    zero, again, one = (train(replace(tiny, seed=seed), tell) for seed in (0, 0, 1))
     assert zero == again != one
 
 

@@ -30,14 +30,6 @@ def _nothing(input: Any, shape: Sequence[int]) -> Any:
     return out + input.flatten()[:0].sum() if input.requires_grad else out
 
 
-def _fit(names: Names, shape: Sequence[int], other: Sequence[int], mark: str) -> list[str]:
-    """The names of a tensor of shape `other` next to one of `shape`: another where a size differs."""
-    return [
-        n if a == b else f"{mark}{i}!"
-        for i, (n, a, b) in enumerate(zip(names, shape, other, strict=True))
-    ]
-
-
 # -- embedding -------------------------------------------------------------------------------------
 
 
@@ -139,29 +131,34 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said:
     return Said(f"{ours} * [{'xi' * index.ndim}] -> {out}", local)
 
 
-@rule(torch.gather)
-def gather(input: Arg, dim: int, index: Arg) -> Said | str:
+def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> Said | str:
+    """`picked(kernel)` is the local function; the kernel takes input, index."""
     if input.ndim == 0 or index.ndim == 0:
         return f"{input.names.whole()}, {index.names.whole()} -> {index.names.whole()}"
     i = input.names.at(dim)
     # Where the index is shorter than the input it reads the beginning: those stay whole.
-    ours = input.names.put(i, "x")
-    ours = Names(
-        n if d == i or a == b else f"y{d}!"
-        for d, (n, a, b) in enumerate(zip(ours, input.shape, index.shape, strict=True))
-    )
-    theirs = Names(_fit(input.names, input.shape, index.shape, "z")).put(i, "i")
+    same = [d == i or a == b for d, (a, b) in enumerate(zip(input.shape, index.shape, strict=True))]
+    ours, theirs = input.names.put(i, "x"), input.names.put(i, "i")
+    ours = Names(n if s else f"y{d}!" for d, (n, s) in enumerate(zip(ours, same, strict=True)))
+    theirs = Names(n if s else f"z{d}!" for d, (n, s) in enumerate(zip(theirs, same, strict=True)))
 
     def local(call: Call) -> Callable[..., Any] | None:
-        def run(input: Any, dim: int, index: Any, **_: Any) -> Any:
+        def run(input: Any, index: Any) -> Any:
             if not input.shape[i]:
                 return _nothing(input, index.shape)
             at, away = _own(index, call.pieces["x"])
             return torch.gather(input, i, at).masked_fill(away, 0)
 
-        return run if call.is_split("x") else None
+        return picked(run) if call.is_split("x") else None
 
     return Said(f"{ours} * [{theirs}] -> {theirs}", local)
+
+
+@rule(torch.gather)
+def gather(input: Arg, dim: int, index: Arg) -> Said | str:
+    return _gathered(
+        input, dim, index, lambda run: lambda input, dim, index, **_: run(input, index)
+    )
 
 
 @rule(torch.take_along_dim)
@@ -169,10 +166,10 @@ def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> Said | s
     if dim is None or input.ndim != indices.ndim:
         return None
     i = input.names.at(dim)
-    same = all(
-        a == b for d, (a, b) in enumerate(zip(input.shape, indices.shape, strict=True)) if d != i
-    )
-    return gather(input, dim, indices) if same else None
+    sizes = zip(input.shape, indices.shape, strict=True)
+    if any(a != b for d, (a, b) in enumerate(sizes) if d != i):
+        return None
+    return _gathered(input, dim, indices, lambda run: lambda x, indices, dim: run(x, indices))
 
 
 def _scattered(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> str:
@@ -383,7 +380,7 @@ def _by_tensors(
         def run(input: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
                 return _nothing(input, call.outputs[0])
-            given = [e for e in (index if isinstance(index, tuple) else (index,))]
+            given = index if isinstance(index, tuple) else (index,)
             tensor = next(e for e in given if isinstance(e, torch.Tensor))
             at, away = _own(tensor, call.pieces[name])
             full = tuple(at if k == where else e for k, e in enumerate(filled))

@@ -6,6 +6,7 @@ kernels here know that number, so the result is a share of the mean.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +21,23 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _reduction(given: Any) -> int | None:
-    """The number that torch's builtins take; None for what only one loss knows ("batchmean")."""
+    """The number that torch's builtins take.
+
+    None for what only one loss knows ("batchmean"), and where it is not given (the builtins have
+    another default in Python than in C++).
+    """
     return given if isinstance(given, int) else {"none": 0, "mean": 1, "sum": 2}.get(given)
 
 
 def _summed(run: Callable[..., Any], at: int, count: int) -> Callable[..., Any]:
-    """`run`, which takes `reduction` as its argument number `at`, as a part of the mean of `count`."""
+    """`run`, whose argument number `at` is `reduction`, as a part of the mean of `count`."""
+    total = "sum" if inspect.isfunction(run) else SUM  # torch's builtins take the number
 
     def local(*args: Any, **kwargs: Any) -> Any:
         if len(args) > at:
-            total = SUM if isinstance(args[at], int) else "sum"
             args = (*args[:at], total, *args[at + 1 :])
         else:
-            kwargs["reduction"] = SUM if isinstance(kwargs.get("reduction"), int) else "sum"
+            kwargs["reduction"] = total
         return run(*args, **kwargs) / count
 
     return local
@@ -87,7 +92,7 @@ def _elementwise(run: Callable[..., Any]) -> None:
 def _elementwise_builtin(run: Callable[..., Any]) -> None:
     """torch._C._nn.f(input, target, reduction)."""
 
-    def derive(input: Arg, target: Arg, reduction: int = MEAN) -> Any:
+    def derive(input: Arg, target: Arg, reduction: int | None = None) -> Any:
         return _said(run, 2, "..., ...", "...", reduction, _elements(input, target))
 
     rule(run)(derive)
@@ -139,7 +144,7 @@ def binary_cross_entropy(
 
 @rule(torch._C._nn.binary_cross_entropy)
 def binary_cross_entropy_builtin(
-    input: Arg, target: Arg, weight: Any = None, reduction: int = MEAN
+    input: Arg, target: Arg, weight: Any = None, reduction: int | None = None
 ) -> Any:
     run, terms = torch._C._nn.binary_cross_entropy, _terms(input, target, weight)
     return _said(run, 3, terms, "...", reduction, _elements(input, target))
@@ -163,7 +168,7 @@ def binary_cross_entropy_with_logits(
 
 @rule(torch.binary_cross_entropy_with_logits)
 def binary_cross_entropy_with_logits_builtin(
-    input: Arg, target: Arg, weight: Any = None, pos_weight: Any = None, reduction: int = MEAN
+    input: Arg, target: Arg, weight: Any = None, pos_weight: Any = None, reduction: int | None = None
 ) -> Any:
     run = torch.binary_cross_entropy_with_logits
     terms = _terms(input, target, weight, pos_weight)
@@ -190,7 +195,7 @@ def kl_div(
 
 
 @rule(torch.kl_div)
-def kl_div_builtin(input: Arg, target: Arg, reduction: int = MEAN) -> Any:
+def kl_div_builtin(input: Arg, target: Arg, reduction: int | None = None) -> Any:
     return _said(torch.kl_div, 2, "..., ...", "...", reduction, _elements(input, target))
 
 
@@ -323,9 +328,11 @@ def multi_margin_loss(
 
 
 def _of_classes(
-    input: Arg, target: Arg, weight: Any, reduction: int, run: Callable[..., Any]
-) -> str | Rewrite:
-    """One sentence where the mean needs no rank's help: nothing is split, or nothing is averaged."""
+    input: Arg, target: Arg, weight: Any, reduction: int | None, run: Callable[..., Any]
+) -> str | Rewrite | None:
+    """A sentence where no rank's help is needed: nothing is split, or nothing is averaged."""
+    if reduction is None:
+        return None
     dim = 1 if input.ndim > 1 else 0
     split = input.is_split() or target.is_split()
     if input.is_split(dim) or (split and reduction == MEAN):
@@ -346,10 +353,10 @@ def cross_entropy_loss(
     input: Arg,
     target: Arg,
     weight: Any = None,
-    reduction: int = MEAN,
+    reduction: int | None = None,
     ignore_index: int = -100,
     _label_smoothing: Any = 0.0,
-) -> str | Rewrite:
+) -> str | Rewrite | None:
     def run(
         input: Any,
         target: Any,
@@ -369,7 +376,7 @@ def _nll(
     input: Any,
     target: Any,
     weight: Any = None,
-    reduction: int = MEAN,
+    reduction: int | None = None,
     ignore_index: int = -100,
 ) -> Any:
     return exceptions.nll(input, target, weight, reduction, ignore_index)
@@ -380,9 +387,9 @@ def nll_loss_nd(
     input: Arg,
     target: Arg,
     weight: Any = None,
-    reduction: int = MEAN,
+    reduction: int | None = None,
     ignore_index: int = -100,
-) -> str | Rewrite:
+) -> str | Rewrite | None:
     return _of_classes(input, target, weight, reduction, _nll)
 
 

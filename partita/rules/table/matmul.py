@@ -54,7 +54,10 @@ def addmm(input: Arg, mat1: Arg, mat2: Arg) -> str:
 
 @rule(torch.addmv)
 def addmv(input: Arg, mat: Arg, vec: Arg) -> str:
-    return f"{_added(input, {'m': mat.shape[0]})} + m k * k -> m"
+    added = _added(input, {"m": mat.shape[0]})
+    if added == "1":  # torch returns one element where a rank has no row or no column
+        return "1 + m! k! * k! -> m!"
+    return f"{added} + m k * k -> m"
 
 
 @rule(torch.addr)
@@ -76,7 +79,7 @@ def baddbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
 
 @rule(torch.bilinear)
 def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> str:
-    return f"... i * ... j * o i j{' + o' * (bias is not None)} -> ... o"
+    return f"... i% * ... j% * o i% j%{' + o' * (bias is not None)} -> ... o"
 
 
 # -- equations -------------------------------------------------------------------------------------

@@ -94,10 +94,10 @@ def batch_norm(
     training: bool = False,
 ) -> str | Rewrite:
     spatial = " ".join(f"s{i}" for i in range(input.ndim - 2))
-    x = f"n c {spatial}".strip()
-    stats = ", c" * ((running_mean is not None) + (running_var is not None))
+    x = f"n c% {spatial}".strip()
+    stats = ", c%" * ((running_mean is not None) + (running_var is not None))
     if not training:
-        return f"{x}{stats}{_affine(weight, bias, 'c')} -> {x}"
+        return f"{x}{stats}{_affine(weight, bias, 'c%')} -> {x}"
     over = [d for d in range(input.ndim) if d != 1]
     if input.is_split() or any(
         isinstance(t, Arg) and t.is_split() for t in (running_mean, running_var)
@@ -161,8 +161,8 @@ def instance_norm(
 ) -> str | None:
     if running_mean is not None or running_var is not None or not use_input_stats:
         return None
-    x = "n c " + " ".join(f"s{i}!" for i in range(input.ndim - 2))
-    return f"{x}{_affine(weight, bias, 'c')} -> {x}"
+    x = "n c% " + " ".join(f"s{i}!" for i in range(input.ndim - 2))
+    return f"{x}{_affine(weight, bias, 'c%')} -> {x}"
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -16,19 +16,19 @@ LINEAR_UNARY = """neg negative positive clone detach contiguous alias conj conj_
 UNARY = """abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh
     arctanh bitwise_not ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp
     i0 int_repr isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logit
-    logical_not mvlgamma nan_to_num polygamma reciprocal round rsqrt sgn sigmoid sign signbit sin
+    logical_not mvlgamma nan_to_num reciprocal round rsqrt sgn sigmoid sign signbit sin
     sinc sinh sqrt square tan tanh trunc bool byte char short int long fill
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logsigmoid mish
     relu relu6 selu silu softplus softshrink softsign tanhshrink threshold rrelu
-    hardtanh threshold_ alpha_dropout nan_to_num_ matrix_power_"""
+    hardtanh threshold_ alpha_dropout nan_to_num_"""
 
 SPECIAL_UNARY = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx erfinv
     exp2 expit expm1 gammaln i0 i0e i1 i1e log1p log_ndtr logit modified_bessel_i0
-    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtr ndtri polygamma psi round
+    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtr ndtri psi round
     scaled_modified_bessel_k0 scaled_modified_bessel_k1 sinc spherical_bessel_j0 multigammaln"""
 
 BINARY = """atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-    bitwise_right_shift copysign eq equal_ fmax fmin fmod float_power floor_divide gcd ge greater
+    bitwise_right_shift copysign eq fmax fmin fmod float_power floor_divide gcd ge greater
     greater_equal gt heaviside hypot igamma igammac isclose lcm le less less_equal logaddexp
     logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal pow
     remainder xlogy polar clamp_min clamp_max"""
@@ -95,6 +95,11 @@ def where_method(input: Any, condition: Any, other: Any) -> str:
     if isinstance(other, Arg):
         return "... + [...] * ... -> ..."
     return f"{', '.join(_terms(input, condition, other))} -> ..."
+
+
+@rule(torch.polygamma, torch.special.polygamma)
+def polygamma(n: Any, input: Any) -> str:
+    return "... -> ..."  # torch.polygamma takes the tensor last, its method first
 
 
 @rule(torch.prelu)

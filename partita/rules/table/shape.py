@@ -244,13 +244,13 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Rewrite:
 @rule(torch.pixel_shuffle)
 def pixel_shuffle(input: Arg, upscale_factor: int) -> str:
     r = upscale_factor
-    return f"+ ... (c r={r} s={r}) h w -> ... c (h r) (w s)"
+    return f"+ ...% (c r={r} s={r}) h w -> ...% c (h r) (w s)"
 
 
 @rule(torch.pixel_unshuffle)
 def pixel_unshuffle(input: Arg, downscale_factor: int) -> str:
     r = downscale_factor
-    return f"+ ... c (h r={r}) (w s={r}) -> ... (c r s) h w"
+    return f"+ ...% c (h r={r}) (w s={r}) -> ...% (c r s) h w"
 
 
 @rule(torch.channel_shuffle)

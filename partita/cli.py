@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .train import Options, cores, is_rank, joined, launch, make_progress, train, verify
+
 __all__ = ["BENCHES", "main"]
 
 BENCHES = {
@@ -55,31 +57,33 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "Train a byte-level GPT on this machine's own text: Python's standard library, or any "
         "folder. Starts its ranks itself; under torchrun it joins the ranks that are there."
     )
+    usual = Options()
     add = parser.add_argument
     add("--ranks", type=_positive, help="processes to start (the mesh's size; else 4)")
     add("--mesh", type=_mesh, metavar="dp=2,tp=2", help="dp splits the batch, tp the weights")
     add("--data", type=Path, metavar="PATH", help="a folder of text, or a file")
-    add("--steps", type=_positive, help="optimizer steps (600; 20 with --verify)")
-    add("--seed", type=int, default=0, help="of weights, batches and sample (%(default)s)")
+    add("--steps", type=_positive, help=f"optimizer steps ({usual.steps}; 20 with --verify)")
     add("--verify", action="store_true", help="compare the losses with those of one rank")
-    add("--batch", type=_positive, default=16, help="sequences per step (%(default)s)")
-    add("--context", type=_positive, default=128, help="bytes per sequence (%(default)s)")
-    add("--layers", type=_positive, default=4, help="blocks (%(default)s)")
-    add("--width", type=_positive, default=128, help="of the residual stream (%(default)s)")
-    add("--heads", type=_positive, default=4, help="of attention, per block (%(default)s)")
-    add("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
-    add("--sample", type=int, default=200, help="bytes of text at the end (%(default)s)")
+    for name, kind, what in (
+        ("seed", int, "of weights, batches and sample"),
+        ("batch", _positive, "sequences per step"),
+        ("context", _positive, "bytes per sequence"),
+        ("layers", _positive, "blocks"),
+        ("width", _positive, "of the residual stream"),
+        ("heads", _positive, "of attention, per block"),
+        ("lr", float, "highest learning rate"),
+        ("sample", int, "bytes of text to write at the end"),
+    ):
+        add(f"--{name}", type=kind, default=getattr(usual, name), help=f"{what} (%(default)s)")
 
 
 def _train(asked: argparse.Namespace, argv: list[str]) -> int:
-    from .train import Options, is_rank, joined, launch, make_progress, train, verify
-
     try:
         mesh = _fit(asked.mesh, int(os.environ["WORLD_SIZE"]) if is_rank() else asked.ranks)
         options = Options(
             mesh=mesh,
             data=asked.data,
-            steps=asked.steps or (20 if asked.verify else 600),
+            steps=asked.steps or (20 if asked.verify else Options.steps),
             seed=asked.seed,
             batch=asked.batch,
             context=asked.context,
@@ -157,8 +161,6 @@ def _bench(name: str, arguments: list[str]) -> int:
 def _doctor() -> int:
     import torch
     import torch.distributed as dist  # noqa: TID251  asked what it has, not used
-
-    from .train import cores
 
     backends = [b for b in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(b)]
     gpus = torch.cuda.device_count()

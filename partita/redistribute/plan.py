@@ -228,7 +228,7 @@ class _Search:
                     yield free, stacks
             return
         cuts = [
-            range(0, len(stack) + 1)
+            range(_common(stack, goal), len(stack) + 1)
             for stack, goal in zip(stacks, self.goal[0], strict=True)
         ]
         for cut in product(*cuts):

@@ -33,17 +33,19 @@ class Op:
     """One function and the plans of its calls.
 
     Attributes:
-        form: the op's name and rule, and how this function calls it.
+        func, form: the function, and what it is called and known as.
+        base: what runs on the shard.
         key: from a call's arguments, the key of its plan.
         plans: the young generation of plans, by key.
         run: what to do instead of looking a plan up, for what is no op or has no rule.
     """
 
-    __slots__ = ("form", "func", "key", "plans", "run")
+    __slots__ = ("base", "form", "func", "key", "plans", "run")
 
     def __init__(self, func: Callable[..., Any]):
         self.func = func
         self.form = form_of(func)
+        self.base = self.form.local or func
         self.plans = cache.Plans(self.form.name)
         self.key: KeyFunction = _no_key
         self.run: Run | None = None
@@ -113,7 +115,7 @@ def handle(
         return plan.run(func, args, kwargs or {})
     plan.hits += 1
     with Local():
-        out = (plan.kernel or func)(*args, **kwargs) if kwargs else (plan.kernel or func)(*args)
+        out = (plan.kernel or op.base)(*args, **(kwargs or {}))
     if type(out) is _Tensor and out.shape == plan.local_shape:
         out.__class__ = DTensor
         out._spec = plan.spec

@@ -24,14 +24,14 @@ from .dtensor import DTensor
 __all__ = ["FAST"]
 
 FAST = {
-    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal clone detach
-        contiguous float t erf __neg__ __abs__ __invert__""",
+    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
+        __neg__ __abs__ __invert__""",
     "self, other": """add sub mul div matmul mm pow maximum minimum __add__ __radd__ __sub__
         __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
         __and__ __or__ bmm""",
     "self, other, inplace": """add_ mul_ sub_ div_ __iadd__ __isub__ __imul__ __itruediv__""",
     "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
-        softmax to type_as __getitem__ split chunk amax amin repeat""",
+        softmax to type_as __getitem__ split chunk amax amin repeat clone contiguous float""",
 }
 """By signature, the names of the methods."""
 
@@ -104,7 +104,7 @@ def _install() -> None:
             }
             args = signature
             template, key = _KEYWORDS, ""
-            if (name.startswith("__") or inplace) and fixed:
+            if (name.startswith("__") or signature == "self" or inplace) and fixed:
                 template, key = _TEMPLATE, "self._spec"
                 if signature == "self, other":
                     key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"

@@ -81,6 +81,7 @@ class Form:
         inplace: the first operand is written and returned.
         reshapes: in place, and the first operand's shape changes.
         foreach: lists of operands, one call of the op for each place.
+        local: what runs on the shard; the function itself where None.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Form:
     inplace: bool = False
     reshapes: bool = False
     foreach: bool = False
+    local: Callable[..., Any] | None = None
 
 
 @cache
@@ -118,9 +120,20 @@ def form_of(func: Callable[..., Any]) -> Form:
     if own is not None:
         return Form(own.name.rstrip("_") or op, own, inplace, name in _RESHAPING)
     if isinstance(func, types.FunctionType):
-        twin = op in _TWINS and func is getattr(torch.nn.functional, op)
-        return Form(op, rule_named(op) if twin else None, inplace)
+        if op in _TWINS and func is getattr(torch.nn.functional, op):
+            return Form(op, rule_named(op), local=_builtin_twin(op))
+        return Form(op, None, inplace)
     return Form(op, rule_named(op), inplace, name in _RESHAPING)
+
+
+def _builtin_twin(op: str) -> Callable[..., Any] | None:
+    """The builtin that a twin ends in, where it takes the twin's arguments; else None."""
+    builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
+    if op in ("layer_norm", "rms_norm"):
+        return builtin
+    if op in ("relu", "silu", "mish", "selu", "relu6", "hardswish", "hardsigmoid"):
+        return None if builtin is None else lambda input, inplace=False: builtin(input)
+    return None
 
 
 def rule_named(name: str) -> Rule | None:

@@ -111,6 +111,13 @@ class CallPlan:
                         self._learn((out,))
                 out._spec = self.spec  # type: ignore[assignment]
             return out
+        if self.outputs and (type(out) is tuple or type(out) is list):
+            for t, (spec, shape) in zip(out, self.outputs, strict=False):
+                if type(t) is not torch.Tensor or t.shape != shape:
+                    break
+                tagged(t, spec)
+            else:
+                return out
         news = [t for t in tensors_of(out) if type(t) is torch.Tensor]
         if not news:
             return out

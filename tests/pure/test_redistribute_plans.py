@@ -156,6 +156,7 @@ def test_no_path_of_legal_moves_is_cheaper(shape, mesh):
         best = cheapest(number[goal], edges)
         for before in every:
             p = plan(before, goal, mesh)
+            assert all(within_the_rules(m, goal) for m in p.moves)
             assert p.price(mesh, 4) == pytest.approx(best[number[before]], rel=1e-9), str(p)
 
 

@@ -21,6 +21,7 @@ from .rule import Arg, Call, Said, rule
 __all__ = [
     "amax",
     "argmax",
+    "attention",
     "cross_entropy",
     "layer_norm",
     "log_softmax",
@@ -28,6 +29,9 @@ __all__ = [
     "max_dim",
     "moments",
     "nll",
+    "op",
+    "pending_max",
+    "scaled_dot_product_attention",
     "settled",
     "softmax",
     "vector_norm",
@@ -41,7 +45,8 @@ def op(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+        flat = [b for a in args for b in (a if isinstance(a, tuple) else (a,))]
+        tensors = tuple(a for a in flat if isinstance(a, torch.Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(call, tensors, *args, **kwargs)
         return run(*args, **kwargs)
@@ -230,6 +235,54 @@ def layer_norm(x: Any, dims: Sequence[int], weight: Any, bias: Any, eps: float) 
     out = ((wide - mean) * torch.rsqrt(variance + eps)).to(x.dtype)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@op
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention without dropout; shapes as F.scaled_dot_product_attention has them."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if not dropout_p:
+        return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    # As torch's own composite computes it: both factors are scaled, to keep within the range.
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(torch.triu(square, 1), -math.inf)
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
 
 
 # -- losses over a split vocabulary, or a split batch ----------------------------------------------

@@ -158,14 +158,14 @@ class _Trial:
                 return x
             i = next(i for i, y in enumerate(self.operands) if y is x)
             split = tuple(2 if (i, d) == case else 1 for d in range(x.ndim))
-            return Arg(tuple(x.shape), split, False, x.dtype)
+            return Arg(tuple(x.shape), split)
 
         positional, named = [], {}
         for p, value in self._declared():
             leaves, tree = tree_flatten(value, is_leaf=lambda x: x is None)
             value = tree_unflatten([arg(x) for x in leaves], tree)
-            if p.annotation in ("bool", bool) and isinstance(value, float):
-                value = bool(value)
+            if isinstance(value, tuple) and any(isinstance(v, Arg) for v in value):
+                value = list(value)  # as the dispatcher hands them over
             if p.kind == p.KEYWORD_ONLY or p.name in self.kwargs:
                 named[p.name] = value
             else:

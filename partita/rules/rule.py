@@ -25,13 +25,11 @@ class Arg:
         shape: global, in elements.
         split: for each dimension the number of ranks that it is split over (1: whole).
         pending: is any mesh axis holding shares?
-        dtype: the torch.dtype; None where it is not known.
     """
 
     shape: tuple[int, ...]
     split: tuple[int, ...] = ()
     pending: bool = False
-    dtype: Any = None
 
     @property
     def ndim(self) -> int:
@@ -125,8 +123,7 @@ def rule(*what: Any) -> Any:
     `@rule(torch.sum)` decorates a function that returns the sentence, a `Said`, a `Rewrite`, a
     `Like`, or None ("I have nothing to say of these arguments": the operands are gathered). Its
     parameters are the function's own, by name and in order; it may leave out any at the end, and
-    one that begins with an underscore only holds its place and is not read. Of a number whose
-    parameter is annotated `bool` the rule sees, and the key holds, only whether it is zero.
+    one that begins with an underscore only holds its place and is not read.
     """
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]

@@ -10,7 +10,7 @@ import torch
 from ..rule import Arg, Rewrite, rule
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
+@rule(torch.cat)
 def cat(tensors: Sequence[Any], dim: int = 0) -> str | None:
     if not all(isinstance(t, Arg) for t in tensors):
         return None

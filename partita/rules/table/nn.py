@@ -169,42 +169,43 @@ def instance_norm(
 
 
 @rule(F.scaled_dot_product_attention)
-def scaled_dot_product_attention(
+def scaled_dot_product_attention(query: Arg, key: Arg, value: Arg, attn_mask: Any = None) -> Rewrite:
+    # Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
+    return Rewrite(exceptions.scaled_dot_product_attention)
+
+
+@rule(exceptions.attention)
+def attention(
     query: Arg,
     key: Arg,
     value: Arg,
-    attn_mask: Any = None,
-    dropout_p: bool = False,
-    is_causal: bool = False,
-    *,
-    enable_gqa: bool = False,
+    attn_mask: Arg | None,
+    is_causal: bool,
+    _scale: Any,
+    enable_gqa: bool,
 ) -> str | None:
-    if dropout_p:
-        return None
     s = "q!" if is_causal else "q"
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if grouped and query.ndim != 4:
         return None
-    dots, heads = ("b (g r)", "b g") if grouped else ("...", "...")
-    mask = ""
-    if isinstance(attn_mask, Arg):
-        rows, columns = query.shape[-2], key.shape[-2]
-        last = [
-            "1" if n == 1 != whole else name
-            for n, whole, name in zip(attn_mask.shape[-2:], (rows, columns), (s, "k!"), strict=True)
-        ]
-        front = ["..."] * (attn_mask.ndim > 2)
-        if grouped:
-            wide = zip((query.shape[0], query.shape[1]), ("b", "(g r)"), strict=True)
-            front = [
-                "1" if m == 1 != n else name
-                for m, (n, name) in zip(
-                    (1,) * (4 - attn_mask.ndim) + attn_mask.shape[:-2], wide, strict=True
-                )
-            ]
-            front = front[4 - attn_mask.ndim :]
-        mask = f", {' '.join(front + last)}"
-    return f"{dots} {s} d!, {heads} k! d!, + {heads} k! e{mask} -> {dots} {s} e"
+    lead, heads = (["b", "(g r)"], "b g") if grouped else (["..."], "...")
+    mask = "" if attn_mask is None else f", {_mask(query, key, attn_mask, [*lead, s, 'k!'])}"
+    ours = " ".join(lead)
+    return f"{ours} {s} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {s} e"
+
+
+def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
+    """The names of a mask that is broadcast to the scores, which are `names`."""
+    scores = (*query.shape[:-1], key.shape[-2])
+    if names[0] == "...":
+        names, front = names[1:], ["..."] * (mask.ndim > 2)
+    else:
+        front = []
+    last = [
+        "1" if have == 1 != want else name
+        for have, want, name in zip(mask.shape[::-1], scores[::-1], names[::-1], strict=False)
+    ]
+    return " ".join(front + last[::-1])
 
 
 # -- convolution -----------------------------------------------------------------------------------

@@ -7,31 +7,29 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import RULES, Arg, Rewrite, Rule, rule
+from ..rule import Arg, Rewrite, rule
 
-LINEAR_UNARY = """neg negative positive clone detach contiguous alias conj conj_physical resolve_conj
+LINEAR_UNARY = """neg positive clone detach contiguous alias conj conj_physical resolve_conj
     resolve_neg real imag deg2rad rad2deg zero_ float double half bfloat16 cfloat cdouble chalf
-    dropout native_channel_shuffle requires_grad_ cpu cuda pin_memory"""
+    dropout cpu cuda"""
 
-UNARY = """abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh
-    arctanh bitwise_not ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp
-    i0 int_repr isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logit
-    logical_not mvlgamma nan_to_num reciprocal round rsqrt sgn sigmoid sign signbit sin
-    sinc sinh sqrt square tan tanh trunc bool byte char short int long fill
+UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc
+    erfinv exp exp2 expm1 floor frac i0 isfinite isinf isnan isneginf isposinf isreal lgamma log
+    log10 log1p log2 logit logical_not mvlgamma nan_to_num reciprocal round rsqrt sgn sigmoid sign
+    signbit sin sinc sinh sqrt square tan tanh trunc
+    bool byte char short int long fill
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logsigmoid mish
-    relu relu6 selu silu softplus softshrink softsign tanhshrink threshold rrelu
-    hardtanh threshold_ alpha_dropout nan_to_num_"""
+    relu relu6 selu silu softplus softshrink softsign tanhshrink threshold alpha_dropout"""
 
 SPECIAL_UNARY = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx erfinv
     exp2 expit expm1 gammaln i0 i0e i1 i1e log1p log_ndtr logit modified_bessel_i0
     modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtr ndtri psi round
     scaled_modified_bessel_k0 scaled_modified_bessel_k1 sinc spherical_bessel_j0 multigammaln"""
 
-BINARY = """atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-    bitwise_right_shift copysign eq fmax fmin fmod float_power floor_divide gcd ge greater
-    greater_equal gt heaviside hypot igamma igammac isclose lcm le less less_equal logaddexp
-    logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal pow
-    remainder xlogy polar clamp_min clamp_max"""
+BINARY = """atan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+    clamp_min clamp_max copysign eq float_power floor_divide fmax fmin fmod gcd ge gt heaviside
+    hypot igamma igammac isclose lcm le logaddexp logaddexp2 logical_and logical_or logical_xor lt
+    maximum minimum ne nextafter polar pow remainder xlogy"""
 
 SPECIAL_BINARY = """xlog1py xlogy zeta gammainc gammaincc logaddexp chebyshev_polynomial_t
     chebyshev_polynomial_u hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
@@ -55,11 +53,11 @@ _say("... -> ...", SPECIAL_UNARY, torch.special)
 _say("..., ... -> ...", BINARY)
 _say("..., ... -> ...", SPECIAL_BINARY, torch.special)
 
-rule("... + ... -> ...", torch.add, torch.sub, torch.subtract, torch.rsub, torch.complex)
-rule("... + ... -> ...", torch.Tensor.copy_)
-rule("... * ... -> ...", torch.mul, torch.multiply)
-rule("+ ..., ... -> ...", torch.true_divide, torch.ldexp)
-rule("..., ..., ... -> ...", torch.clamp, torch.clip, torch.masked_fill)
+rule("... + ... -> ...", torch.add, torch.sub, torch.rsub, torch.complex)
+rule("... * ... -> ...", torch.mul)
+rule("+ ..., ... -> ...", torch.ldexp)
+rule("..., ..., ... -> ...", torch.clamp)
+rule("... + [...] * ... -> ...", torch.masked_fill)
 rule("... + ... * ... -> ...", torch.addcmul)
 rule("... + ... * [...] -> ...", torch.addcdiv)
 rule("... + ..., ... -> ...", torch.lerp)
@@ -67,15 +65,11 @@ rule("... -> ..., ...", torch.frexp)
 rule("+ ... -> ... c=2!", torch.view_as_real)
 rule("+ ... c! -> ...", torch.view_as_complex)
 
-for attribute in ("real", "imag", "data"):
-    RULES[getattr(torch.Tensor, attribute).__get__] = Rule(attribute, "+ ... -> ...")
-
-
 def _terms(*operands: Any) -> list[str]:
     return ["..." for x in operands if isinstance(x, Arg)]
 
 
-@rule(torch.div, torch.divide)
+@rule(torch.div)
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> str:
     linear = rounding_mode is None and isinstance(input, Arg)
     return f"{'+ ' * linear}{', '.join(_terms(input, other))} -> ..."

@@ -16,11 +16,6 @@ from .pointwise import keeps_sums
 Dim = int | Sequence[int] | None
 
 
-def _floats(x: Arg) -> bool:
-    """May `x` need a gradient? Where the dtype is not known it may."""
-    return x.dtype is None or x.dtype.is_floating_point or x.dtype.is_complex
-
-
 def _kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
     out = str(x.names.without(dim, keepdim))
     return f"{x.names.whole(dim)} -> {', '.join([out] * outputs)}"
@@ -74,22 +69,12 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 # -- the largest, the smallest ---------------------------------------------------------------------
 
 
-def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Said | Rewrite:
-    """A pending maximum has no gradient; so only what has none is left pending."""
-    if _floats(input) and input.is_split(dim):
-        return Rewrite(
-            lambda input, dim=None, keepdim=False: exceptions.amax(input, dim, keepdim, sign)
-        )
-    if _floats(input):
+def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
+    """A pending maximum has no gradient; so only what needs none is left pending."""
+    if not input.is_split(dim):
         return _kept_whole(input, dim, keepdim)
-    text = f"{input.names} -> {'max' if sign > 0 else 'min'} {input.names.without(dim, keepdim)}"
-    return Said(
-        text,
-        lambda call: (
-            (lambda x, dim=None, keepdim=False: exceptions.pending_max(x, dim, keepdim, sign))
-            if call.pieces
-            else None
-        ),
+    return Rewrite(
+        lambda input, dim=None, keepdim=False: exceptions.amax(input, dim, keepdim, sign)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..rule import RULES, Arg, Call, Rewrite, Rule, Said, rule
+from ..rule import Arg, Call, Rewrite, Said, rule
 from ..sentence import Names
 from ..views import resolve, views
 
@@ -76,7 +76,7 @@ def ravel(input: Arg) -> Said:
     return Said(views(input.shape, (math.prod(input.shape),)), _reshape)
 
 
-@rule(torch.unflatten)
+@rule(torch.unflatten, torch.Tensor.unflatten)
 def unflatten(input: Arg, dim: int, sizes: Sequence[int]) -> Said:
     i = input.names.at(dim)
     inner = resolve(input.shape[i], sizes)
@@ -125,7 +125,7 @@ def _ordered(input: Arg, order: Sequence[int]) -> str:
     return f"+ {input.names} -> {Names(input.names[i] for i in order)}"
 
 
-@rule(torch.transpose, torch.swapaxes, torch.swapdims)
+@rule(torch.transpose)
 def transpose(input: Arg, dim0: int, dim1: int) -> str:
     order = list(range(input.ndim))
     i, j = input.names.at(dim0), input.names.at(dim1)
@@ -149,13 +149,7 @@ def adjoint(input: Arg) -> str:
     return transpose(input, -2, -1)
 
 
-for _name, _swap in (("T", t), ("H", t), ("mT", adjoint), ("mH", adjoint)):
-    _get = getattr(torch.Tensor, _name).__get__
-    rule(_get)(_swap)
-    RULES[_get] = Rule(_name, derive=_swap, params=RULES[_get].params)
-
-
-@rule(torch.movedim, torch.moveaxis)
+@rule(torch.movedim)
 def movedim(input: Arg, source: Any, destination: Any) -> str:
     sources, targets = input.names.dims(source), input.names.dims(destination)
     if source == () or source == []:
@@ -213,11 +207,7 @@ def repeat_interleave(input: Arg, repeats: Any = None, dim: int | None = None) -
     if not isinstance(repeats, int) or isinstance(repeats, bool):
         return None  # how much it returns depends on the values
     if dim is None:
-        if input.ndim > 1:
-            return f"+ {input.names.whole()} -> z={math.prod(input.shape) * repeats}!"
-        dim = 0
-    if input.ndim == 0:
-        return f"+  -> z={repeats}!"
+        return f"+ {input.names} -> ({input.names} z={repeats})"
     i = input.names.at(dim)
     return f"+ {input.names} -> {input.names.put(i, f'({input.names[i]} z={repeats})')}"
 

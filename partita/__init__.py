@@ -22,6 +22,7 @@ from .tensor import (
     set_cache_limit,
     zeros,
 )
+from .train import optimizer as _optimizer  # optimizers settle gradients before they step
 from .train.gradients import clip_grad_norm_, reduce_gradients
 
 __version__ = "0.1.0"

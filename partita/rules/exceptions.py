@@ -23,17 +23,22 @@ __all__ = [
     "argmax",
     "attention",
     "cross_entropy",
+    "first_index",
     "layer_norm",
     "log_softmax",
     "logsumexp",
     "max_dim",
     "moments",
     "nll",
+    "nothing",
     "op",
+    "own",
     "pending_max",
+    "power_sum",
     "scaled_dot_product_attention",
     "settled",
     "softmax",
+    "target_weight",
     "vector_norm",
 ]
 
@@ -58,6 +63,23 @@ def _dims(x: Any, dim: Dim) -> tuple[int, ...]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.ndim))
     return tuple(d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim))
+
+
+# -- places of a split dimension -------------------------------------------------------------------
+
+
+def own(index: Any, piece: tuple[int, int, int]) -> tuple[Any, Any]:
+    """`(index within this rank's piece, which of them are not here)`."""
+    offset, length, size = piece
+    at = torch.where(index < 0, index + size, index) - offset
+    away = (at < 0) | (at >= length)
+    return at.masked_fill(away, 0), away
+
+
+def nothing(input: Any, shape: Sequence[int]) -> Any:
+    """Zeros that hang on `input` in the graph, so that its gradient is zeros and not None."""
+    out = input.new_zeros(shape)
+    return out + input.flatten()[:0].sum() if input.requires_grad else out
 
 
 # -- the largest of all pieces ---------------------------------------------------------------------
@@ -311,7 +333,9 @@ def _averaged(loss: Any, target: Any, weight: Any, ignore_index: int, reduction:
     return total / settled(target_weight(target, weight, ignore_index)).to(total.dtype)
 
 
-def nll(logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+def nll(
+    logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Any:
     """The negative log likelihood; classes are dimension 1 (0 where there is just one sample)."""
     dim = 1 if logp.ndim > 1 else 0
     ignored = target == ignore_index
@@ -323,8 +347,21 @@ def nll(logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) 
 
 
 def cross_entropy(
-    x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Any:
+    """Cross entropy of logits; classes are dimension 1 (0 where there is just one sample).
+
+    Args:
+        target: class indices, or probabilities of the logits' shape.
+        weight: of each class.
+        reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
+    """
+    smoothing = label_smoothing
     dim = 1 if x.ndim > 1 else 0
     classes = x.shape[dim]
     wide = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))

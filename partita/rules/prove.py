@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from partita.layout import Placement, Replicate, Shard, chunk
 from partita.layout import Partial as Shares
+from partita.layout import Placement, Replicate, Shard, chunk
 
 from .rule import RULES, Arg, Call, Like, Rewrite, Rule, Said
 from .sentence import NUMBER, Bound, Row, parse

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from . import exceptions
 from .rule import RULES
+from .table.getitem import picked
 
 __all__ = ["samples"]
 
@@ -48,7 +50,7 @@ def samples() -> dict[Callable[..., Any], list[Sample]]:
     """For each function that has a rule and samples: its calls. The same ones every time."""
     _random.manual_seed(3)
     out: dict[Callable[..., Any], list[Sample]] = {}
-    for part in (_pointwise, _matmul, _shape, _join, _reduce, _nn, _index, _losses):
+    for part in (_pointwise, _matmul, _shape, _join, _reduce, _nn, _index, _losses, _ours):
         for functions, cases in part():
             for f in functions if isinstance(functions, tuple) else (functions,):
                 out[f] = cases
@@ -109,7 +111,6 @@ def _pointwise() -> Part:
         ((torch.add, torch.sub), [c(x(5, 4), x(5, 4)), c(x(5, 4), x(4), alpha=2), c(x(5, 4), 2.0)]),
         (torch.mul, [c(x(5, 4), x(5, 4)), c(x(5, 4), 2.0), c(x(2, 1, 4), x(5, 1))]),
         (torch.div, [c(x(5, 4), u(5, 4)), c(x(5, 4), u(4), rounding_mode="floor"), c(x(5), 2.0)]),
-        (torch.true_divide, [c(x(5, 4), u(5, 4))]),
         (torch.ldexp, [c(x(5, 4), i(3, 4))]),
         (torch.clamp, [c(x(5, 4), -0.5, 0.5), c(x(5, 4), u(4) - 1, None), c(x(5), min=0.0)]),
         (torch.masked_fill, [c(x(5, 4), b(5, 4), 2.0), c(x(5, 4), b(4), x())]),
@@ -324,13 +325,7 @@ def _nn() -> Part:
             F.scaled_dot_product_attention,
             [
                 c(x(2, 4, 5, 3), x(2, 4, 7, 3), x(2, 4, 7, 2)),
-                c(x(2, 4, 5, 3), x(2, 4, 5, 3), x(2, 4, 5, 3), is_causal=True),
-                c(x(3, 4, 5, 3), x(3, 2, 5, 3), x(3, 2, 5, 3), enable_gqa=True),
-                c(x(2, 6, 5, 3), x(2, 1, 5, 3), x(2, 1, 5, 3), is_causal=True, enable_gqa=True),
-                c(x(2, 4, 5, 3), x(2, 4, 7, 3), x(2, 4, 7, 3), x(5, 7)),
-                c(x(2, 4, 5, 3), x(2, 4, 7, 3), x(2, 4, 7, 3), b(2, 1, 1, 7) | (i(7, 7) >= 0)),
-                c(x(2, 4, 5, 3), x(2, 2, 7, 3), x(2, 2, 7, 3), x(2, 1, 5, 7), enable_gqa=True),
-                c(x(4, 5, 3), x(4, 5, 3), x(4, 5, 3), x(4, 5, 5)),
+                c(x(3, 4, 5, 3), x(3, 2, 5, 3), x(3, 2, 5, 3), is_causal=True, enable_gqa=True),
             ],
         ),
         (
@@ -421,6 +416,7 @@ def _index() -> Part:
                 c(x(5, 4), (torch.tensor([3, 1]),), x(2, 4)),
                 c(x(5, 4), (i(5, 7),), x(7, 4), True),
                 c(x(5, 4), (i(5, 7),), x(4), True),
+                c(x(5, 4), (b(5),), x(4)),
                 c(x(5, 4), (i(5, 3), i(4, 3)), x(3), True),
                 c(x(5, 4, 3), (torch.tensor([3, 1]), torch.tensor([0, 2])), x()),
             ],
@@ -450,11 +446,70 @@ def _index() -> Part:
     ]
 
 
-def _losses() -> Part:
-    every = [{}, {"reduction": "sum"}, {"reduction": "none"}]
+def _ours() -> Part:
+    """The small ops that others are written with."""
 
+    def heads(
+        q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False
+    ) -> Sample:
+        return c(q, k, v, mask, causal, None, grouped)
+
+    q, kv, one = x(2, 4, 5, 3), x(2, 4, 7, 3), x(2, 1, 5, 3)
+    mask = b(2, 1, 1, 7) | (torch.arange(7) == 0)
+    numbers = i(99, 5, 4)
+    return [
+        (
+            exceptions.attention,
+            [
+                heads(q, kv, x(2, 4, 7, 2)),
+                heads(q, x(2, 4, 5, 3), x(2, 4, 5, 3), None, True),
+                heads(x(3, 4, 5, 3), x(3, 2, 5, 3), x(3, 2, 5, 3), None, False, True),
+                heads(x(2, 6, 5, 3), one, x(2, 1, 5, 3), None, True, True),
+                heads(q, kv, x(2, 4, 7, 3), x(5, 7)),
+                heads(q, kv, x(2, 4, 7, 3), mask),
+                heads(q, x(2, 2, 7, 3), x(2, 2, 7, 3), x(2, 1, 5, 7), False, True),
+                heads(x(4, 5, 3), x(4, 5, 3), x(4, 5, 3), x(4, 5, 5)),
+            ],
+        ),
+        (
+            exceptions.pending_max,
+            [c(x(5, 4), None, False), c(x(5, 4), 0, True, -1), c(numbers, 1, False)],
+        ),
+        (
+            exceptions.first_index,
+            [
+                c(numbers, numbers.amax(0, True), 0),
+                c(i(3, 5, 4), torch.full((5, 1), 2), 1),
+                c(numbers, numbers.amax().view(1, 1), None),
+            ],
+        ),
+        (exceptions.power_sum, [c(x(5, 4), 2, None, False), c(x(5, 4), 3.0, 0, True)]),
+        (
+            exceptions.target_weight,
+            [c(i(4, 5, 2), u(4), 1), c(i(4, 5), None, -100)],
+        ),
+        (exceptions.settled, [c(x(5, 4))]),
+        (
+            picked,
+            [
+                c(x(5, 4), ("index",), i(5, 7)),
+                c(x(5, 4), (slice(None), "index"), i(4, 3, 2)),
+                c(x(5, 4, 3), (slice(None), "index", slice(0, 2)), i(4, 2)),
+                c(x(5, 4, 3), (0, slice(None), "index"), i(3, 2)),
+                c(x(5, 4, 3), ("index", "index"), i(5, 2), i(4, 2)),
+                c(x(5, 4, 3), ("index", slice(None), "index"), i(5, 2), i(3, 2)),
+                c(x(5, 4, 2), (Ellipsis, "index", None), torch.tensor(1)),
+                c(x(5, 4), ("mask",), b(5, 4)),
+                c(x(5, 4), ("mask",), b(5)),
+                c(x(5, 4), (slice(None), "mask"), b(4)),
+            ],
+        ),
+    ]
+
+
+def _losses() -> Part:
     def each(*tensors: torch.Tensor, **more: Any) -> list[Sample]:
-        return [c(*tensors, **more, **k) for k in every]
+        return [c(*tensors, **more, reduction=k) for k in (1, 2, 0)]
 
     signs = torch.where(b(5, 4), 1.0, -1.0).double()
     sign = signs[:, 0].clone()
@@ -471,31 +526,26 @@ def _losses() -> Part:
         ]
     classes.append(c(x(4), i(4), None, 1, -100, 0.0))
     nll = [c(*args[:5]) for args, _ in classes if args[0].shape != args[1].shape]
+    n = torch._C._nn
     return [
         (
-            (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
-            [*each(x(5, 4), x(5, 4)), *each(x(4), x(4))],
+            (n.mse_loss, n.l1_loss, n.smooth_l1_loss, n.huber_loss),
+            each(x(5, 4), x(5, 4)),
         ),
-        ((torch._C._nn.mse_loss, torch._C._nn.l1_loss), [c(x(5, 4), x(5, 4), 1), c(x(5), x(5), 0)]),
-        (F.soft_margin_loss, each(x(5, 4), signs)),
-        (F.binary_cross_entropy, [*each(u(5, 4), u(5, 4)), *each(u(5, 4), u(5, 4), weight=u(4))]),
-        (torch._C._nn.binary_cross_entropy, [c(u(5, 4), u(5, 4), None, 1)]),
+        (n.soft_margin_loss, each(x(5, 4), signs)),
+        (n.binary_cross_entropy, [*each(u(5, 4), u(5, 4)), *each(u(5, 4), u(5, 4), weight=u(4))]),
         (
-            F.binary_cross_entropy_with_logits,
+            torch.binary_cross_entropy_with_logits,
             [*each(x(5, 4), u(5, 4)), *each(x(5, 4), u(5, 4), weight=u(4), pos_weight=u(4))],
         ),
-        (torch.binary_cross_entropy_with_logits, [c(x(5, 4), u(5, 4), None, u(4), 1)]),
-        (F.kl_div, [*each(x(5, 4), u(5, 4)), c(x(5, 4), u(5, 4), reduction="batchmean")]),
-        (torch.kl_div, [c(x(5, 4), u(5, 4), 1)]),
-        (F.poisson_nll_loss, each(x(5, 4), u(5, 4))),
-        (torch.poisson_nll_loss, [c(x(5, 4), u(5, 4), True, False, 1e-8, 1)]),
-        (F.margin_ranking_loss, each(x(5, 4), x(5, 4), signs)),
-        (F.hinge_embedding_loss, each(x(5, 4), signs)),
-        (F.cosine_embedding_loss, each(x(5, 4), x(5, 4), sign)),
-        (F.triplet_margin_loss, each(x(5, 4), x(5, 4), x(5, 4))),
-        (F.multilabel_margin_loss, each(x(5, 4), i(4, 5, 4))),
-        (F.multi_margin_loss, [*each(x(5, 4), i(4, 5)), *each(x(5, 4), i(4, 5), weight=u(4))]),
-        (torch._C._nn.cross_entropy_loss, classes),
-        (torch._C._nn.nll_loss_nd, nll),
-        (F.nll_loss, [c(x(5, 4), i(4, 5)), c(x(5, 4), i(4, 5), u(4), reduction="sum")]),
+        (torch.kl_div, each(x(5, 4), u(5, 4))),
+        (torch.poisson_nll_loss, [c(x(5, 4), u(5, 4), True, False, 1e-8, k) for k in (0, 1, 2)]),
+        (torch.margin_ranking_loss, each(x(5, 4), x(5, 4), signs)),
+        (torch.hinge_embedding_loss, each(x(5, 4), signs)),
+        (torch.cosine_embedding_loss, each(x(5, 4), x(5, 4), sign)),
+        (torch.triplet_margin_loss, each(x(5, 4), x(5, 4), x(5, 4))),
+        (n.multilabel_margin_loss, each(x(5, 4), i(4, 5, 4))),
+        (n.multi_margin_loss, [*each(x(5, 4), i(4, 5)), *each(x(5, 4), i(4, 5), weight=u(4))]),
+        (n.cross_entropy_loss, classes),
+        (n.nll_loss_nd, nll),
     ]

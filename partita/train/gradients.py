@@ -2,8 +2,8 @@
 
 A Replicate parameter has a Partial gradient, and accumulating micro-batches adds shares to shares
 and sends nothing. `reduce_gradients` settles all pending gradients together: one all-reduce for
-each set of axes and dtype (cut into buckets). Every `torch.optim` optimizer does this by itself,
-through the hook that torch offers before a step. A settled gradient is not reduced again, and
+each set of axes and dtype (cut into buckets). Every `torch.optim` optimizer does this by itself
+before a step (see `optimizer`). A settled gradient is not reduced again, and
 shares that arrive after it was settled still add up (see `tensor.settled`).
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partita.comm import Wire
 from partita.layout import Layout
@@ -163,10 +162,3 @@ def _over_mesh(total: torch.Tensor, wire: Wire, largest: bool) -> torch.Tensor:
     for move in plan(before, Layout(()), wire.mesh, 4).moves:
         total = wire.carry(move, total, op="clip_grad_norm_", reason="settle")
     return total
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    reduce_gradients(p for group in optimizer.param_groups for p in group["params"])
-
-
-register_optimizer_step_pre_hook(_before_step)

@@ -53,10 +53,12 @@ class _Child:
     unread: bytes = b""
     last_step: int = -1
     done: bool = False
+    ended: bool = False
     failed: dict[str, Any] = field(default_factory=dict)
 
     def died(self) -> bool:
-        return self.process.poll() is not None and not self.done
+        """Ended without a word: asked only of what it wrote, which may outlast the process."""
+        return self.ended and not self.done
 
 
 def launch(command: list[str], ranks: int, show: Show) -> int:
@@ -72,6 +74,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
         call, nor a parent that is killed.
     """
     children: list[_Child] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with selectors.DefaultSelector() as selector:
             port = _free_port()
@@ -87,11 +90,12 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
                     return 1
         return max(child.process.wait() for child in children)
     except KeyboardInterrupt:
-        steps = 1 + min((child.last_step for child in children), default=-1)
+        steps = 1 + max((child.last_step for child in children), default=-1)
         show("job", {"message": f"stopped after {steps} step{'s' * (steps != 1)}"})
         return 130
     finally:
         _end(children)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(command: list[str], rank: int, ranks: int, port: int) -> _Child:
@@ -140,8 +144,9 @@ def _listen(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) 
                 break
             if not piece:
                 selector.unregister(child.events)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(GRACE)
+                child.ended = True
+                if not child.done:
+                    child.process.wait()  # its files are closed: it is about to end
                 break
             child.unread += piece
             *lines, child.unread = child.unread.split(b"\n")
@@ -175,7 +180,8 @@ def _obituary(children: list[_Child]) -> str:
     told = sorted((child for child in dead if child.failed), key=lambda c: c.failed["at"])
     untold = [child for child in dead if not child.failed]
     child = (killed or untold or told)[0]
-    when = f"after step {child.last_step}" if child.last_step >= 0 else "before the first step"
+    last = max(child.last_step for child in children)  # ranks keep step, but for the telling
+    when = f"after step {last}" if last >= 0 else "before the first step"
     code = child.process.returncode
     said = child.failed.get("said") or _last_lines(child)
     if code < 0:

@@ -47,7 +47,7 @@ class Options:
 
     mesh: tuple[tuple[str, int], ...] = ()
     data: Path | None = None
-    steps: int = 500
+    steps: int = 600
     seed: int = 0
     batch: int = 16
     context: int = 128

@@ -12,6 +12,7 @@ LOADED = tuple(
         "reduce",
         "nn",
         "index",
+        "getitem",
         "losses",
         "create",
     )

@@ -12,23 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..exceptions import nothing, own
 from ..rule import Arg, Call, Said, rule
 from ..sentence import Names
-
-
-def _own(index: Any, piece: tuple[int, int, int]) -> tuple[Any, Any]:
-    """`(index within this rank's piece, which of them are not here)`."""
-    offset, length, size = piece
-    at = torch.where(index < 0, index + size, index) - offset
-    away = (at < 0) | (at >= length)
-    return at.masked_fill(away, 0), away
-
-
-def _nothing(input: Any, shape: Sequence[int]) -> Any:
-    """Zeros that hang on `input` in the graph, so that its gradient is zeros and not None."""
-    out = input.new_zeros(shape)
-    return out + input.flatten()[:0].sum() if input.requires_grad else out
-
 
 # -- embedding -------------------------------------------------------------------------------------
 
@@ -36,9 +22,9 @@ def _nothing(input: Any, shape: Sequence[int]) -> Any:
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     """Rows of this rank's piece of the table, 0 for what is not in it."""
     offset, length, size = piece
-    at, away = _own(index, piece)
+    at, away = own(index, piece)
     if not length:
-        return _nothing(weight, (*index.shape, weight.shape[1]))
+        return nothing(weight, (*index.shape, weight.shape[1]))
     if padding_idx is not None:
         padding_idx = padding_idx % size - offset
         padding_idx = padding_idx if 0 <= padding_idx < length else None
@@ -121,8 +107,8 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said:
         def run(input: Any, dim: int, index: Any) -> Any:
             if not input.shape[i]:
                 shape = [*input.shape[:i], index.numel(), *input.shape[i + 1 :]]
-                return _nothing(input, shape)
-            at, away = _own(index, call.pieces[name])
+                return nothing(input, shape)
+            at, away = own(index, call.pieces[name])
             away = away.view(-1, *[1] * (input.ndim - i - 1))
             return torch.index_select(input, i, at).masked_fill(away, 0)
 
@@ -145,8 +131,8 @@ def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> S
     def local(call: Call) -> Callable[..., Any] | None:
         def run(input: Any, index: Any) -> Any:
             if not input.shape[i]:
-                return _nothing(input, index.shape)
-            at, away = _own(index, call.pieces["x"])
+                return nothing(input, index.shape)
+            at, away = own(index, call.pieces["x"])
             return torch.gather(input, i, at).masked_fill(away, 0)
 
         return picked(run) if call.is_split("x") else None
@@ -232,8 +218,10 @@ def index_copy(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
 @rule(torch.index_fill)
 def index_fill(input: Arg, dim: int, index: Arg, value: Any = None) -> str:
     names = input.names.whole(dim) if input.ndim else input.names
-    extra = ", " * isinstance(value, Arg)
-    return f"{names}, {'xi!' * index.ndim}{extra} -> {names}"
+    place = "xi!" * index.ndim
+    if isinstance(value, Arg):
+        return f"{names} + [{place}] * -> {names}"
+    return f"{names}, {place} -> {names}"
 
 
 # -- parts of a dimension --------------------------------------------------------------------------
@@ -252,7 +240,7 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
             at = index % size - offset
             if 0 <= at < length:
                 return torch.select(input, i, at)
-            return _nothing(input, call.outputs[0])
+            return nothing(input, call.outputs[0])
 
         return run if call.is_split(name) else None
 
@@ -269,162 +257,28 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> str | None:
     return f"+ {input.names.whole(i)} -> {input.names.put(i, f'z={length}!')}"
 
 
-@rule(torch.Tensor.__getitem__)
-def getitem(input: Arg, index: Any) -> Said | None:
-    entries = list(index) if isinstance(index, tuple) else [index]
-    used = sum(e.ndim if _is_mask(e) else 1 for e in entries if e is not None and e is not Ellipsis)
-    if any(not _readable(e) for e in entries) or used > input.ndim:
-        return None
-    rest = [slice(None)] * (input.ndim - used)
-    at = next((k for k, e in enumerate(entries) if e is Ellipsis), len(entries))
-    entries[at : at + 1] = rest
-    left = list(input.names)
-    out: list[str] = []
-    tensors: list[tuple[Arg, int, int]] = []  # the index, where its result goes, its dimension
-    chosen: dict[str, int] = {}  # the dimensions that an int picks from
-    contracted = set()
-    d = 0
-    for e in entries:
-        if e is None:
-            out.append("1")
-        elif isinstance(e, int):
-            chosen[left[d]] = e % input.shape[d]
-            contracted.add(left[d])
-            d += 1
-        elif isinstance(e, slice):
-            n = len(range(*e.indices(input.shape[d])))
-            if n == input.shape[d] and e.step in (None, 1):
-                out.append(left[d])
-            else:
-                left[d] += "!"
-                out.append(f"z{d}={n}!")
-            d += 1
-        else:
-            tensors.append((e, len(out), d))
-            count = e.ndim if _is_mask(e) else 1
-            for k in range(d, d + count):
-                left[k] += "!"
-            d += count
-            out.append("@")
-    text = " ".join(left)
-    if not tensors:
-        local = _picked(entries, [n.rstrip("!") for n in left], chosen)
-        return Said(f"+ {text} -> {' '.join(out)}", local)
-    if chosen:
-        # An int beside tensors is taken first, as torch does; its dimension must be here for that.
-        left = [f"{n}!" if n in chosen else n for n in left]
-    return _by_tensors(left, out, entries, tensors)
-
-
-def _is_mask(e: Any) -> bool:
-    return isinstance(e, Arg) and e.dtype in (torch.bool, torch.uint8)
-
-
-def _readable(e: Any) -> bool:
-    if isinstance(e, Arg):
-        return e.dtype is not None and (e.ndim > 0 or not _is_mask(e))
-    if isinstance(e, slice):
-        return all(v is None or isinstance(v, int) for v in (e.start, e.stop, e.step))
-    return e is None or e is Ellipsis or (isinstance(e, int) and not isinstance(e, bool))
-
-
-def _picked(entries: list[Any], names: list[str], chosen: dict[str, int]) -> Any:
-    """x[..., 3] of a split dimension: the rank that has it gives it, the others zeros."""
-
-    def local(call: Call) -> Callable[..., Any] | None:
-        mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
-        if not mine:
-            return None
-        here = all(0 <= at < call.pieces[n][1] for n, at in mine.items())
-        index, d = [], 0
-        for e in entries:
-            n = names[d] if e is not None else ""
-            d += e is not None
-            index.append(mine.get(n, e) if isinstance(e, int) else e)
-
-        def run(input: Any, _index: Any) -> Any:
-            return input[tuple(index)] if here else _nothing(input, call.outputs[0])
-
-        return run
-
-    return local
-
-
-def _by_tensors(
-    left: list[str], out: list[str], entries: list[Any], tensors: list[tuple[Arg, int, int]]
-) -> Said | None:
-    """The sentence of x[i, :, j]: the indices are broadcast to each other."""
-    masks = [t for t, _, _ in tensors if _is_mask(t)]
-    if masks and len(tensors) > 1:
-        return None
-    start = _start([at for _, at, _ in tensors])
-    kept = [n for n in out if n != "@"]
-    index, _, d = tensors[0]
-    if masks:
-        words = [" ".join(f"m{i}!" for i in range(index.ndim))]
-        shape = ["z!"]
-    elif len(tensors) > 1:
-        words, shape = ["..."] * len(tensors), ["..."]
-    else:
-        words = [" ".join(f"i{k}" for k in range(index.ndim))]
-        shape = words
-        left[d] = left[d].rstrip("!")
-    result = " ".join([*kept[:start], *shape, *kept[start:]])
-    terms = " * ".join([" ".join(left), *(f"[{w}]" for w in words)])
-    if masks or len(tensors) > 1:
-        return Said(f"{terms} -> {result}")
-    after = len(kept) - start
-    name, where = left[d], next(k for k, e in enumerate(entries) if isinstance(e, Arg))
-
-    def local(call: Call) -> Callable[..., Any] | None:
-        def run(input: Any, index: Any) -> Any:
-            if not call.pieces[name][1]:
-                return _nothing(input, call.outputs[0])
-            given = index if isinstance(index, tuple) else (index,)
-            tensor = next(e for e in given if isinstance(e, torch.Tensor))
-            at, away = _own(tensor, call.pieces[name])
-            full = tuple(at if k == where else e for k, e in enumerate(filled))
-            return input[full].masked_fill(away.view(*away.shape, *[1] * after), 0)
-
-        filled = [None if isinstance(e, Arg) else e for e in entries]
-        return run if call.is_split(name) else None
-
-    return Said(f"{terms} -> {result}", local)
-
-
-def _start(places: list[int]) -> int:
-    """Where the dimensions of tensor indices stand: in their place if they are beside each other,
-    else torch puts them first."""
-    return places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-
-
 @rule(torch.index_put)
 def index_put(
     input: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = False
 ) -> str | None:
     tensors = [t for t in indices if isinstance(t, Arg)]
-    shapes = {t.shape for t in tensors}
-    if len(shapes) != 1 or any(_is_mask(t) or t.dtype is None for t in tensors):
+    # One dimension of each index: whether it is a mask or not, it stands for one of the input's.
+    if any(t.ndim != 1 for t in tensors) or not tensors:
         return None
-    ours = list(input.names)
-    for d, t in enumerate(indices):
-        ours[d] += "!" * (t is not None)
-    kept = [(n, size) for n, size in zip(ours, input.shape, strict=True) if n[-1] != "!"]
-    places = [d for d, t in enumerate(indices) if t is not None]
-    start = _start(places)
-    (shape,) = shapes
-    place = [f"i{k}" + "!" * (not accumulate) for k in range(len(shape))]
-    result = [*kept[:start], *zip(place, shape, strict=True), *kept[start:]]
-    result = result[len(result) - values.ndim :] if values.ndim else []
+    chosen = [d for d, t in enumerate(indices) if t is not None]
+    ours = [f"{n}!" if d in chosen else n for d, n in enumerate(input.names)]
+    kept = [(n, input.shape[d]) for d, n in enumerate(ours) if d not in chosen]
+    beside = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
+    start = chosen[0] if beside else 0  # torch puts them first where they are not beside each other
+    result = [*kept[:start], ("j!", 0), *kept[start:]]
+    if values.ndim > len(result):
+        return None
     given = [
-        "1" if a == 1 != size else n for a, (n, size) in zip(values.shape, result, strict=True)
+        "1" if have == 1 != want and n != "j!" else n
+        for have, (n, want) in zip(values.shape, result[len(result) - values.ndim :], strict=True)
     ]
-    if len(given) != len(kept) + len(place) or "1" in given:
-        # A value that is broadcast over the places would be added once for each piece of them.
-        place = [n.rstrip("!") + "!" for n in place]
-        given = [n if n in ours or n == "1" else n.rstrip("!") + "!" for n in given]
-    terms = " * ".join([*[f"[{' '.join(place)}]"] * len(tensors), " ".join(given)])
-    return f"{' '.join(ours)} + {terms} -> {' '.join(ours)}"
+    terms = [*(f"[i{k}!]" for k in range(len(tensors))), " ".join(given)]
+    return f"{' '.join(ours)} + {' * '.join(terms)} -> {' '.join(ours)}"
 
 
 # -- moving along a dimension ----------------------------------------------------------------------
@@ -457,15 +311,19 @@ def flipud(input: Arg) -> str:
 @rule(torch.rot90)
 def rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
     i, j = (input.names.at(d) for d in dims)
-    left = input.names.whole((i, j))
-    out = list(left)
+    if k % 4 == 0:
+        return f"+ {input.names} -> {input.names}"
+    # A quarter turn exchanges two dimensions and turns one of them round.
+    turned = (i, j) if k % 2 == 0 else (j,) if k % 4 == 1 else (i,)
+    left = list(input.names.whole(turned))
+    out = [f"y{d}={input.shape[d]}!" if d in turned else n for d, n in enumerate(left)]
     if k % 2:
-        out[i], out[j] = left[j], left[i]
-    return f"+ {left} -> {' '.join(out)}"
+        out[i], out[j] = out[j], out[i]
+    return f"+ {' '.join(left)} -> {' '.join(out)}"
 
 
 @rule(F.pad)
-def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: bool = False) -> str:
+def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> str:
     left, out = list(input.names), list(input.names)
     for i in range(len(pad) // 2):
         before, after = pad[2 * i], pad[2 * i + 1]
@@ -476,12 +334,13 @@ def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: bool = Fa
     if mode != "constant":  # such pads are for 1 to 3 last dimensions, of a batch that is not empty
         for d in range(input.ndim - len(pad) // 2):
             left[d] = out[d] = f"{input.names[d]}%"
-    linear = mode != "constant" or not value
+    # The value of a float is not in the key, so 0.0 cannot be told from another.
+    linear = mode != "constant" or value is None or (isinstance(value, int) and value == 0)
     return f"{'+ ' * linear}{' '.join(left)} -> {' '.join(out)}"
 
 
 @rule(torch.constant_pad_nd)
-def constant_pad_nd(input: Arg, pad_: Sequence[int], value: bool = False) -> str:
+def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
     return pad(input, pad_, "constant", value)
 
 
@@ -547,6 +406,7 @@ def unfold(input: Arg, dimension: int, size: int, step: int) -> str:
 
 
 # -- search ----------------------------------------------------------------------------------------
+# A place in sorted values is the number of values before it: a sum over the pieces.
 
 
 @rule(torch.searchsorted)
@@ -554,19 +414,20 @@ def searchsorted(sorted_sequence: Arg, input: Any, *, sorter: Any = None) -> str
     if sorter is not None:
         return None
     if not isinstance(input, Arg):
-        return "s! -> "
-    return "s!, ... -> ..." if sorted_sequence.ndim == 1 else "... s!, ... v -> ... v"
+        return "s -> sum"
+    return "s, ... -> sum ..." if sorted_sequence.ndim == 1 else "... s, ... v -> sum ... v"
 
 
 @rule(torch.bucketize)
 def bucketize(input: Any, boundaries: Arg) -> str:
-    return "..., s! -> ..." if isinstance(input, Arg) else "s! -> "
+    return "..., s -> sum ..." if isinstance(input, Arg) else "s -> sum"
 
 
 @rule(torch.isin)
-def isin(elements: Any, test_elements: Any) -> str:
+def isin(elements: Any, test_elements: Any, *, invert: bool = False) -> str:
+    found = "min" if invert else "max"
     mine = "..." if isinstance(elements, Arg) else ""
     if not isinstance(test_elements, Arg):
         return f"{mine} -> {mine}"
-    tests = " ".join(f"t{i}!" for i in range(test_elements.ndim))
-    return f"{mine}, {tests} -> {mine}" if mine else f"{tests} -> "
+    tests = " ".join(f"t{i}" for i in range(test_elements.ndim))
+    return f"{mine}, {tests} -> {found} {mine}" if mine else f"{tests} -> {found}"

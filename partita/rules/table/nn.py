@@ -169,7 +169,9 @@ def instance_norm(
 
 
 @rule(F.scaled_dot_product_attention)
-def scaled_dot_product_attention(query: Arg, key: Arg, value: Arg, attn_mask: Any = None) -> Rewrite:
+def scaled_dot_product_attention(
+    query: Arg, key: Arg, value: Arg, attn_mask: Any = None
+) -> Rewrite:
     # Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
     return Rewrite(exceptions.scaled_dot_product_attention)
 

@@ -21,8 +21,8 @@ UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh 
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logsigmoid mish
     relu relu6 selu silu softplus softshrink softsign tanhshrink threshold alpha_dropout"""
 
-SPECIAL_UNARY = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx erfinv
-    exp2 expit expm1 gammaln i0 i0e i1 i1e log1p log_ndtr logit modified_bessel_i0
+SPECIAL_UNARY = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx
+    erfinv exp2 expit expm1 gammaln i0 i0e i1 i1e log1p log_ndtr logit modified_bessel_i0
     modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 ndtr ndtri psi round
     scaled_modified_bessel_k0 scaled_modified_bessel_k1 sinc spherical_bessel_j0 multigammaln"""
 
@@ -64,6 +64,7 @@ rule("... + ..., ... -> ...", torch.lerp)
 rule("... -> ..., ...", torch.frexp)
 rule("+ ... -> ... c=2!", torch.view_as_real)
 rule("+ ... c! -> ...", torch.view_as_complex)
+
 
 def _terms(*operands: Any) -> list[str]:
     return ["..." for x in operands if isinstance(x, Arg)]

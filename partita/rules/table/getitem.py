@@ -1,0 +1,200 @@
+"""Which sentence does x[...] have?
+
+What is not indexed may stay split. An int picks from a split dimension as a contraction does: the
+rank that has the place gives it, the others zeros. So does one tensor of integers. Which tensors of
+an index are masks is told by their dtypes, which no rule sees: such calls are written as another op
+that is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..exceptions import nothing, op, own
+from ..rule import Arg, Call, Rewrite, Said, rule
+
+MASK, INDEX = "mask", "index"
+
+
+@dataclass
+class _Read:
+    """An index, read entry by entry.
+
+    Attributes:
+        left: the input's dimensions as the sentence has them.
+        out: the result's; a tensor of indices is a None.
+        chosen: for each name that an int picks from, the place.
+        tensors: for each tensor of indices its first dimension.
+    """
+
+    left: list[str]
+    out: list[str | None] = field(default_factory=list)
+    chosen: dict[str, int] = field(default_factory=dict)
+    tensors: list[int] = field(default_factory=list)
+
+
+def _filled(entries: Sequence[Any], ndim: int, masked: int = 0) -> list[Any] | None:
+    """The entries with `...` written out; None if there are too many. `masked` counts the
+    dimensions that masks take beyond one each."""
+    used = masked + sum(e is not None and e is not Ellipsis for e in entries)
+    if used > ndim:
+        return None
+    at = next((k for k, e in enumerate(entries) if e is Ellipsis), len(entries))
+    return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
+
+
+def _read(input: Arg, entries: Sequence[Any], masks: Sequence[int]) -> _Read:
+    """`masks`: the number of dimensions of each mask, in order."""
+    read = _Read(list(input.names))
+    dims = iter(masks)
+    d = 0
+    for e in entries:
+        if e is None:
+            read.out.append("1")
+            continue
+        name, size, count = read.left[d], input.shape[d], 1
+        if isinstance(e, int):
+            read.chosen[name] = e % max(size, 1)
+        elif isinstance(e, slice):
+            n = len(range(*e.indices(size)))
+            kept = n == size and e.step in (None, 1)
+            read.left[d] += "" if kept else "!"
+            read.out.append(name if kept else f"z{d}={n}!")
+        else:
+            count = next(dims) if e == MASK else 1
+            read.tensors.append(d)
+            read.out.append(None)
+            read.left[d : d + count] = [f"{n}!" for n in read.left[d : d + count]]
+        d += count
+    return read
+
+
+# -- without tensors -------------------------------------------------------------------------------
+
+
+@rule(torch.Tensor.__getitem__)
+def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
+    entries = _entries(index)
+    if any(_is_tensor(e) for e in entries):
+        return Rewrite(_by_kind)
+    full = _filled(entries, input.ndim) if all(map(_plain, entries)) else None
+    if full is None:
+        return None
+    read = _read(input, full, ())
+    text = f"+ {' '.join(read.left)} -> {' '.join(n for n in read.out if n)}"
+    return Said(text, lambda call: _picked(call, full, input.names, read.chosen))
+
+
+def _entries(index: Any) -> list[Any]:
+    """One entry per place. The dispatcher makes a list of a tuple that has tensors."""
+    mixed = isinstance(index, list) and any(isinstance(e, Arg | slice) or e is None for e in index)
+    return list(index) if isinstance(index, tuple) or mixed else [index]
+
+
+def _is_tensor(e: Any) -> bool:
+    return isinstance(e, Arg | torch.Tensor) or (
+        isinstance(e, list) and len(e) > 0 and all(type(v) is int for v in e)
+    )
+
+
+def _plain(e: Any) -> bool:
+    if isinstance(e, slice):
+        return all(v is None or isinstance(v, int) for v in (e.start, e.stop, e.step))
+    return e is None or e is Ellipsis or (isinstance(e, int) and not isinstance(e, bool))
+
+
+def _picked(
+    call: Call, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
+) -> Callable[..., Any] | None:
+    mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
+    if not mine:
+        return None
+    here = all(0 <= at < call.pieces[n][1] for n, at in mine.items())
+    index, rest = [], iter(names)
+    for e in entries:
+        name = "" if e is None else next(rest)
+        index.append(mine.get(name, e) if isinstance(e, int) else e)
+
+    def run(input: Any, _index: Any) -> Any:
+        return input[tuple(index)] if here else nothing(input, call.outputs[0])
+
+    return run
+
+
+# -- with tensors ----------------------------------------------------------------------------------
+
+
+def _by_kind(input: Any, index: Any) -> Any:
+    """x[index] as an op that is told which tensors are masks."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    pattern: list[Any] = []
+    tensors: list[Any] = []
+    for e in entries:
+        if isinstance(e, list):
+            e = torch.tensor(e, device=input.device)
+        if isinstance(e, torch.Tensor):
+            masked = e.dtype in (torch.bool, torch.uint8)
+            if masked and e.ndim == 0:
+                if len(entries) > 1:
+                    raise NotImplementedError("a mask of no dimensions beside other indices")
+                return picked(input.unsqueeze(0), (MASK,), e.reshape(1))
+            tensors.append(e)
+            e = MASK if masked else INDEX
+        pattern.append(e)
+    return picked(input, tuple(pattern), *tensors)
+
+
+@op
+def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
+    """input[pattern], in which each "mask" or "index" stands for the next of `tensors`."""
+    rest = iter(tensors)
+    return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
+
+
+@rule(picked)
+def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
+    args = [x for t in tensors for x in (t if isinstance(t, list | tuple) else [t])]
+    kinds = [e for e in pattern if isinstance(e, str)]
+    masks = [t.ndim for t, kind in zip(args, kinds, strict=True) if kind == MASK]
+    full = _filled(pattern, input.ndim, sum(masks) - len(masks))
+    plain = all(_plain(e) for e in pattern if not isinstance(e, str))
+    if full is None or not plain or (masks and len(args) > 1):
+        return None
+    read = _read(input, full, masks)
+    left = list(read.left)
+    # Ints are taken first, as torch does: their dimensions must be here.
+    left = [f"{n}!" if n in read.chosen else n for n in left]
+    places = [k for k, n in enumerate(read.out) if n is None]
+    beside = places == list(range(places[0], places[0] + len(places)))
+    start = places[0] if beside else 0  # else torch puts them first
+    kept = [n for n in read.out if n is not None]
+    d = read.tensors[0]
+    if masks:
+        words, shape = [" ".join(f"m{i}!" for i in range(args[0].ndim))], "z!"
+    elif len(args) > 1:
+        words, shape = ["..."] * len(args), "..."
+    else:
+        words = [" ".join(f"i{k}" for k in range(args[0].ndim))]
+        shape = words[0]
+        left[d] = left[d].rstrip("!")  # a rank may read the places that it has
+    terms = " * ".join([" ".join(left), *(f"[{w}]" for w in words)])
+    text = f"{terms} -> {' '.join([*kept[:start], shape, *kept[start:]])}"
+    if masks or len(args) > 1:
+        return Said(text)
+    name, after = left[d], len(kept) - start
+
+    def local(call: Call) -> Callable[..., Any] | None:
+        def run(input: Any, _pattern: Any, index: Any) -> Any:
+            if not call.pieces[name][1]:
+                return nothing(input, call.outputs[0])
+            at, away = own(index, call.pieces[name])
+            out = input[tuple(at if isinstance(e, str) else e for e in full)]
+            return out.masked_fill(away.view(*away.shape, *[1] * after), 0)
+
+        return run if call.is_split(name) else None
+
+    return Said(text, local)

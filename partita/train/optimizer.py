@@ -1,0 +1,119 @@
+"""How does a torch.optim optimizer step on DTensors, at the speed of plain tensors?
+
+Before any step, pending gradients are settled. An optimizer that works element by element then has
+nothing left to ask of a layout: parameter, gradient and state of one name lie alike. The hook that
+torch offers before a step then runs the step itself, on the shards as plain tensors, and the step
+that follows is handed an optimizer without parameters. All other optimizers run through dispatch,
+op by op.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from partita.tensor.dtensor import DTensor, tagged
+
+from .gradients import reduce_gradients
+
+__all__ = ["ELEMENTWISE"]
+
+ELEMENTWISE = frozenset(
+    (
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+)
+"""Optimizers whose update of an element reads nothing but that element's own history. Subclasses
+may do more and are not in it."""
+
+
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    spread = [p for p in params if type(p) is DTensor]
+    if not spread:
+        return None
+    alike = _lie_alike(optimizer, spread)
+    if not alike:
+        reduce_gradients(spread)
+    # A closure computes new gradients, which only the step itself sees.
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if type(optimizer) not in ELEMENTWISE or closure is not None:
+        return None
+    if not alike and not _lie_alike(optimizer, spread):
+        return None
+    _step_as_plain(optimizer, spread, args, kwargs)
+    idle = copy.copy(optimizer)
+    idle.param_groups = []
+    return (idle, *args[1:]), kwargs
+
+
+def _step_as_plain(
+    optimizer: torch.optim.Optimizer,
+    params: list[DTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run the step while parameters, gradients and state are what they are on the rank: plain.
+
+    torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
+    """
+    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    state = optimizer.state
+    with Local():
+        tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
+    tensors += params
+    for p in params:
+        tensors += [v for v in state[p].values() if type(v) is DTensor] if p in state else ()
+    try:
+        for t in tensors:
+            t.__class__ = torch.Tensor
+        step(*args, **kwargs)
+    finally:
+        for t in tensors:
+            t.__class__ = DTensor
+    for p in params:
+        for name, value in state[p].items() if p in state else ():
+            # Only the count of steps is a scalar that belongs to no element.
+            if type(value) is torch.Tensor and name != "step":
+                tagged(value, p._spec)
+
+
+def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
+    """Does each parameter's gradient and state have the parameter's own layout?"""
+    if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
+        return False
+    with Local():
+        grads = [_grad(p) for p in params]
+    for p, grad in zip(params, grads, strict=True):
+        if grad is not None and (type(grad) is not DTensor or grad._spec is not p._spec):
+            return False
+    states = optimizer.state
+    for p in params:
+        if p._spec.is_pending:
+            return False
+        for value in states[p].values() if p in states else ():
+            if type(value) is DTensor and value._spec is not p._spec:
+                return False
+    return True
+
+
+register_optimizer_step_pre_hook(_before_step)

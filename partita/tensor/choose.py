@@ -9,19 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partita.layout import Layout, Mesh, Partial, Placement
+from partita.redistribute import price
 from partita.rules import Bound, Row
 
 __all__ = ["Choice", "Considered", "choose"]
 
-LOCAL = 0.05
-"""What a byte written on the rank itself costs, in bytes sent to another rank."""
-LATENCY = 4096.0
-"""What starting a collective costs, in bytes sent."""
+_CUT = 1e-8
+"""Seconds, so that of two rows the one that leaves a plain tensor whole wins, all else equal."""
 
 
 @dataclass(frozen=True)
 class Considered:
-    """A row of one axis and its price in bytes sent per rank, forward and backward together."""
+    """A row of one axis and its price in seconds, forward and backward together."""
 
     axis: str
     row: Row
@@ -80,12 +79,12 @@ def choose(
                 continue
             if row.split and not bound.can_split(row.split, parts.get(row.split, 1) * n):
                 continue
-            price = _price(row, current, layouts, plain, itemsizes, mesh, n)
+            cost = _price(row, current, layouts, plain, itemsizes, mesh, axis)
             if considered is not None:
-                considered.append(Considered(axis, row, price, False))
-            if price < best_price:
-                best, best_price = row, price
-                if price == 0.0 and considered is None:
+                considered.append(Considered(axis, row, cost, False))
+            if cost < best_price:
+                best, best_price = row, cost
+                if cost == 0.0 and considered is None:
                     break
         if best is None:
             return None
@@ -107,55 +106,19 @@ def _price(
     plain: Sequence[bool],
     itemsizes: Sequence[int],
     mesh: Mesh,
-    n: int,
+    axis: str,
 ) -> float:
     total = 0.0
     for i, wanted in enumerate(row.inputs):
-        have = current[i]
-        if wanted is None or have is None or wanted == have:
+        if wanted is None or wanted == current[i]:
             continue
         if plain[i]:
-            total += 1.0
+            total += _CUT
             continue
         layout = layouts[i]
         assert layout is not None
-        whole = float(itemsizes[i])
-        for size, axes in zip(layout.shape, layout.shards, strict=True):
-            whole *= size
-            for a in axes:
-                whole /= mesh.size(a)
-        if have.is_shard():
-            whole *= n
-        total += _move_price(have, wanted, whole, n)
+        total += price(layout, layout.put(axis, wanted), mesh, itemsizes[i])
     return total
-
-
-def _move_price(have: Placement, wanted: Placement, whole: float, n: int) -> float:
-    """Bytes sent per rank to go from one placement to another, and for the gradient to come back.
-
-    Ring algorithms: all-gather and reduce-scatter send (n-1)/n of the whole, all-reduce twice
-    that, all-to-all (n-1)/n of a piece. `whole` is in bytes.
-    """
-    if n == 1:
-        return LOCAL
-    one = whole * (n - 1) / n + LATENCY
-    if have.is_shard():
-        if wanted.is_shard():
-            return 2 * (one / n + LATENCY)
-        if wanted.is_partial():
-            return 2 * LOCAL * whole
-        return one if wanted.is_invariant() else 2 * one
-    if have.is_partial():
-        if have.is_partial("sum"):
-            if wanted.is_partial():
-                return 8 * one
-            return 2 * one if wanted.is_invariant() or wanted.is_shard() else 4 * one
-        return one if wanted.is_shard() else 2 * one
-    if wanted.is_partial():
-        return LOCAL * whole
-    if have.is_replicate():
-        return 2 * LOCAL * whole / n if wanted.is_shard() else 2.0
-    return one if wanted.is_shard() else 2 * one + 2.0
 
 
 def _layouts(

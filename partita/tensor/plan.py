@@ -88,8 +88,9 @@ class CallPlan:
                 admit(value, self.wire, self.op)
                 before = target.plain
             else:
-                before = value._spec
-            if before is not target.spec or target.plain is None:
+                new[target.path] = _moved_once(value, target.spec, self.op)
+                continue
+            if before is not target.spec:
                 value = moved(value, before, target.spec, self.op, "implicit")
             new[target.path] = value
         return replaced(args, kwargs, new)
@@ -172,6 +173,31 @@ class CallPlan:
             place=user_line(),
             reason=f"planned{said}: the rule reads too little or says something wrong",
         )
+
+
+def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
+    """`x` in layout `after`; a tensor that several ops need in the same other layout moves once.
+
+    Only results no larger than `x` are kept (with `x`, until it is changed or gone): a gathered
+    tensor must not outlive its use. Backward, too, the gradients meet before one transposed move.
+    """
+    before = x._spec
+    if after.local_shape.numel() > before.local_shape.numel() or torch.is_inference_mode_enabled():
+        return moved(x, before, after, op, "implicit")
+    graded = torch.is_grad_enabled()
+    kept = x.__dict__.get("_kept")
+    if kept is not None and kept[0] is after and kept[1] == (_version(x), graded):
+        value: torch.Tensor = kept[2]
+        if _version(value) == kept[3]:
+            return value
+    value = moved(x, before, after, op, "implicit")
+    x.__dict__["_kept"] = (after, (_version(x), graded), value, _version(value))
+    return value
+
+
+def _version(x: torch.Tensor) -> int:
+    with Local():
+        return -1 if x.is_inference() else x._version
 
 
 def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:

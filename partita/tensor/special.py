@@ -23,7 +23,7 @@ from .spec import Spec, spec_of
 __all__ = ["PASS", "SPECIAL", "passes", "seeded"]
 
 T = torch.Tensor
-_OURS = frozenset(("_spec", "_reopens", "_settled"))
+_OURS = frozenset(("_spec", "_reopens", "_settled", "_kept"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""

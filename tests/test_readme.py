@@ -1,4 +1,4 @@
-"""Does the code in the README run?"""
+"""Does the code in the README and in the pages run?"""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+]
 
 
 def test_the_readme_shows_code():
     assert BLOCKS
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda code: code.strip().partition("\n")[0][:40])
-def test_a_block_of_the_readme_runs_as_it_stands(block: str, tmp_path: Path):
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_of_the_readme_or_of_a_page_runs_as_it_stands(block: str, tmp_path: Path):
     script = tmp_path / "block.py"  # a file, so that errors and ledgers can name its lines
     script.write_text(block)
     ran = subprocess.run(

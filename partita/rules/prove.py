@@ -212,7 +212,7 @@ def _joined(parts: Sequence[torch.Tensor], p: Placement) -> torch.Tensor:
     if isinstance(p, Shares):
         stacked = torch.stack(list(parts))
         if p.reduce_op == "sum":
-            return stacked.sum(0)
+            return stacked.sum(0).to(parts[0].dtype)
         return stacked.amax(0) if p.reduce_op == "max" else stacked.amin(0)
     for part in parts[1:]:
         if not _same(part, parts[0]):
@@ -422,7 +422,9 @@ def _outputs(trial: _Trial, inputs: Sequence[Placement | None], n: int) -> list[
     found = []
     for i, whole in enumerate(trial.expected):
         fits: list[Placement] = []
-        able: list[Placement] = [Replicate(), Shares(), *(Shard(d) for d in range(whole.ndim))]
+        able: list[Placement] = [Replicate(), *(Shard(d) for d in range(whole.ndim))]
+        if whole.dtype != torch.bool:
+            able.append(Shares())
         for p in able:
             try:
                 if _same(_joined([o[i] for o in outs], p), whole):

@@ -203,7 +203,8 @@ class Names(tuple[str, ...]):
         """The dimensions that a `dim` argument means; None and `()` mean all."""
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
             return tuple(range(len(self)))
-        return tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
+        found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
+        return found if self else ()  # torch lets a tensor of no dimensions have dim 0
 
     def without(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Names:
         """What is left when `dim` is reduced; with `keepdim` a `1` stands in its place."""
@@ -344,7 +345,8 @@ def _bind(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
     even = {d.names[0] for d in everything if d.even and d.names}
     for dim in everything:
         for n in dim.names:
-            if math.prod([sizes.get(other, 2) for other in dim.names if other != n]) != 1:
+            others = math.prod([sizes.get(other, 2) for other in dim.names if other != n])
+            if others != 1 or (len(dim.names) > 1 and sizes.get(n, 2) == 1):
                 even.add(n)  # a piece of the dimension is a piece of n only if all are alike
     rows = tuple(_rows(sentence, operands, tuple(inputs), outputs, sizes))
     return Bound(sentence, operands, tuple(inputs), outputs, sizes, rows, frozenset(even))

@@ -14,6 +14,7 @@ from .construct import (
 )
 from .dtensor import DTensor
 from .local_map import local_map
+from . import module_hooks as _module_hooks
 from .methods import FAST as _FAST
 from .random import random_mode
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
+
 __all__ = ["entered"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -21,16 +23,31 @@ def _no(*_: object) -> bool:
     return False
 
 
-_entered_globals: dict[int, dict[str, Any]] = {}
+class _Torch(types.ModuleType):
+    """Stands for torch where a function asks `torch.overrides.has_torch_function...`."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        names = vars(torch.overrides) | dict.fromkeys(_QUESTIONS, _no)
+        self.overrides = types.SimpleNamespace(**names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
-def _answering_no(space: dict[str, Any]) -> dict[str, Any]:
+_entered_globals: dict[tuple[int, bool], dict[str, Any]] = {}
+
+
+def _answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
     """A copy of a module's globals in which nothing has a torch function. One per module."""
-    if id(space) not in _entered_globals:
+    key = (id(space), through_torch)
+    if key not in _entered_globals:
         changed = dict(space)
         changed.update((q, _no) for q in _QUESTIONS if q in changed)
-        _entered_globals[id(space)] = changed
-    return _entered_globals[id(space)]
+        if through_torch and changed.get("torch") is torch:
+            changed["torch"] = _Torch()
+        _entered_globals[key] = changed
+    return _entered_globals[key]
 
 
 @cache
@@ -40,7 +57,7 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
         return None
     copy = types.FunctionType(
         func.__code__,
-        _answering_no(func.__globals__),
+        _answering_no(func.__globals__, "overrides" in func.__code__.co_names),
         func.__name__,
         func.__defaults__,
         func.__closure__,

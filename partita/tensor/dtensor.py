@@ -74,6 +74,11 @@ class DTensor(torch.Tensor):
     nelement = numel
 
     @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the global value; of this rank's piece with torch-function disabled."""
+        return self.numel() * self.element_size()
+
+    @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self._spec.shape)
 

@@ -116,7 +116,8 @@ def _install() -> None:
                 key=key,
                 otherwise="self if out is self else plan.tag(out)" if inplace else "plan.tag(out)",
             )
-            exec(source, space)
+            # Under this file's name, so that a user's line is not sought in generated code.
+            exec(compile(source, __file__, "exec"), space)
             method = space[name]
             method.__doc__ = f"As torch.Tensor.{name}."
             method.__qualname__ = f"DTensor.{name}"

@@ -103,7 +103,8 @@ def form_of(func: Callable[..., Any]) -> Form:
     if name.startswith("_foreach_"):
         base = name.removeprefix("_foreach_")
         op = base.removesuffix("_")
-        return Form(op, rule_named(op), inplace=base.endswith("_"), foreach=True)
+        rule = rule_named(op) or rule_named(base)
+        return Form(op, rule, inplace=base.endswith("_"), foreach=True)
     inplace = name.endswith("_") and not name.endswith("__")
     op = name.rstrip("_") if inplace else name
     if name.startswith("__") and name.endswith("__"):
@@ -123,7 +124,8 @@ def form_of(func: Callable[..., Any]) -> Form:
         if op in _TWINS and func is getattr(torch.nn.functional, op):
             return Form(op, rule_named(op), local=_builtin_twin(op))
         return Form(op, None, inplace)
-    return Form(op, rule_named(op), inplace, name in _RESHAPING)
+    # Of zero_ there is only the form in place.
+    return Form(op, rule_named(op) or rule_named(name), inplace, name in _RESHAPING)
 
 
 def _builtin_twin(op: str) -> Callable[..., Any] | None:

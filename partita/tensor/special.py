@@ -137,13 +137,22 @@ def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, 
         # Inside a backward pass (a reentrant checkpoint) a plain tensor is a local gradient.
         return plain, gradient
     else:
-        before, seed = spec_of(Layout(tuple(gradient.shape)), spec.wire), gradient
+        before, seed = _whole_gradient(gradient, spec, "backward"), gradient
     if before.shape != spec.shape:
         raise RuntimeError(
             f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
             f"has a shape of {spec.shape}."
         )
     return plain, moved(seed, before, spec.gradient, "backward", "implicit")
+
+
+def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+    """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
+    from .plain import admit
+
+    if not gradient.requires_grad:
+        admit(gradient, spec.wire, op)
+    return spec_of(Layout(tuple(gradient.shape)), spec.wire)
 
 
 @_means(T.backward)
@@ -154,14 +163,37 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    if not isinstance(x, DTensor):
-        raise LayoutError(
-            "backward of a plain tensor with a DTensor as its gradient",
-            place=user_line(),
-            fixes=(Fix("loss.backward(gradient.full_tensor())"),),
-        )
-    root, seed = seeded(x, gradient)
-    torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
+    _autograd_backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_plain_backward = entered(torch.autograd.backward)
+assert _plain_backward is not None
+
+
+@_means(torch.autograd.backward)
+def _autograd_backward(
+    tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """torch.autograd.backward, from DTensors or towards them."""
+    roots, seeds = _seeds(tensors, grad_tensors)
+    _plain_backward(roots, seeds, *args, **kwargs)
+
+
+def _seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+    """The roots of a backward pass as plain tensors, and for each where it starts."""
+    roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
+    given += [None] * (len(roots) - len(given))
+    for i, root in enumerate(roots):
+        if isinstance(root, DTensor):
+            roots[i], given[i] = seeded(root, given[i])
+        elif isinstance(given[i], DTensor):
+            raise LayoutError(
+                "backward of a plain tensor with a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("loss.backward(gradient.full_tensor())"),),
+            )
+    return roots, given
 
 
 _plain_grad = entered(torch.autograd.grad)
@@ -173,13 +205,7 @@ def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """torch.autograd.grad with typed results."""
-    many = isinstance(outputs, (tuple, list))
-    outs = list(outputs) if many else [outputs]
-    given = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
-    given += [None] * (len(outs) - len(given))
-    for i, out in enumerate(outs):
-        if isinstance(out, DTensor):
-            outs[i], given[i] = seeded(out, given[i])
+    outs, given = _seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
     grads = _plain_grad(outs, wanted, given, *args, **kwargs)
     result = []
@@ -198,8 +224,10 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     def typed(grad: torch.Tensor) -> Any:
         wanted = spec.gradient
         out = hook(tagged(grad.view_as(grad), wanted))
-        if isinstance(out, DTensor):
-            return moved(out, out._spec, wanted, "hook", "gradient")
+        if isinstance(out, torch.Tensor):
+            plain = not isinstance(out, DTensor)
+            before = _whole_gradient(out, wanted, "hook") if plain else out._spec
+            return moved(out, before, wanted, "hook", "gradient")
         return out
 
     with Local():

@@ -7,6 +7,7 @@ LOADED = tuple(
     for name in (
         "pointwise",
         "matmul",
+        "linalg",
         "shape",
         "join",
         "reduce",

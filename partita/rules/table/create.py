@@ -37,7 +37,8 @@ def _local(run: Callable[..., Any], rest: int) -> Callable[[Call], Callable[...,
 def _new(name: str, rest: int | None, pending: bool = False) -> None:
     run = getattr(torch.Tensor, name)
 
-    def derive(input: Arg, *size: Any) -> Like:
+    def derive(input: Arg, *sizes: Any, size: Any = None) -> Like:
+        size = sizes if size is None else (size,)
         one = len(size) >= 1 and isinstance(size[0], list | tuple)
         shape = tuple(size[0]) if one else tuple(n for n in size if type(n) is int)
         keep = rest if rest is not None else 1 if one else len(shape)

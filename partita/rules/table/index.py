@@ -96,12 +96,12 @@ def embedding_bag(
 
 
 @rule(torch.index_select)
-def index_select(input: Arg, dim: int, index: Arg) -> Said:
-    i = input.names.at(dim) if input.ndim else 0
-    names, place = input.names, "i" if index.ndim else "1"
+def index_select(input: Arg, dim: int, index: Arg) -> Said | None:
+    if input.ndim == 0:
+        return None
+    i = input.names.at(dim)
     name = f"x{i}"
-    ours = names.put(i, name) if input.ndim else names
-    out = names.put(i, place.replace("i", "xi")) if input.ndim else names
+    ours, out = input.names.put(i, name), input.names.put(i, "xi" if index.ndim else "1")
 
     def local(call: Call) -> Callable[..., Any] | None:
         def run(input: Any, dim: int, index: Any) -> Any:
@@ -117,10 +117,10 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said:
     return Said(f"{ours} * [{'xi' * index.ndim}] -> {out}", local)
 
 
-def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> Said | str:
+def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> Said | None:
     """`picked(kernel)` is the local function; the kernel takes input, index."""
-    if input.ndim == 0 or index.ndim == 0:
-        return f"{input.names.whole()}, {index.names.whole()} -> {index.names.whole()}"
+    if input.ndim == 0 or index.ndim != input.ndim:
+        return None
     i = input.names.at(dim)
     # Where the index is shorter than the input it reads the beginning: those stay whole.
     same = [d == i or a == b for d, (a, b) in enumerate(zip(input.shape, index.shape, strict=True))]
@@ -141,14 +141,19 @@ def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> S
 
 
 @rule(torch.gather)
-def gather(input: Arg, dim: int, index: Arg) -> Said | str:
+def gather(input: Arg, dim: int, index: Arg) -> Said | None:
     return _gathered(
         input, dim, index, lambda run: lambda input, dim, index, **_: run(input, index)
     )
 
 
+@rule(torch.take)
+def take(input: Arg, index: Arg) -> str:
+    return f"{input.names.whole()} * [...] -> ..."
+
+
 @rule(torch.take_along_dim)
-def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> Said | str | None:
+def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> Said | None:
     if dim is None or input.ndim != indices.ndim:
         return None
     i = input.names.at(dim)
@@ -175,7 +180,7 @@ def _scattered(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> str:
     ours, where, values = map(" ".join, terms)
     if not isinstance(src, Arg):
         return f"{ours}, {where} -> {ours}"
-    return f"{ours} + [{where}] * {values} -> {ours}"
+    return f"+ {ours} + [{where}] * {values} -> {ours}"
 
 
 @rule(torch.scatter)
@@ -191,9 +196,10 @@ def scatter_add(input: Arg, dim: int, index: Arg, src: Arg) -> str:
 
 
 @rule(torch.scatter_reduce)
-def scatter_reduce(input: Arg, dim: int, index: Arg, src: Arg, _reduce: str) -> str | None:
+def scatter_reduce(input: Arg, dim: int, index: Arg, src: Arg, _reduce: Any = None) -> str | None:
+    # Not linear: the same dimensions, but each operand by itself.
     text = _scattered(input, dim, index, src, add=False)
-    return text.replace(" + [", ", ").replace("] * ", ", ")
+    return text[2:].replace(" + [", ", ").replace("] * ", ", ")
 
 
 def _onto(input: Arg, dim: int, index: Arg, source: Arg, add: bool) -> str | None:
@@ -220,7 +226,7 @@ def index_fill(input: Arg, dim: int, index: Arg, value: Any = None) -> str:
     names = input.names.whole(dim) if input.ndim else input.names
     place = "xi!" * index.ndim
     if isinstance(value, Arg):
-        return f"{names} + [{place}] * -> {names}"
+        return f"+ {names} + [{place}] * -> {names}"
     return f"{names}, {place} -> {names}"
 
 
@@ -285,15 +291,19 @@ def index_put(
 
 
 @rule(torch.roll)
-def roll(input: Arg, _shifts: Any, dims: Any = None) -> str:
+def roll(input: Arg, _shifts: Any = None, dims: Any = None) -> str:
     if dims is None or dims == () or dims == []:
         return f"+ {input.names.whole()} -> {input.names.whole()}"
     return f"+ {input.names.whole(dims)} -> {input.names.whole(dims)}"
 
 
 @rule(torch.flip)
-def flip(input: Arg, *dims: Any) -> str:
-    where = [d for item in dims for d in (item if isinstance(item, list | tuple) else [item])]
+def flip(input: Arg, *order: Any, dims: Any = None) -> str:
+    where = [
+        d
+        for item in (*order, dims or ())
+        for d in (item if isinstance(item, list | tuple) else [item])
+    ]
     names = input.names.whole(where) if where else input.names
     return f"+ {names} -> {names}"
 
@@ -332,8 +342,9 @@ def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = Non
             left[d] = f"{input.names[d]}!"
             out[d] = f"z{d}={input.shape[d] + before + after}!"
     if mode != "constant":  # such pads are for 1 to 3 last dimensions, of a batch that is not empty
-        for d in range(input.ndim - len(pad) // 2):
-            left[d] = out[d] = f"{input.names[d]}%"
+        for d, name in enumerate(input.names):
+            if left[d] == name:
+                left[d] = out[d] = f"{name}%"
     # The value of a float is not in the key, so 0.0 cannot be told from another.
     linear = mode != "constant" or value is None or (isinstance(value, int) and value == 0)
     return f"{'+ ' * linear}{' '.join(left)} -> {' '.join(out)}"

@@ -87,12 +87,12 @@ def split_method(input: Arg, split_size: Any, dim: int = 0) -> str:
     return split(input, split_size, dim)
 
 
-@rule(torch.split_with_sizes)
+@rule(torch.split_with_sizes, torch.unsafe_split)
 def split_with_sizes(input: Arg, split_sizes: Any, dim: int = 0) -> str:
     return split(input, split_sizes, dim)
 
 
-@rule(torch.chunk)
+@rule(torch.chunk, torch.unsafe_chunk)
 def chunk(input: Arg, chunks: int, dim: int = 0) -> str:
     size = input.shape[input.names.at(dim)]
     if size == 0:
@@ -124,7 +124,7 @@ def unbind(input: Arg, dim: int = 0) -> str | None:
 
 
 def _cut(dim: int, ndim: int) -> Any:
-    def derive(input: Arg, _indices_or_sections: Any) -> Rewrite:
+    def derive(input: Arg, _indices_or_sections: Any = None) -> Rewrite:
         return Rewrite(lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim))
 
     return derive

@@ -85,7 +85,12 @@ _elementwise(torch.binary_cross_entropy_with_logits, 4, 4)
 
 @rule(torch.poisson_nll_loss)
 def poisson_nll_loss(
-    input: Arg, target: Arg, _log_input: bool, _full: bool, _eps: Any, reduction: Any = None
+    input: Arg,
+    target: Arg,
+    _log_input: Any = None,
+    _full: Any = None,
+    _eps: Any = None,
+    reduction: Any = None,
 ) -> Any:
     count = math.prod(torch.broadcast_shapes(input.shape, target.shape))
     return _said(torch.poisson_nll_loss, 5, "..., ...", "...", reduction, count)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, rule
+from ..rule import Arg, Rewrite, rule
 
 rule("m k * k n -> m n", torch.mm)
 rule("b m k * b k n -> b m n", torch.bmm)
@@ -39,7 +39,10 @@ def inner(input: Arg, other: Arg) -> str:
 
 
 def _added(input: Arg, sizes: dict[str, int]) -> str:
-    """The names of a term that is broadcast to `sizes`."""
+    """The names of a term that is broadcast to `sizes`.
+
+    It may have none at all: the sentences say "+" at their beginning, so that this can be read.
+    """
     names = list(sizes)[len(sizes) - input.ndim :]
     return " ".join(
         "1" if n == 1 and sizes[name] != 1 else name
@@ -49,7 +52,7 @@ def _added(input: Arg, sizes: dict[str, int]) -> str:
 
 @rule(torch.addmm)
 def addmm(input: Arg, mat1: Arg, mat2: Arg) -> str:
-    return f"{_added(input, {'m': mat1.shape[0], 'n': mat2.shape[1]})} + m k * k n -> m n"
+    return f"+ {_added(input, {'m': mat1.shape[0], 'n': mat2.shape[1]})} + m k * k n -> m n"
 
 
 @rule(torch.addmv)
@@ -57,24 +60,24 @@ def addmv(input: Arg, mat: Arg, vec: Arg) -> str:
     added = _added(input, {"m": mat.shape[0]})
     if added == "1":  # torch returns one element where a rank has no row or no column
         return "1 + m! k! * k! -> m!"
-    return f"{added} + m k * k -> m"
+    return f"+ {added} + m k * k -> m"
 
 
 @rule(torch.addr)
 def addr(input: Arg, vec1: Arg, vec2: Arg) -> str:
-    return f"{_added(input, {'m': vec1.shape[0], 'n': vec2.shape[0]})} + m * n -> m n"
+    return f"+ {_added(input, {'m': vec1.shape[0], 'n': vec2.shape[0]})} + m * n -> m n"
 
 
 @rule(torch.addbmm)
 def addbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
     sizes = {"m": batch1.shape[1], "n": batch2.shape[2]}
-    return f"{_added(input, sizes)} + b m k * b k n -> m n"
+    return f"+ {_added(input, sizes)} + b m k * b k n -> m n"
 
 
 @rule(torch.baddbmm)
 def baddbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
     sizes = {"b": batch1.shape[0], "m": batch1.shape[1], "n": batch2.shape[2]}
-    return f"{_added(input, sizes)} + b m k * b k n -> b m n"
+    return f"+ {_added(input, sizes)} + b m k * b k n -> b m n"
 
 
 @rule(torch.bilinear)
@@ -161,3 +164,8 @@ def cross(input: Arg, other: Arg, dim: int | None = None) -> str | None:
 @rule(torch.cdist)
 def cdist(x1: Arg, x2: Arg) -> str:
     return "... p d!, ... r d! -> ... p r"
+
+
+@rule(torch.linalg.vecdot)
+def vecdot(x: Arg, y: Arg) -> Rewrite:
+    return Rewrite(lambda x, y, *, dim=-1: (x.conj() * y).sum(dim))

@@ -92,22 +92,22 @@ def batch_norm(
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
-) -> str | Rewrite:
-    spatial = " ".join(f"s{i}" for i in range(input.ndim - 2))
-    x = f"n c% {spatial}".strip()
-    stats = ", c%" * ((running_mean is not None) + (running_var is not None))
-    if not training:
-        return f"{x}{stats}{_affine(weight, bias, 'c%')} -> {x}"
+) -> str | Rewrite | None:
+    if input.ndim < 2:
+        return None
+    stats = [t for t in (running_mean, running_var) if t is not None]
     over = [d for d in range(input.ndim) if d != 1]
-    if input.is_split() or any(
-        isinstance(t, Arg) and t.is_split() for t in (running_mean, running_var)
+    if training and (
+        input.is_split(over if not stats else None) or any(t.is_split() for t in stats)
     ):
         return Rewrite(_batch_norm_over_ranks)
-    # The running statistics are written in place: no row may have moved them.
-    x = str(input.names.whole())
-    c = input.names.whole()[1]
-    stats = f", {c}" * ((running_mean is not None) + (running_var is not None))
-    return f"{x}{stats}{_affine(weight, bias, c)} -> {x}" if over else f"{x} -> {x}"
+    names = [n if d != 1 else f"{n}%" for d, n in enumerate(input.names)]
+    if training:
+        names = [f"{n}!" if stats or d != 1 else n for d, n in enumerate(names)]
+        # Running statistics are written in place: no row may have moved them.
+        names = [n.replace("%!", "!") for n in names]
+    x, c = " ".join(names), names[1]
+    return f"{x}{f', {c}' * len(stats)}{_affine(weight, bias, c)} -> {x}"
 
 
 def _batch_norm_over_ranks(
@@ -248,7 +248,8 @@ def _conv(run: Callable[..., Any], ndim: int, transposed: bool) -> None:
         if groups == 1:
             x, y, w = "i%", "o%", "i% o%" if transposed else "o% i%"
         else:
-            x, y, w = f"(g={groups} i)", "(g o)", "(g i) o" if transposed else "(g o) i"
+            x, y = f"(g={groups} i)%", "(g o)%"
+            w = "(g i)% o" if transposed else "(g o)% i"
         shift = f" + {y}" * (bias is not None)
         return Said(
             f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}",
@@ -283,15 +284,35 @@ for _n in (1, 2, 3):
 # -- pooling and resampling ------------------------------------------------------------------------
 
 
-def _pool(run: Callable[..., Any], ndim: int, linear: bool, outputs: int = 1) -> None:
+def _pooled(input: Arg, ndim: int, run: Callable[..., Any], linear: bool, outputs: int) -> Said:
     ins, outs = (" ".join(f"{c}{i}!" for i in range(ndim)) for c in "hy")
+    front = "n c%" if input.ndim == ndim + 2 else "c%"
+    out = ", ".join([f"{front} {outs}"] * outputs)
+    return Said(f"{'+ ' * linear}{front} {ins} -> {out}", _some(run))
 
-    def derive(input: Arg) -> Said:
-        front = "n c%" if input.ndim == ndim + 2 else "c%"
-        out = ", ".join([f"{front} {outs}"] * outputs)
-        return Said(f"{'+ ' * linear}{front} {ins} -> {out}", _some(run))
 
-    rule(run)(derive)
+def _pool(run: Callable[..., Any], ndim: int, linear: bool, outputs: int = 1) -> None:
+    rule(run)(lambda input: _pooled(input, ndim, run, linear, outputs))
+
+
+def _max_pool(run: Callable[..., Any], ndim: int, adaptive: bool) -> None:
+    """One tensor is returned, or two."""
+
+    def size(input: Arg, _output_size: Any = None, return_indices: bool = False) -> Said:
+        return _pooled(input, ndim, run, False, 1 + return_indices)
+
+    def window(
+        input: Arg,
+        _kernel_size: Any = None,
+        _stride: Any = None,
+        _padding: Any = 0,
+        _dilation: Any = 1,
+        _ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Said:
+        return _pooled(input, ndim, run, False, 1 + return_indices)
+
+    rule(run)(size if adaptive else window)
 
 
 for _name in ("avg_pool", "adaptive_avg_pool"):
@@ -299,8 +320,8 @@ for _name in ("avg_pool", "adaptive_avg_pool"):
         _pool(getattr(F, f"{_name}{_n}d"), _n, linear=True)
 for _n in (1, 2, 3):
     _pool(getattr(torch, f"max_pool{_n}d"), _n, linear=False)
-    _pool(getattr(F, f"max_pool{_n}d"), _n, linear=False)
-    _pool(getattr(F, f"adaptive_max_pool{_n}d"), _n, linear=False)
+    _max_pool(getattr(F, f"max_pool{_n}d"), _n, adaptive=False)
+    _max_pool(getattr(F, f"adaptive_max_pool{_n}d"), _n, adaptive=True)
     _pool(getattr(F, f"lp_pool{_n}d"), _n, linear=False)
     _pool(getattr(F, f"max_pool{_n}d_with_indices"), _n, linear=False, outputs=2)
     _pool(getattr(F, f"adaptive_max_pool{_n}d_with_indices"), _n, linear=False, outputs=2)

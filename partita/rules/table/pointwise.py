@@ -104,6 +104,16 @@ def prelu(input: Arg, weight: Arg) -> str:
     return f"{input.names}, {input.names[1]} -> {input.names}"
 
 
+@rule(torch.equal)
+def equal(input: Arg, other: Arg) -> Rewrite:
+    return Rewrite(lambda x, y: x.shape == y.shape and bool((x == y).all()))
+
+
+@rule(torch.allclose)
+def allclose(input: Arg, other: Arg) -> Rewrite:
+    return Rewrite(lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()))
+
+
 # -- casts -----------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,15 @@ def nansum(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
     return f"{input.names} -> sum {input.names.without(dim, keepdim)}"
 
 
+@rule(torch.nanmean)
+def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
+    def run(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
+        count = (input == input).sum(dim, keepdim)
+        return torch.nansum(input, dim, keepdim, **more) / count
+
+    return Rewrite(run) if input.is_split(dim) else _kept_whole(input, dim, keepdim)
+
+
 @rule(torch.count_nonzero)
 def count_nonzero(input: Arg, dim: Dim = None) -> str:
     return f"{input.names} -> sum {input.names.without(dim)}"
@@ -160,7 +169,7 @@ def mode(input: Arg, dim: int = -1, keepdim: bool = False) -> str:
 
 
 @rule(torch.kthvalue)
-def kthvalue(input: Arg, _k: int, dim: int = -1, keepdim: bool = False) -> str:
+def kthvalue(input: Arg, _k: Any = None, dim: int = -1, keepdim: bool = False) -> str:
     return _kept_whole(input, dim, keepdim, 2)
 
 
@@ -206,8 +215,16 @@ def cummax(input: Arg, dim: int) -> str:
     return f"{names} -> {names}, {names}"
 
 
+@rule(torch.diff)
+def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    if prepend is not None or append is not None:
+        return None
+    size = max(input.shape[input.names.at(dim)] - n, 0)
+    return f"+ {input.names.whole(dim)} -> {input.names.put(dim, f'z={size}!')}"
+
+
 @rule(torch.renorm)
-def renorm(input: Arg, _p: Any, dim: int) -> str:
+def renorm(input: Arg, _p: Any = None, dim: int = 0) -> str:
     names = input.names
     rest = [d for d in range(input.ndim) if d != names.at(dim)]
     return f"{names.whole(rest) if rest else names} -> {names.whole(rest) if rest else names}"
@@ -293,6 +310,11 @@ def vector_norm(input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = Fals
             )
         )
     return _kept_whole(input, dim, keepdim)
+
+
+@rule(torch.dist)
+def dist(input: Arg, other: Arg) -> Rewrite:
+    return Rewrite(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
 
 
 @rule(torch.linalg.norm)

@@ -28,7 +28,10 @@ _reshape = _local_shape(lambda x, shape: x.reshape(shape))
 _expand = _local_shape(lambda x, shape: x.expand(shape))
 
 
-def _sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
+def _sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:
+    """Sizes that are given as x.view(2, 3), as x.view((2, 3)) or by name."""
+    if named is not None:
+        return tuple(named)
     one = len(sizes) == 1 and isinstance(sizes[0], list | tuple)
     return tuple(sizes[0]) if one else tuple(sizes)
 
@@ -41,8 +44,8 @@ def _viewed(input: Arg, shape: Sequence[int]) -> str:
 
 
 @rule(torch.Tensor.view)
-def view(input: Arg, *shape: Any) -> Said | str:
-    shape = _sizes(shape)
+def view(input: Arg, *sizes: Any, shape: Any = None) -> Said | str:
+    shape = _sizes(sizes, shape)
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         last = input.ndim - 1
         return f"{input.names.whole(last)} -> {input.names.put(last, 'z!')}" if input.ndim else "->"
@@ -50,8 +53,8 @@ def view(input: Arg, *shape: Any) -> Said | str:
 
 
 @rule(torch.reshape)
-def reshape(input: Arg, *shape: Any) -> Said:
-    return Said(_viewed(input, _sizes(shape)), _reshape)
+def reshape(input: Arg, *sizes: Any, shape: Any = None) -> Said:
+    return Said(_viewed(input, _sizes(sizes, shape)), _reshape)
 
 
 @rule(torch.Tensor.view_as)
@@ -135,8 +138,8 @@ def transpose(input: Arg, dim0: int, dim1: int) -> str:
 
 
 @rule(torch.permute)
-def permute(input: Arg, *dims: Any) -> str:
-    return _ordered(input, [input.names.at(d) for d in _sizes(dims)])
+def permute(input: Arg, *order: Any, dims: Any = None) -> str:
+    return _ordered(input, [input.names.at(d) for d in _sizes(order, dims)])
 
 
 @rule(torch.t)
@@ -163,8 +166,8 @@ def movedim(input: Arg, source: Any, destination: Any) -> str:
 
 
 @rule(torch.Tensor.expand, torch.broadcast_to)
-def expand(input: Arg, *size: Any) -> Said:
-    size = _sizes(size)
+def expand(input: Arg, *sizes: Any, size: Any = None) -> Said:
+    size = _sizes(sizes, size)
     new = len(size) - input.ndim
     left = [
         "1" if n == 1 != size[new + i] and size[new + i] != -1 else name
@@ -191,8 +194,8 @@ def broadcast_tensors(*tensors: Any) -> Rewrite:
 
 
 @rule(torch.tile, torch.Tensor.repeat)
-def repeat(input: Arg, *dims: Any) -> str:
-    dims = _sizes(dims)
+def repeat(input: Arg, *times: Any, dims: Any = None, repeats: Any = None) -> str:
+    dims = _sizes(times, repeats if dims is None else dims)
     dims = (1,) * (input.ndim - len(dims)) + dims
     new = len(dims) - input.ndim
     right = [f"z{i}={n}!" if n != 1 else "1" for i, n in enumerate(dims[:new])]
@@ -244,5 +247,5 @@ def pixel_unshuffle(input: Arg, downscale_factor: int) -> str:
 
 
 @rule(torch.channel_shuffle)
-def channel_shuffle(input: Arg, _groups: int) -> str:
+def channel_shuffle(input: Arg, _groups: Any = None) -> str:
     return f"+ {input.names.whole(1)} -> {input.names.whole(1)}"

@@ -50,8 +50,7 @@ def op(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        flat = [b for a in args for b in (a if isinstance(a, tuple) else (a,))]
-        tensors = tuple(a for a in flat if isinstance(a, torch.Tensor))
+        tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(call, tensors, *args, **kwargs)
         return run(*args, **kwargs)

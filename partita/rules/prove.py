@@ -102,6 +102,16 @@ class _Trial:
             elif p.name in named:
                 yield p, named[p.name]
 
+    def unread(self) -> list[Any]:
+        """The arguments that are no tensors and that the rule does not declare."""
+        read = [id(x) for p, x in self._declared() if not p.name.startswith("_")]
+        given = [*self.args, *self.kwargs.values()]
+        return [
+            x
+            for x in given
+            if id(x) not in read and x is not None and not isinstance(x, torch.Tensor)
+        ]
+
     def _operands(self) -> list[Any]:
         if self.rule.derive is None:
             count = len(parse(self.rule.text).terms)
@@ -247,6 +257,14 @@ def _prove_saying(trial: _Trial, said: Said | Rewrite | None, proof: Proof) -> s
         return set()
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in trial.operands]
     bound = parse(said.text).bind(shapes)
+    known = set(bound.sizes)
+    if any(n not in known for out in bound.outputs for dim in out for n in dim.names):
+        unread = trial.unread()
+        if unread:
+            proof.wrong.append(
+                f'"{said.text}": only the kernel tells the size of the result, and it may depend '
+                f"on {unread}, which the rule does not declare"
+            )
     for row in bound.rows:
         for n in (2, 3):
             if row.split and not bound.can_split(row.split, n):

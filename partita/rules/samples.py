@@ -499,9 +499,7 @@ def _ours() -> Part:
                 c(x(5, 4, 3), ("index", "index"), i(5, 2), i(4, 2)),
                 c(x(5, 4, 3), ("index", slice(None), "index"), i(5, 2), i(3, 2)),
                 c(x(5, 4, 2), (Ellipsis, "index", None), torch.tensor(1)),
-                c(x(5, 4), ("mask",), b(5, 4)),
-                c(x(5, 4), ("mask",), b(5)),
-                c(x(5, 4), (slice(None), "mask"), b(4)),
+                c(x(5, 4, 3), ("index", "index"), i(5, 2), i(4, 1)),
             ],
         ),
     ]

@@ -170,6 +170,8 @@ def make_plan(
     assert rule is not None
     tensors = _all_tensors(args, kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
+    if form.inplace and not isinstance(args[0], DTensor):
+        raise _into_plain(form.name, args[0])
     local = None
     if rule.derive is None:
         operands = _operands_of_call(op, args, kwargs)
@@ -330,6 +332,8 @@ def gathered(
     def whole(shape: Sequence[int]) -> Spec:
         return spec_of(Layout(tuple(shape), invariant=invariant), wire)
 
+    if form.inplace and not isinstance(args[0], DTensor):
+        raise _into_plain(form.name, args[0])
     first = args[0] if args and isinstance(args[0], DTensor) else None
     writes = form.inplace and first is not None
     if writes and first._spec.is_pending:  # type: ignore[union-attr]
@@ -362,6 +366,19 @@ def gathered(
         back = moved(out, whole(out.shape), first._spec, form.name, "implicit")
         torch.Tensor.copy_(first, back)
     return first
+
+
+def _into_plain(name: str, x: Any) -> LayoutError:
+    return LayoutError(
+        f"{name} in place: a DTensor cannot be written into a plain tensor",
+        place=user_line(),
+        operands=(f"x  plain {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"x  {x!r}",),
+        reason="a plain tensor has no layout that says which part of the result it should hold",
+        fixes=(
+            Fix("x = pt.distribute_tensor(x, mesh, placements)", "before"),
+            Fix(f"x.{name}_(y.full_tensor())"),
+        ),
+    )
 
 
 def _changes_layout(name: str, x: DTensor) -> LayoutError:

@@ -84,15 +84,12 @@ class CallPlan:
         new = {}
         for target in self.targets:
             value = at_path(args, kwargs, target.path)
-            if target.plain is not None:
-                admit(value, self.wire, self.op)
-                before = target.plain
-            else:
+            if target.plain is None:
                 new[target.path] = _moved_once(value, target.spec, self.op)
-                continue
-            if before is not target.spec:
-                value = moved(value, before, target.spec, self.op, "implicit")
-            new[target.path] = value
+            else:
+                admit(value, self.wire, self.op)
+                # An alias at least: an op may return its operand, and the user's is not re-tagged.
+                new[target.path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replaced(args, kwargs, new)
 
     def tag(self, out: Any) -> Any:

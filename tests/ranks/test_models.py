@@ -8,11 +8,9 @@ model on plain tensors from the same seed, in float64.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,7 @@ import torch
 from torch import nn
 
 import partita as pt
-
-sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS
+from tests.ranks.models import MODELS
 
 SAMPLES = 5
 

@@ -1,9 +1,9 @@
 """Which sentence does x[...] have?
 
 What is not indexed may stay split. An int picks from a split dimension as a contraction does: the
-rank that has the place gives it, the others zeros. So does one tensor of integers. Which tensors of
-an index are masks is told by their dtypes, which no rule sees: such calls are written as another op
-that is told.
+rank that has the place gives it, the others zeros. So does one tensor of integers. A mask is first
+made integers (its dtype, which no rule sees, tells that it is one): how many places it has depends
+on its values, and so must not be part of a plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from ..exceptions import nothing, op, own
 from ..rule import Arg, Call, Rewrite, Said, rule
 
-MASK, INDEX = "mask", "index"
+INDEX = "index"
+"""Stands for a tensor of integers in a pattern."""
 
 
 @dataclass
@@ -37,26 +38,23 @@ class _Read:
     tensors: list[int] = field(default_factory=list)
 
 
-def _filled(entries: Sequence[Any], ndim: int, masked: int = 0) -> list[Any] | None:
-    """The entries with `...` written out; None if there are too many. `masked` counts the
-    dimensions that masks take beyond one each."""
-    used = masked + sum(e is not None and e is not Ellipsis for e in entries)
+def _filled(entries: Sequence[Any], ndim: int) -> list[Any] | None:
+    """The entries with `...` written out; None if there are too many."""
+    used = sum(e is not None and e is not Ellipsis for e in entries)
     if used > ndim:
         return None
     at = next((k for k, e in enumerate(entries) if e is Ellipsis), len(entries))
     return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
 
 
-def _read(input: Arg, entries: Sequence[Any], masks: Sequence[int]) -> _Read:
-    """`masks`: the number of dimensions of each mask, in order."""
+def _read(input: Arg, entries: Sequence[Any]) -> _Read:
     read = _Read(list(input.names))
-    dims = iter(masks)
     d = 0
     for e in entries:
         if e is None:
             read.out.append("1")
             continue
-        name, size, count = read.left[d], input.shape[d], 1
+        name, size = read.left[d], input.shape[d]
         if isinstance(e, int):
             read.chosen[name] = e % max(size, 1)
         elif isinstance(e, slice):
@@ -65,11 +63,10 @@ def _read(input: Arg, entries: Sequence[Any], masks: Sequence[int]) -> _Read:
             read.left[d] += "" if kept else "!"
             read.out.append(name if kept else f"z{d}={n}!")
         else:
-            count = next(dims) if e == MASK else 1
             read.tensors.append(d)
             read.out.append(None)
-            read.left[d : d + count] = [f"{n}!" for n in read.left[d : d + count]]
-        d += count
+            read.left[d] += "!"
+        d += 1
     return read
 
 
@@ -84,7 +81,7 @@ def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
     full = _filled(entries, input.ndim) if all(map(_plain, entries)) else None
     if full is None:
         return None
-    read = _read(input, full, ())
+    read = _read(input, full)
     text = f"+ {' '.join(read.left)} -> {' '.join(n for n in read.out if n)}"
     return Said(text, lambda call: _picked(call, full, input.names, read.chosen))
 
@@ -129,28 +126,30 @@ def _picked(
 
 
 def _by_kind(input: Any, index: Any) -> Any:
-    """x[index] as an op that is told which tensors are masks."""
+    """x[index] with masks made integers."""
     entries = list(index) if isinstance(index, tuple) else [index]
     pattern: list[Any] = []
     tensors: list[Any] = []
     for e in entries:
         if isinstance(e, list):
             e = torch.tensor(e, device=input.device)
-        if isinstance(e, torch.Tensor):
-            masked = e.dtype in (torch.bool, torch.uint8)
-            if masked and e.ndim == 0:
-                if len(entries) > 1:
-                    raise NotImplementedError("a mask of no dimensions beside other indices")
-                return picked(input.unsqueeze(0), (MASK,), e.reshape(1))
-            tensors.append(e)
-            e = MASK if masked else INDEX
-        pattern.append(e)
+        if not isinstance(e, torch.Tensor):
+            pattern.append(e)
+            continue
+        masked = e.dtype in (torch.bool, torch.uint8)
+        if masked and e.ndim == 0:
+            if len(entries) > 1:
+                raise NotImplementedError("a mask of no dimensions beside other indices")
+            input, e = input.unsqueeze(0), e.reshape(1)
+        found = e.nonzero(as_tuple=True) if masked else (e,)
+        tensors += found
+        pattern += [INDEX] * len(found)
     return picked(input, tuple(pattern), *tensors)
 
 
 @op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """input[pattern], in which each "mask" or "index" stands for the next of `tensors`."""
+    """input[pattern], in which each "index" stands for the next of `tensors`."""
     rest = iter(tensors)
     return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
 
@@ -158,13 +157,10 @@ def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor
 @rule(picked)
 def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
     args = [x for t in tensors for x in (t if isinstance(t, list | tuple) else [t])]
-    kinds = [e for e in pattern if isinstance(e, str)]
-    masks = [t.ndim for t, kind in zip(args, kinds, strict=True) if kind == MASK]
-    full = _filled(pattern, input.ndim, sum(masks) - len(masks))
-    plain = all(_plain(e) for e in pattern if not isinstance(e, str))
-    if full is None or not plain or (masks and len(args) > 1):
+    full = _filled(pattern, input.ndim)
+    if full is None or not all(_plain(e) for e in pattern if not isinstance(e, str)):
         return None
-    read = _read(input, full, masks)
+    read = _read(input, full)
     left = list(read.left)
     # Ints are taken first, as torch does: their dimensions must be here.
     left = [f"{n}!" if n in read.chosen else n for n in left]
@@ -173,9 +169,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
     start = places[0] if beside else 0  # else torch puts them first
     kept = [n for n in read.out if n is not None]
     d = read.tensors[0]
-    if masks:
-        words, shape = [" ".join(f"m{i}!" for i in range(args[0].ndim))], "z!"
-    elif len(args) > 1:
+    if len(args) > 1:
         words, shape = ["..."] * len(args), "..."
     else:
         words = [" ".join(f"i{k}" for k in range(args[0].ndim))]
@@ -183,7 +177,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
         left[d] = left[d].rstrip("!")  # a rank may read the places that it has
     terms = " * ".join([" ".join(left), *(f"[{w}]" for w in words)])
     text = f"{terms} -> {' '.join([*kept[:start], shape, *kept[start:]])}"
-    if masks or len(args) > 1:
+    if len(args) > 1:
         return Said(text)
     name, after = left[d], len(kept) - start
 

@@ -17,9 +17,17 @@ rule("...% m! n! -> ...% m! n!", torch.matrix_exp, _L.matrix_exp, _L.matrix_powe
 rule("...% m! n! -> ...% n! m!", _L.pinv, torch.pinverse)
 rule("...% m! n! -> ...% e!, ...% m! e!", _L.eigh, _L.eig)
 rule("...% m! n! -> ...% e!", _L.eigvalsh, _L.eigvals, _L.svdvals)
-rule("...% m! n! -> ...% m! r!, ...% s! n!", _L.qr)
-rule("...% m! n! -> ...% m! u!, ...% s!, ...% v! n!", _L.svd)
 rule("...% m! n! -> ...%, ...%", _L.slogdet, torch.slogdet)
+
+
+@rule(_L.qr)
+def qr(A: Arg, mode: str = "reduced") -> str:
+    return "...% m! n! -> ...% m! r!, ...% s! n!"
+
+
+@rule(_L.svd)
+def svd(A: Arg, full_matrices: bool = True) -> str:
+    return "...% m! n! -> ...% m! u!, ...% s!, ...% v! n!"
 
 
 @rule(_L.solve)
@@ -38,7 +46,7 @@ def solve_triangular(A: Arg, B: Arg, *, upper: bool, left: bool = True) -> str:
 
 
 def _along(*functions: Callable[..., Any]) -> None:
-    def derive(input: Arg, _n: int | None = None, dim: int = -1) -> str:
+    def derive(input: Arg, n: int | None = None, dim: int = -1) -> str:
         i = input.names.at(dim)
         kept = [n if d == i else f"{n}%" for d, n in enumerate(input.names.whole(i))]
         return (

@@ -239,9 +239,9 @@ def _conv(run: Callable[..., Any], ndim: int, transposed: bool) -> None:
         input: Arg,
         weight: Arg,
         bias: Any = None,
-        _stride: Any = 1,
-        _padding: Any = 0,
-        _dilation_or_output_padding: Any = 1,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
         groups: int = 1,
     ) -> Said:
         n = "n " * (input.ndim == ndim + 2)
@@ -256,7 +256,19 @@ def _conv(run: Callable[..., Any], ndim: int, transposed: bool) -> None:
             lambda call: _conv_local(call, run),
         )
 
-    rule(run)(derive)
+    def derive_transposed(
+        input: Arg,
+        weight: Arg,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Said:
+        return derive(input, weight, bias, groups=groups)
+
+    rule(run)(derive_transposed if transposed else derive)
 
 
 def _conv_local(call: Call, run: Callable[..., Any]) -> Any:
@@ -291,48 +303,94 @@ def _pooled(input: Arg, ndim: int, run: Callable[..., Any], linear: bool, output
     return Said(f"{'+ ' * linear}{front} {ins} -> {out}", _some(run))
 
 
-def _pool(run: Callable[..., Any], ndim: int, linear: bool, outputs: int = 1) -> None:
-    rule(run)(lambda input: _pooled(input, ndim, run, linear, outputs))
+# What decides the size of the result is declared: it must be in the key, although only the kernel
+# works the size out.
 
 
-def _max_pool(run: Callable[..., Any], ndim: int, adaptive: bool) -> None:
-    """One tensor is returned, or two."""
+def _average_pool(run: Callable[..., Any], ndim: int) -> None:
+    def derive(
+        input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False
+    ) -> Said:
+        return _pooled(input, ndim, run, True, 1)
 
-    def size(input: Arg, _output_size: Any = None, return_indices: bool = False) -> Said:
-        return _pooled(input, ndim, run, False, 1 + return_indices)
+    rule(run)(derive)
 
-    def window(
+
+def _norm_pool(run: Callable[..., Any], ndim: int) -> None:
+    def derive(
+        input: Arg, _norm: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+    ) -> Said:
+        return _pooled(input, ndim, run, False, 1)
+
+    rule(run)(derive)
+
+
+def _max_pool(run: Callable[..., Any], ndim: int, outputs: int | None = None) -> None:
+    def derive(
         input: Arg,
-        _kernel_size: Any = None,
-        _stride: Any = None,
-        _padding: Any = 0,
-        _dilation: Any = 1,
-        _ceil_mode: bool = False,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Said:
-        return _pooled(input, ndim, run, False, 1 + return_indices)
+        return _pooled(input, ndim, run, False, outputs or 1 + return_indices)
 
-    rule(run)(size if adaptive else window)
+    rule(run)(derive)
 
 
-for _name in ("avg_pool", "adaptive_avg_pool"):
-    for _n in (1, 2, 3):
-        _pool(getattr(F, f"{_name}{_n}d"), _n, linear=True)
+def _adaptive_pool(
+    run: Callable[..., Any], ndim: int, linear: bool, outputs: int | None = None
+) -> None:
+    def derive(input: Arg, output_size: Any, return_indices: bool = False) -> Said:
+        return _pooled(input, ndim, run, linear, outputs or 1 + return_indices)
+
+    rule(run)(derive)
+
+
 for _n in (1, 2, 3):
-    _pool(getattr(torch, f"max_pool{_n}d"), _n, linear=False)
-    _max_pool(getattr(F, f"max_pool{_n}d"), _n, adaptive=False)
-    _max_pool(getattr(F, f"adaptive_max_pool{_n}d"), _n, adaptive=True)
-    _pool(getattr(F, f"lp_pool{_n}d"), _n, linear=False)
-    _pool(getattr(F, f"max_pool{_n}d_with_indices"), _n, linear=False, outputs=2)
-    _pool(getattr(F, f"adaptive_max_pool{_n}d_with_indices"), _n, linear=False, outputs=2)
     _home = torch if _n == 1 else torch._C._nn
-    _pool(getattr(_home, f"adaptive_max_pool{_n}d"), _n, linear=False, outputs=2)
+    _average_pool(getattr(F, f"avg_pool{_n}d"), _n)
+    _norm_pool(getattr(F, f"lp_pool{_n}d"), _n)
+    _max_pool(getattr(torch, f"max_pool{_n}d"), _n, 1)
+    _max_pool(getattr(F, f"max_pool{_n}d"), _n)
+    _max_pool(getattr(F, f"max_pool{_n}d_with_indices"), _n, 2)
+    _adaptive_pool(getattr(F, f"adaptive_avg_pool{_n}d"), _n, True, 1)
+    _adaptive_pool(getattr(F, f"adaptive_max_pool{_n}d"), _n, False)
+    _adaptive_pool(getattr(F, f"adaptive_max_pool{_n}d_with_indices"), _n, False, 2)
+    _adaptive_pool(getattr(_home, f"adaptive_max_pool{_n}d"), _n, False, 2)
 
 
-@rule(F.interpolate, F.upsample)
-def interpolate(input: Arg) -> Said:
-    ins, outs = (" ".join(f"{c}{i}!" for i in range(input.ndim - 2)) for c in "hy")
-    return Said(f"+ n c% {ins} -> n c% {outs}", _some(F.interpolate))
+@rule(F.interpolate)
+def interpolate(input: Arg) -> Rewrite:
+    # The size of the result may be told by a float, which no key holds: it is worked out each time.
+    def run(input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any) -> Any:
+        spatial = tuple(input.shape[2:])
+        if size is not None:
+            after = (size,) * len(spatial) if isinstance(size, int) else tuple(size)
+        else:
+            one = not isinstance(scale_factor, list | tuple)
+            scales = [scale_factor] * len(spatial) if one else scale_factor
+            after = tuple(math.floor(n * k) for n, k in zip(spatial, scales, strict=True))
+        return resized(input, after, (size, scale_factor, *args), more)
+
+    return Rewrite(run)
+
+
+@exceptions.op
+def resized(
+    input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
+) -> torch.Tensor:
+    """F.interpolate; `after` is the spatial shape that comes out."""
+    return F.interpolate(input, *args, **more)
+
+
+@rule(resized)
+def _resized(input: Arg, after: Sequence[int]) -> Said:
+    ins = " ".join(f"h{i}!" for i in range(input.ndim - 2))
+    outs = " ".join(f"y{i}={n}!" for i, n in enumerate(after))
+    return Said(f"+ n c% {ins} -> n c% {outs}", _some(resized))
 
 
 @rule(F.grid_sample)
@@ -342,7 +400,9 @@ def grid_sample(input: Arg, grid: Arg) -> str:
 
 
 @rule(F.unfold)
-def im2col(input: Arg, kernel_size: Any) -> str | None:
+def im2col(
+    input: Arg, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> str | None:
     k = math.prod(kernel_size) if isinstance(kernel_size, list | tuple) else kernel_size**2
     return f"+ n% c h! w! -> n% (c k={k}) l!" if input.ndim == 4 else None
 
@@ -350,7 +410,8 @@ def im2col(input: Arg, kernel_size: Any) -> str | None:
 @rule(F.fold)
 def col2im(input: Arg, output_size: Any, kernel_size: Any) -> str | None:
     k = math.prod(kernel_size) if isinstance(kernel_size, list | tuple) else kernel_size**2
-    return f"+ n% (c k={k}) l! -> n% c h! w!" if input.ndim == 3 else None
+    h, w = (output_size,) * 2 if isinstance(output_size, int) else output_size
+    return f"+ n% (c k={k}) l! -> n% c h={h}! w={w}!" if input.ndim == 3 else None
 
 
 # -- the rest --------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ OPS: dict[str, Call] = {
     "torch.zeros_like": lambda t: torch.zeros_like(t["x"]),
     "F.embedding": lambda t: F.embedding(t["idx"], t["w"]),
 }
-"""About forty calls that training programs make, half as operators and methods, half as functions."""
+"""About forty calls of training programs, half as operators and methods, half as functions."""
 
 
 @dataclass(frozen=True)

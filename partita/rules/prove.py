@@ -34,7 +34,8 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 SCALES = {2: ((3.7, 1.0), (-2.7, -1.0)), 3: ((3.7, 1.0), (-1.2, -2.0), (-1.5, 1.0))}
 """Share r of a value x over n ranks is a * x + b of `SCALES[n][r]`; they add up to x."""
 WHOLE_SCALES = {2: ((3, 1), (-2, -1)), 3: ((3, 1), (-1, -2), (-1, 1))}
-MOST_COMBINATIONS = 300
+MOST_COMBINATIONS = 150
+"""Samples with more placements of their operands than this are not searched."""
 
 
 @dataclass
@@ -103,14 +104,12 @@ class _Trial:
                 yield p, named[p.name]
 
     def unread(self) -> list[Any]:
-        """The arguments that are no tensors and that the rule does not declare."""
-        read = [id(x) for p, x in self._declared() if not p.name.startswith("_")]
-        given = [*self.args, *self.kwargs.values()]
-        return [
-            x
-            for x in given
-            if id(x) not in read and x is not None and not isinstance(x, torch.Tensor)
-        ]
+        """The arguments that are no tensors and in whose places the rule has no parameter."""
+        params = self.rule.params
+        names = {p.name.lstrip("_") for p in params}
+        rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
+        more = [*rest, *(x for name, x in self.kwargs.items() if name not in names)]
+        return [x for x in more if x is not None and not isinstance(x, torch.Tensor)]
 
     def _operands(self) -> list[Any]:
         if self.rule.derive is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .sentence import Names
 
-__all__ = ["RULES", "Arg", "Call", "Like", "Rewrite", "Rule", "Said", "rule"]
+__all__ = ["ON_NEW_RULE", "RULES", "Arg", "Call", "Like", "Rewrite", "Rule", "Said", "rule"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,16 @@ RULES: dict[Callable[..., Any], Rule] = {}
 """Each function that has a rule. Methods, in-place and foreach forms find theirs by name."""
 
 
+ON_NEW_RULE: list[Callable[[], None]] = []
+"""Called after each new rule: whoever remembers what rules there were forgets it."""
+
+
+def _teach(function: Callable[..., Any], taught: Rule) -> None:
+    RULES[function] = taught
+    for forget in ON_NEW_RULE:
+        forget()
+
+
 def rule(*what: Any) -> Any:
     """Teach partita an op.
 
@@ -128,13 +138,13 @@ def rule(*what: Any) -> Any:
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]
         for f in functions:
-            RULES[f] = Rule(f.__name__, text)
+            _teach(f, Rule(f.__name__, text))
         return None
 
     def register(derive: Callable[..., Any]) -> Callable[..., Any]:
         params = tuple(inspect.signature(derive).parameters.values())
         for f in what:
-            RULES[f] = Rule(f.__name__, derive=derive, params=params)
+            _teach(f, Rule(f.__name__, derive=derive, params=params))
         return derive
 
     return register

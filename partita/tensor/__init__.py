@@ -1,6 +1,8 @@
 """What users hold: the tensor, its dispatch, its random numbers."""
 
-from . import random as _random_rules  # before dispatch: methods look their rules up
+from . import custom_function as _custom_function  # they take their place in torch
+from . import module_hooks as _module_hooks
+from . import module_hooks as _module_hooks
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import (
     distribute_module,
@@ -14,7 +16,6 @@ from .construct import (
 )
 from .dtensor import DTensor
 from .local_map import local_map
-from . import module_hooks as _module_hooks
 from .methods import FAST as _FAST
 from .random import random_mode
 

@@ -12,13 +12,12 @@ from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 from .dtensor import DTensor, tagged
-from .spec import Spec, spec_of
+from .spec import Spec, placed
 
 __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
-    "from_local",
     "full",
     "ones",
     "piece_of",
@@ -44,18 +43,6 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     if any(op == "sum" and at[mesh.index(axis)] for axis, op in spec.layout.partial):
         part.zero_()
     return part
-
-
-def _spec(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
-    wire = wire_of(mesh)
-    if placements is None:
-        placements = [Replicate()] * wire.mesh.ndim
-    try:
-        return spec_of(Layout.of(wire.mesh, shape, placements), wire)
-    except LayoutError as error:
-        raise LayoutError(
-            error.fact, place=user_line(), reason=error.reason, fixes=error.fixes
-        ) from None
 
 
 def distribute_tensor(
@@ -98,7 +85,7 @@ def distribute_tensor(
                 Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
             ),
         )
-    spec = _spec(device_mesh, tensor.shape, placements)
+    spec = placed(device_mesh, tensor.shape, placements)
     with torch.no_grad():
         value = tensor.detach()
         if value.is_meta:
@@ -121,99 +108,31 @@ def distribute_module(
 
     As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
     """
+    made: dict[torch.Tensor, DTensor] = {}  # a parameter that two modules share stays shared
     for name, part in module.named_modules():
+        for key, p in list(part.named_parameters(recurse=False)):
+            if p in made:
+                part.register_parameter(key, made[p])  # type: ignore[arg-type]
+        before = dict(part.named_parameters(recurse=False))
         if partition_fn is not None:
             partition_fn(name, part, device_mesh)
         for key, p in list(part.named_parameters(recurse=False)):
             if not isinstance(p, DTensor):
                 new = distribute_tensor(p.detach(), device_mesh)
-                part.register_parameter(key, torch.nn.Parameter(new, p.requires_grad))
+                p = torch.nn.Parameter(new, p.requires_grad)
+                part.register_parameter(key, p)
+            if key in before:
+                made[before[key]] = p
         for key, b in list(part.named_buffers(recurse=False)):
             if not isinstance(b, DTensor):
-                part._buffers[key] = distribute_tensor(b, device_mesh)
+                if b not in made:
+                    made[b] = distribute_tensor(b, device_mesh)
+                part._buffers[key] = made[b]
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, args: input_fn(m, args, device_mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda m, args, out: output_fn(m, out, device_mesh))
     return module
-
-
-def from_local(
-    local: torch.Tensor,
-    device_mesh: Any,
-    placements: Sequence[Placement] | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-) -> DTensor:
-    """See `DTensor.from_local`."""
-    if isinstance(local, DTensor):
-        raise LayoutError(
-            "from_local of a DTensor: it has a layout already",
-            place=user_line(),
-            fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
-        )
-    wire = wire_of(device_mesh)
-    if placements is None:
-        placements = [Replicate()] * wire.mesh.ndim
-    if shape is None:
-        guess = list(local.shape)
-        probe = _spec(device_mesh, local.shape, placements)
-        for dim, axes in enumerate(probe.layout.shards):
-            for axis in axes:
-                guess[dim] *= wire.mesh.size(axis)
-        shape = guess
-    spec = _spec(device_mesh, shape, placements)
-    fits = tuple(local.shape) == tuple(spec.local_shape)
-    if run_check:
-        _compare(local, spec, fits)
-    elif not fits:
-        raise _does_not_fit(local, spec)
-    with Local():
-        return tagged(local.view_as(local), spec)
-
-
-def _does_not_fit(local: torch.Tensor, spec: Spec, rank: int | None = None) -> LayoutError:
-    whose = "this rank" if rank is None else f"rank {rank}"
-    return LayoutError(
-        f"from_local: {whose}'s piece does not fit the stated shape {tuple(spec.shape)}",
-        place=user_line(),
-        operands=(
-            f"local  {tuple(local.shape)}",
-            f"layout {spec.layout.brief()} gives rank {spec.wire.rank} {tuple(spec.local_shape)}",
-        ),
-        reason="pieces are cut as torch.chunk cuts: equal ones first, then the rest",
-        fixes=(Fix("pass shape= the true global shape"), Fix("pass the pieces that it asks for")),
-    )
-
-
-def _compare(local: torch.Tensor, spec: Spec, fits: bool) -> None:
-    """Compare what the ranks hold, and raise on all of them alike if it does not go together."""
-    from .plain import checksum
-
-    wire = spec.wire
-    told = wire.gather_ints((int(fits), *checksum(local)))
-    for rank, (ok, *_) in enumerate(told):
-        if not ok:
-            raise _does_not_fit(local, spec, rank)
-    whole = [a for a in wire.mesh.names if spec.layout.placement(a).is_replicate()]
-    whole += list(spec.layout.invariant)
-    at = {c: told[i] for i, c in enumerate(wire.mesh.coordinates())}
-    for axis in whole:
-        i = wire.mesh.index(axis)
-        for c, mine in at.items():
-            first = at[c[:i] + (0,) + c[i + 1 :]]
-            if mine != first:
-                raise LayoutError(
-                    f"from_local: the ranks along {axis} do not hold the same value",
-                    place=user_line(),
-                    operands=(f"at {c}: checksum {mine[-1]:x}, first rank's {first[-1]:x}",),
-                    reason=f"{spec.layout.placement(axis)} says that they do; nothing was changed",
-                    fixes=(
-                        Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
-                        Fix(f"another placement on {axis}"),
-                    ),
-                )
 
 
 # -- factories -------------------------------------------------------------------------------------
@@ -234,7 +153,7 @@ def _filled(
     pending: bool,
     **options: Any,
 ) -> DTensor:
-    spec = _spec(device_mesh, _size(size), placements)
+    spec = placed(device_mesh, _size(size), placements)
     options.setdefault("device", spec.wire.device)
     local = make(spec.local_shape, **options)
     if spec.is_pending and not pending:
@@ -304,7 +223,7 @@ def _drawn(
 ) -> DTensor:
     """One device's numbers: all are drawn on every rank, which keeps its piece."""
     wire: Wire = wire_of(device_mesh)
-    spec = _spec(device_mesh, _size(size), placements)
+    spec = placed(device_mesh, _size(size), placements)
     whole = make(_size(size), dtype=dtype, device=wire.device)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 

@@ -12,63 +12,32 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.rules import parse
+from partita.rules.rule import ON_NEW_RULE
 
 from . import cache
 from .composite import entered
 from .dtensor import DTensor
 from .foreach import run_foreach, run_fused
-from .keys import KeyFunction, declared_key, operand_key
 from .miss import gathered, in_order, make_plan
-from .names import form_of, parameter_names
+from .names import form_of
+from .op import Op, Run
 from .plan import CallPlan
 from .special import SPECIAL, passes
 
-__all__ = ["OPS", "Op", "call", "handle", "op_of"]
+__all__ = ["OPS", "call", "handle", "op_of"]
 
 _Tensor = torch.Tensor
 
 
-class Op:
-    """One function and the plans of its calls.
-
-    Attributes:
-        func, form: the function, and what it is called and known as.
-        base: what runs on the shard.
-        key: from a call's arguments, the key of its plan.
-        plans: the young generation of plans, by key.
-        run: what to do instead of looking a plan up, for what is no op or has no rule.
-    """
-
-    __slots__ = ("base", "form", "func", "key", "plans", "run")
-
-    def __init__(self, func: Callable[..., Any]):
-        self.func = func
-        self.form = form_of(func)
-        self.base = self.form.local or func
-        self.plans = cache.Plans(self.form.name)
-        self.key: KeyFunction = _no_key
-        self.run: Run | None = None
-        rule = self.form.rule
-        if func in SPECIAL or passes(func):
-            self.run = _meaning(SPECIAL.get(func))
-        elif self.form.name.startswith("_fused_"):
-            self.run = run_fused
-        elif rule is None:
-            self.run = _without_rule(func)
-        elif self.form.foreach:
-            self.run = run_foreach
-        elif rule.derive is None:
-            self.key = operand_key(parameter_names(func, len(parse(rule.text).terms)))
-        else:
-            self.key = declared_key(rule.params)
-
-
-Run = Callable[[Callable[..., Any], Any, dict[str, Any], Op], Any]
-
-
-def _no_key(*args: Any, **kwargs: Any) -> Any:
-    raise TypeError("a function without a rule has no key")
+def _run_of(op: Op) -> Run | None:
+    """What to do with a function instead of looking a plan up; None for an op with a rule."""
+    if op.func in SPECIAL or passes(op.func):
+        return _meaning(SPECIAL.get(op.func))
+    if op.form.name.startswith("_fused_"):
+        return run_fused
+    if op.form.rule is None:
+        return _without_rule(op.func)
+    return run_foreach if op.form.foreach else None
 
 
 def _meaning(special: Callable[..., Any] | None) -> Run:
@@ -86,7 +55,7 @@ def _without_rule(func: Callable[..., Any]) -> Run:
     body = entered(func)
     if body is not None:
         return lambda func, args, kwargs, op: body(*args, **kwargs)
-    return gathered
+    return lambda func, args, kwargs, op: gathered(func, args, kwargs, op.form)
 
 
 OPS: dict[Callable[..., Any], Op] = {}
@@ -128,7 +97,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     op = op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs, op)
-    args, kwargs, out = in_order(op, args, kwargs)
+    args, kwargs, out = in_order(op.form, args, kwargs)
     if out is not None:
         return SPECIAL[_Tensor.copy_](out, call(func, args, kwargs))
     try:
@@ -141,9 +110,9 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         plan.hits += 1
         return plan.run(func, args, kwargs)
     cache.note_miss()
-    plan = make_plan(op, func, args, kwargs)
+    plan = make_plan(op.form, func, args, kwargs)
     if plan is None:
-        return gathered(func, args, kwargs, op)
+        return gathered(func, args, kwargs, op.form)
     result = plan.run(func, args, kwargs)
     op.plans.remember(key, plan)
     return result
@@ -154,7 +123,18 @@ def op_of(func: Callable[..., Any]) -> Op:
     op = OPS.get(func)
     if op is None:
         op = OPS[func] = Op(func)
+        op.run = _run_of(op)
     return op
 
 
+def _forget() -> None:
+    """After a new rule, look every function up anew."""
+    form_of.cache_clear()
+    for op in OPS.values():
+        op.plans.clear()
+        op.plans.old = {}
+    OPS.clear()
+
+
+ON_NEW_RULE.append(_forget)
 DTensor.__torch_function__ = classmethod(handle)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ of the global tensor; kernels, which run with torch-function disabled, see the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch._C import _is_torch_function_enabled as _global_view
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
+from .agreement import compare, does_not_fit
 from .autograd import convert_gradient, moved
-from .spec import Spec, spec_of
+from .spec import Spec, placed, spec_of
 
 __all__ = ["DTensor", "short_dtype", "tagged"]
 
@@ -118,9 +120,27 @@ class DTensor(torch.Tensor):
             LayoutError: the local shape is not what `shape` and `placements` give this rank; with
                 `run_check`, on every rank when any rank's does not fit.
         """
-        from .construct import from_local
-
-        return from_local(local_tensor, device_mesh, placements, run_check, shape, stride)
+        if isinstance(local_tensor, DTensor):
+            raise LayoutError(
+                "from_local of a DTensor: it has a layout already",
+                place=user_line(),
+                fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
+            )
+        if shape is None:
+            probe = placed(device_mesh, local_tensor.shape, placements)
+            sizes = probe.wire.mesh.size
+            shape = [
+                n * math.prod([sizes(a) for a in axes])
+                for n, axes in zip(local_tensor.shape, probe.layout.shards, strict=True)
+            ]
+        spec = placed(device_mesh, shape, placements)
+        fits = local_tensor.shape == spec.local_shape
+        if run_check:
+            compare(local_tensor, spec, fits)
+        elif not fits:
+            raise does_not_fit(local_tensor, spec)
+        with Local():
+            return tagged(local_tensor.view_as(local_tensor), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, as a plain tensor that shares its memory. Differentiable.

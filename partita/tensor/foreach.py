@@ -8,7 +8,7 @@ kinds of the lists' elements: bias corrections and learning rates are numbers an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -17,13 +17,12 @@ from . import cache
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .keys import operand_kind
-from .miss import gathered, make_plan
+from .miss import make_plan
 from .plan import CallPlan, replaced
+from .names import form_of
+from .op import Op
 from .plain import admit
 from .spec import Spec
-
-if TYPE_CHECKING:
-    from .dispatch import Op
 
 __all__ = ["run_foreach"]
 
@@ -98,29 +97,19 @@ def _single(op: Op) -> Callable[..., Any]:
 def _plan_of(
     i: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
 ) -> CallPlan | None:
-    from .dispatch import op_of
-
     single = _single(op)
-    own = op_of(single)
-    if own.form.rule is None:
-        return None
-    return make_plan(own, single, _place(i, args, kwargs), kwargs)
+    own = form_of(single)
+    return None if own.rule is None else make_plan(own, single, _place(i, args, kwargs), kwargs)
 
 
 def _one_by_one(
     plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op
 ) -> Any:
-    from .dispatch import op_of
-
     single, outs = _single(op), []
-    own = op_of(single)
     for i, place in enumerate(plan.places):
         mine = _place(i, args, kwargs)
         if place is None:
-            if own.run is not None or own.form.rule is None:
-                outs.append(gathered(single, mine, kwargs, own))
-            else:
-                outs.append(single(*mine, **kwargs))
+            outs.append(single(*mine, **kwargs))
         else:
             outs.append(place.run(single, mine, kwargs))
     return None if op.form.inplace else outs

@@ -11,7 +11,6 @@ import torch
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 
-from .construct import from_local
 from .dtensor import DTensor
 from .miss import one_wire
 from .plan import tensors_of
@@ -89,6 +88,6 @@ def local_map(
 def _typed(out: Any, placements: Placements, mesh: Any) -> Any:
     if placements is None or not isinstance(out, torch.Tensor):
         return out
-    return from_local(out, mesh, placements, False, None, None)
+    return DTensor.from_local(out, mesh, placements)
 
 

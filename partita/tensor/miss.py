@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -27,12 +27,9 @@ from partita.rules import (
 from .autograd import moved
 from .choose import Choice, choose
 from .dtensor import DTensor
-from .names import parameter_names
+from .names import Form, parameter_names
 from .plan import CallPlan, Path, Target, replaced
 from .spec import Spec, spec_of
-
-if TYPE_CHECKING:
-    from .dispatch import Op
 
 __all__ = ["gathered", "in_order", "make_plan", "one_wire"]
 
@@ -43,14 +40,14 @@ _NUMBERS = (int, float, bool, complex)
 
 
 def in_order(
-    op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], torch.Tensor | None]:
     """The call under its rule's own names, and the tensor given as `out=`, taken off."""
     if not kwargs:
         return args, kwargs, None
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
-    names = _parameters(op)
+    names = _parameters(form)
     for numpy_name, name in (("axis", "dim"), ("keepdims", "keepdim")):
         if numpy_name in kwargs and numpy_name not in names and name in names:
             kwargs[name] = kwargs.pop(numpy_name)
@@ -64,20 +61,20 @@ def in_order(
     return args, kwargs, out
 
 
-def _parameters(op: Op) -> tuple[str, ...]:
-    rule = op.form.rule
+def _parameters(form: Form) -> tuple[str, ...]:
+    rule = form.rule
     assert rule is not None
     if rule.derive is not None:
         return tuple(p.name for p in rule.params)
-    return parameter_names(op.func, len(parse(rule.text).terms))
+    return parameter_names(form.func, len(parse(rule.text).terms))
 
 
 def _operands_of_call(
-    op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[tuple[Path, Any]]:
     """The values in the places of a fixed sentence's terms."""
     found: list[tuple[Path, Any]] = []
-    for i, name in enumerate(_parameters(op)):
+    for i, name in enumerate(_parameters(form)):
         if i < len(args):
             found.append(((i,), args[i]))
         else:
@@ -86,10 +83,10 @@ def _operands_of_call(
 
 
 def _declared(
-    op: Op, args: Sequence[Any], kwargs: dict[str, Any]
+    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], list[tuple[Path, Any]]]:
     """A derived rule's arguments, and the tensors among them in order."""
-    rule = op.form.rule
+    rule = form.rule
     assert rule is not None
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -159,14 +156,14 @@ def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
 
 
 def make_plan(
-    op: Op, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    form: Form, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> CallPlan | None:
     """The plan of a call, or None if its operands have to be gathered.
 
     Raises:
         LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
     """
-    form, rule = op.form, op.form.rule
+    rule = form.rule
     assert rule is not None
     tensors = _all_tensors(args, kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
@@ -174,10 +171,10 @@ def make_plan(
         raise _into_plain(form.name, args[0])
     local = None
     if rule.derive is None:
-        operands = _operands_of_call(op, args, kwargs)
+        operands = _operands_of_call(form, args, kwargs)
         text = rule.text
     else:
-        positional, named, operands = _declared(op, args, kwargs)
+        positional, named, operands = _declared(form, args, kwargs)
         try:
             said = rule.derive(*map(_seen, positional), **{k: _seen(v) for k, v in named.items()})
         except (ValueError, IndexError, TypeError):
@@ -312,7 +309,7 @@ def _meta(t: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
 ) -> Any:
     """Run an op of which no rule speaks: operands whole, result whole.
 
@@ -321,7 +318,6 @@ def gathered(
     Raises:
         LayoutError: in place on a pending operand, which would have to change its layout.
     """
-    form = op.form
     tensors = _all_tensors(args, kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
     layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]

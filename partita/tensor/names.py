@@ -76,6 +76,7 @@ class Form:
     """A function as a form of an op.
 
     Attributes:
+        func: the function.
         name: the op's name.
         rule: what is known of it, or None.
         inplace: the first operand is written and returned.
@@ -84,6 +85,7 @@ class Form:
         local: what runs on the shard; the function itself where None.
     """
 
+    func: Callable[..., Any]
     name: str
     rule: Rule | None
     inplace: bool = False
@@ -104,7 +106,7 @@ def form_of(func: Callable[..., Any]) -> Form:
         base = name.removeprefix("_foreach_")
         op = base.removesuffix("_")
         rule = rule_named(op) or rule_named(base)
-        return Form(op, rule, inplace=base.endswith("_"), foreach=True)
+        return Form(func, op, rule, inplace=base.endswith("_"), foreach=True)
     inplace = name.endswith("_") and not name.endswith("__")
     op = name.rstrip("_") if inplace else name
     if name.startswith("__") and name.endswith("__"):
@@ -119,13 +121,13 @@ def form_of(func: Callable[..., Any]) -> Form:
         op = _DUNDERS.get(op, op)
     op = _SAME.get(op, op)
     if own is not None:
-        return Form(own.name.rstrip("_") or op, own, inplace, name in _RESHAPING)
+        return Form(func, own.name.rstrip("_") or op, own, inplace, name in _RESHAPING)
     if isinstance(func, types.FunctionType):
         if op in _TWINS and func is getattr(torch.nn.functional, op):
-            return Form(op, rule_named(op), local=_builtin_twin(op))
-        return Form(op, None, inplace)
+            return Form(func, op, rule_named(op), local=_builtin_twin(op))
+        return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
-    return Form(op, rule_named(op) or rule_named(name), inplace, name in _RESHAPING)
+    return Form(func, op, rule_named(op) or rule_named(name), inplace, name in _RESHAPING)
 
 
 def _builtin_twin(op: str) -> Callable[..., Any] | None:

@@ -179,7 +179,11 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     tensor must not outlive its use. Backward, too, the gradients meet before one transposed move.
     """
     before = x._spec
-    if after.local_shape.numel() > before.local_shape.numel() or torch.is_inference_mode_enabled():
+    with Local():
+        if x.is_inference():  # its changes are not counted
+            return moved(x, before, after, op, "implicit")
+    # The largest pieces are compared: whether to move must be the same question on every rank.
+    if after.largest > before.largest or "_unversioned" in x.__dict__:
         return moved(x, before, after, op, "implicit")
     graded = torch.is_grad_enabled()
     kept = x.__dict__.get("_kept")
@@ -194,7 +198,7 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 def _version(x: torch.Tensor) -> int:
     with Local():
-        return -1 if x.is_inference() else x._version
+        return x._version
 
 
 def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:

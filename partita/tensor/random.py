@@ -55,12 +55,21 @@ def _drawn(
         generator.manual_seed(seed)
         return draw(torch.empty_like(x, memory_format=torch.contiguous_format), generator)
     shape = call.shapes[0]
-    full = draw(torch.empty(shape, dtype=x.dtype, device=x.device), None)  # type: ignore[arg-type]
+    # One device draws in the order of its memory, which this rank's piece has inherited.
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d)) if _is_dense(x) else range(x.dim())
+    whole = torch.empty_permuted(shape, tuple(order), dtype=x.dtype, device=x.device)  # type: ignore
+    full = draw(whole, None)
     for dim, name in enumerate(names):
         if name in call.pieces:
             offset, length, _ = call.pieces[name]
             full = full.narrow(dim, offset, length)
     return full
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Do x's elements fill their memory, each once? Otherwise what is made like it is contiguous."""
+    like: bool = torch.empty_like(x, device="meta").stride() == x.stride()
+    return like
 
 
 def _dropout(x: Any) -> Said:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from partita.comm import Wire
-from partita.layout import Layout, Placement
+from partita.comm import Wire, user_line, wire_of
+from partita.layout import Layout, LayoutError, Placement, Replicate
 
-__all__ = ["Spec", "spec_of"]
+__all__ = ["Spec", "placed", "spec_of"]
 
 
 class Spec:
@@ -52,6 +55,12 @@ class Spec:
         return any(self.layout.shards)
 
     @cached_property
+    def largest(self) -> int:
+        """The elements of the first rank's piece, which no rank's exceeds."""
+        mesh = self.wire.mesh
+        return math.prod(self.layout.local_shape(mesh, (0,) * mesh.ndim))
+
+    @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
         """`(offset, length)` of this rank's piece in the global tensor, per dimension."""
         return self.layout.local_region(self.wire.mesh, self.wire.at)
@@ -69,3 +78,20 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
     if found is None:
         found = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
     return found
+
+
+def placed(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
+    """The Spec of a global `shape` on a user's mesh; all Replicate where no placements are given.
+
+    Raises:
+        LayoutError: placements that do not fit the mesh or the shape, naming the user's line.
+    """
+    wire = wire_of(mesh)
+    if placements is None:
+        placements = [Replicate()] * wire.mesh.ndim
+    try:
+        return spec_of(Layout.of(wire.mesh, shape, placements), wire)
+    except LayoutError as error:
+        raise LayoutError(
+            error.fact, place=user_line(), reason=error.reason, fixes=error.fixes
+        ) from None

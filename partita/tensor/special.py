@@ -23,7 +23,7 @@ from .spec import Spec, spec_of
 __all__ = ["PASS", "SPECIAL", "passes", "seeded"]
 
 T = torch.Tensor
-_OURS = frozenset(("_spec", "_reopens", "_settled", "_kept"))
+_OURS = frozenset(("_spec", "_reopens", "_settled", "_kept", "_unversioned"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
@@ -133,9 +133,6 @@ def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, 
                 seed = plain.new_ones(spec.shape)
     elif isinstance(gradient, DTensor):
         before, seed = gradient._spec, gradient
-    elif torch._C._current_graph_task_id() != -1 and gradient.shape == spec.local_shape:
-        # Inside a backward pass (a reentrant checkpoint) a plain tensor is a local gradient.
-        return plain, gradient
     else:
         before, seed = _whole_gradient(gradient, spec, "backward"), gradient
     if before.shape != spec.shape:
@@ -241,6 +238,8 @@ _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 @_means(_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
+    # What is written through it is not counted in x's version: x must not be remembered elsewhere.
+    x.__dict__["_unversioned"] = True
     with Local():
         return tagged(_data.__get__(x), x._spec)
 
@@ -431,7 +430,7 @@ def _reduce(x: DTensor, protocol: Any) -> Any:
 
 
 
-# -- attributes that are read often skip __torch_function__ too -------------------------------------
+# -- attributes that are read often skip __torch_function__ too ------------------------------------
 
 
 def _reads(name: str) -> property:

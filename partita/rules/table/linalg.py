@@ -15,8 +15,9 @@ rule("...% m! n! -> ...%", torch.det, _L.det, torch.logdet, _L.cond)
 rule("...% m! n! -> ...% m! n!", _L.inv, torch.inverse, _L.cholesky, torch.cholesky)
 rule("...% m! n! -> ...% m! n!", torch.matrix_exp, _L.matrix_exp, _L.matrix_power)
 rule("...% m! n! -> ...% n! m!", _L.pinv, torch.pinverse)
-rule("...% m! n! -> ...% e!, ...% m! e!", _L.eigh, _L.eig)
-rule("...% m! n! -> ...% e!", _L.eigvalsh, _L.eigvals, _L.svdvals)
+rule("...% m! n! -> ...% n!, ...% m! n!", _L.eigh, _L.eig)
+rule("...% m! n! -> ...% n!", _L.eigvalsh, _L.eigvals)
+rule("...% m! n! -> ...% s!", _L.svdvals)
 rule("...% m! n! -> ...%, ...%", _L.slogdet, torch.slogdet)
 
 
@@ -46,7 +47,7 @@ def solve_triangular(A: Arg, B: Arg, *, upper: bool, left: bool = True) -> str:
 
 
 def _along(*functions: Callable[..., Any]) -> None:
-    def derive(input: Arg, n: int | None = None, dim: int = -1) -> str:
+    def derive(input: Arg, n: int | None = None, dim: int = -1, _norm: Any = None) -> str:
         i = input.names.at(dim)
         kept = [n if d == i else f"{n}%" for d, n in enumerate(input.names.whole(i))]
         return (
@@ -57,7 +58,9 @@ def _along(*functions: Callable[..., Any]) -> None:
 
 
 def _over(last: int | None, *functions: Callable[..., Any]) -> None:
-    def derive(input: Arg, s: Any = None, dim: int | Sequence[int] | None = None) -> str:
+    def derive(
+        input: Arg, s: Any = None, dim: int | Sequence[int] | None = None, _norm: Any = None
+    ) -> str:
         count = last if s is None or last is not None else len(s)
         some = None if count is None else range(input.ndim - count, input.ndim)
         dims = input.names.dims(dim) if dim is not None else tuple(some or range(input.ndim))

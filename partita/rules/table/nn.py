@@ -309,7 +309,13 @@ def _pooled(input: Arg, ndim: int, run: Callable[..., Any], linear: bool, output
 
 def _average_pool(run: Callable[..., Any], ndim: int) -> None:
     def derive(
-        input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False
+        input: Arg,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        _count_include_pad: Any = True,
+        _divisor_override: Any = None,
     ) -> Said:
         return _pooled(input, ndim, run, True, 1)
 
@@ -318,7 +324,7 @@ def _average_pool(run: Callable[..., Any], ndim: int) -> None:
 
 def _norm_pool(run: Callable[..., Any], ndim: int) -> None:
     def derive(
-        input: Arg, _norm: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+        input: Arg, _norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
     ) -> Said:
         return _pooled(input, ndim, run, False, 1)
 

@@ -1,0 +1,50 @@
+"""What is known of one function: its op, its rule, its key, its plans?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from partita.rules import parse
+
+from .cache import Plans
+from .keys import KeyFunction, declared_key, operand_key
+from .names import form_of, parameter_names
+
+__all__ = ["Op", "Run"]
+
+
+class Op:
+    """One function and the plans of its calls.
+
+    Attributes:
+        func, form: the function, and what it is called and known as.
+        base: what runs on the shard.
+        key: from a call's arguments, the key of its plan.
+        plans: the young generation of plans, by key.
+        run: what to do instead of looking a plan up, for what is no op or has no rule.
+    """
+
+    __slots__ = ("base", "form", "func", "key", "plans", "run")
+
+    def __init__(self, func: Callable[..., Any]):
+        self.func = func
+        self.form = form_of(func)
+        self.base = self.form.local or func
+        self.plans = Plans(self.form.name)
+        self.run: Run | None = None
+        self.key: KeyFunction = _no_key
+        rule = self.form.rule
+        if rule is not None and not self.form.foreach:
+            if rule.derive is None:
+                self.key = operand_key(parameter_names(func, len(parse(rule.text).terms)))
+            else:
+                self.key = declared_key(rule.params)
+
+
+Run = Callable[[Callable[..., Any], Any, dict[str, Any], Op], Any]
+"""`run(func, args, kwargs, op)`."""
+
+
+def _no_key(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError("a function without a rule has no key")

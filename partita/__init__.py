@@ -1,8 +1,6 @@
 """partita: a distributed tensor for PyTorch, and the training runtime around it."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from .comm import check_ranks, ledger, ranks, strict
+from .comm import DeviceMesh, check_ranks, init_device_mesh, ledger, ranks, strict
 from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
 from .rules import rule
 from .tensor import (
@@ -22,7 +20,7 @@ from .tensor import (
     set_cache_limit,
     zeros,
 )
-from .train import optimizer as _optimizer  # optimizers settle gradients before they step
+from .train import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
 from .train.gradients import clip_grad_norm_, reduce_gradients
 
 __version__ = "0.1.0"

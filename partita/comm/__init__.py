@@ -1,5 +1,7 @@
 """Who carries bytes from rank to rank. The only room that knows of `torch.distributed`."""
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from .checks import check_ranks, strict
 from .dry import DryWire, dry_mesh
 from .groups import GroupWire, wire_of
@@ -11,6 +13,7 @@ from .wire import Ask, Wire
 
 __all__ = [
     "Ask",
+    "DeviceMesh",
     "DryWire",
     "GroupWire",
     "Ledger",
@@ -20,6 +23,7 @@ __all__ = [
     "World",
     "check_ranks",
     "dry_mesh",
+    "init_device_mesh",
     "ledger",
     "ranks",
     "strict",

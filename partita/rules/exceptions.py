@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .rule import Arg, Call, Said, rule
+from .sentence import Names
 
 __all__ = [
     "amax",
@@ -28,6 +29,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "max_dim",
+    "minus",
     "moments",
     "nll",
     "nothing",
@@ -139,11 +141,24 @@ def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
 
 @op
 def settled(x: torch.Tensor) -> torch.Tensor:
-    """`x`, with what is pending reduced: for a value that is used more than once."""
+    """`x` with what is pending reduced, for a value that is used more than once."""
     return x.view_as(x)
 
 
-rule("... -> ...", settled)
+@rule(settled)
+def _settled(x: Arg) -> str:
+    # A dimension that is whole stays whole: what x meets next may be split along another one.
+    names = Names(n if x.is_split(d) else f"{n}!" for d, n in enumerate(x.names))
+    return f"{names} -> {names}"
+
+
+@op
+def minus(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x - y where y is small: y is reduced first, x does not become shares to meet it."""
+    return x - y
+
+
+rule("..., ... -> ...", minus)
 
 
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
@@ -177,7 +192,7 @@ def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
 def _shifted(x: Any, dim: Dim) -> tuple[Any, Any]:
     top = settled(pending_max(x, dim, True))
     top = top.masked_fill(top.abs() == math.inf, 0)
-    return x - top, top
+    return minus(x, top), top
 
 
 def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
@@ -188,7 +203,7 @@ def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
 
 def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     shifted, _ = _shifted(x if dtype is None else x.to(dtype), dim)
-    return shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return minus(shifted, shifted.exp().sum(dim, keepdim=True).log())
 
 
 def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
@@ -212,7 +227,7 @@ def moments(
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     mean = settled(x.mean(dims, keepdim=True))
-    away = x - mean
+    away = minus(x, mean)
     square = away * away.conj() if away.is_complex() else away * away
     below = max(count - correction, 0)
     total = (square.real if square.is_complex() else square).sum(dims, keepdim)
@@ -253,7 +268,7 @@ def layer_norm(x: Any, dims: Sequence[int], weight: Any, bias: Any, eps: float) 
     """x less its mean, over its deviation, in float32 or wider, along split dimensions."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     mean, variance = moments(wide, dims, 0, keepdim=True)
-    out = ((wide - mean) * torch.rsqrt(variance + eps)).to(x.dtype)
+    out = (minus(wide, mean) * torch.rsqrt(variance + eps)).to(x.dtype)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 

@@ -32,7 +32,7 @@ __all__ = ["Proof", "prove"]
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 SCALES = {2: ((3.7, 1.0), (-2.7, -1.0)), 3: ((3.7, 1.0), (-1.2, -2.0), (-1.5, 1.0))}
-"""Share r of a value x over n ranks is a * x + b of `SCALES[n][r]`; they add up to x."""
+"""Share r of a value x over n ranks is a * x + b * noise of `SCALES[n][r]`; they add up to x."""
 WHOLE_SCALES = {2: ((3, 1), (-2, -1)), 3: ((3, 1), (-1, -2), (-1, 1))}
 MOST_COMBINATIONS = 150
 """Samples with more placements of their operands than this are not searched."""
@@ -202,8 +202,10 @@ class _Trial:
 def _shares(x: torch.Tensor, n: int) -> list[torch.Tensor]:
     if x.dtype == torch.bool:
         return [x if r == n - 1 else torch.zeros_like(x) for r in range(n)]
-    scales = SCALES[n] if x.dtype.is_floating_point or x.dtype.is_complex else WHOLE_SCALES[n]
-    return [a * x + b for a, b in scales]
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return [a * x + b * (noise + 0.5).to(x.dtype) for a, b in SCALES[n]]
+    return [a * x + b * (noise * 5).to(x.dtype) for a, b in WHOLE_SCALES[n]]
 
 
 def _cut(x: Any, p: Placement | None, n: int) -> list[Any]:
@@ -399,7 +401,7 @@ def _gradients(
 # -- rows that a rule does not know ----------------------------------------------------------------
 
 
-def _search(trial: _Trial, known: set[str], n: int = 2) -> Iterator[str]:
+def _search(trial: _Trial, known: set[str]) -> Iterator[str]:
     """Every placement of the operands for which the function itself gives a right output."""
     choices: list[list[Placement | None]] = []
     for x in trial.operands:
@@ -416,17 +418,17 @@ def _search(trial: _Trial, known: set[str], n: int = 2) -> Iterator[str]:
     for inputs in itertools.product(*choices):
         if all(p is None or p == Replicate() for p in inputs):
             continue
-        outputs = _outputs(trial, inputs, n)
-        for placed in itertools.product(*outputs):
+        for placed in itertools.product(*_outputs(trial, inputs, 2)):
             row = Row(tuple(inputs), tuple(placed))
-            if str(row) in known:
-                continue
-            try:
-                right = not _compare(trial, [trial.function] * n, inputs, placed, n)
-            except Exception:
-                right = False
-            if right:
+            if str(row) not in known and all(_holds(trial, row, n) for n in (2, 3)):
                 yield str(row)
+
+
+def _holds(trial: _Trial, row: Row, n: int) -> bool:
+    try:
+        return not _compare(trial, [trial.function] * n, row.inputs, row.outputs, n)
+    except Exception:
+        return False
 
 
 def _outputs(trial: _Trial, inputs: Sequence[Placement | None], n: int) -> list[list[Placement]]:

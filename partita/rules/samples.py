@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from . import exceptions
 from .rule import RULES
 from .table.getitem import picked
+from .table.nn import resized
 
 __all__ = ["samples"]
 
@@ -48,9 +49,9 @@ def c(*args: Any, **kwargs: Any) -> Sample:
 
 def samples() -> dict[Callable[..., Any], list[Sample]]:
     """For each function that has a rule and samples: its calls. The same ones every time."""
-    _random.manual_seed(3)
     out: dict[Callable[..., Any], list[Sample]] = {}
-    for part in (_pointwise, _matmul, _shape, _join, _reduce, _nn, _index, _losses, _ours):
+    for part in (_pointwise, _matmul, _linalg, _shape, _join, _reduce, _nn, _index, _losses, _ours):
+        _random.manual_seed(3)
         for functions, cases in part():
             for f in functions if isinstance(functions, tuple) else (functions,):
                 out[f] = cases
@@ -60,7 +61,7 @@ def samples() -> dict[Callable[..., Any], list[Sample]]:
 Part = list[tuple[Any, list[Sample]]]
 
 SPECIAL = {
-    "mvlgamma": [c(torch.rand(5, 4, dtype=torch.float64) + 2, 2)],
+    "mvlgamma": [c(torch.linspace(2, 3, 20, dtype=torch.float64).view(5, 4), 2)],
     "threshold": [c(torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4), 0.1, 2.0)],
 }
 
@@ -124,6 +125,9 @@ def _pointwise() -> Part:
         (torch.view_as_complex, [c(x(5, 4, 2))]),
         (torch.view_as_real, [c(torch.view_as_complex(x(5, 4, 2)))]),
         (torch.frexp, [c(u(5, 4))]),
+        ((torch.equal, torch.allclose), [c(x(5, 4), x(5, 4))]),
+        (torch.Tensor.type_as, [c(x(5, 4), i(3, 2))]),
+        (torch.Tensor.type, [c(x(5, 4), torch.float32)]),
         (torch.complex, [c(x(5, 4), x(5, 4))]),
         (
             torch.Tensor.to,
@@ -250,6 +254,9 @@ def _reduce() -> Part:
     kept = [c(x(5, 4), 0), c(x(5, 4), -1, True), c(x(2, 5, 4), 1)]
     return [
         (torch.sum, [*plain, c(x(5, 4), dtype=torch.int64), c(b(5, 4), 0)]),
+        (torch.nanmean, plain),
+        (torch.dist, [c(x(5, 4), x(5, 4)), c(x(5, 4), x(4), 1)]),
+        (torch.diff, [c(x(5, 4)), c(x(5, 4), 2, 0)]),
         (torch.nansum, [c(torch.where(b(5, 4), x(5, 4), torch.nan)), *plain]),
         (torch.mean, plain),
         (torch.count_nonzero, [c(i(2, 5, 4)), c(i(2, 5, 4), 0)]),
@@ -333,6 +340,10 @@ def _nn() -> Part:
             [c(x(4, 2, 4, 5), (7, 6)), c(x(4, 2, 4, 5), scale_factor=2, mode="bilinear")],
         ),
         (F.grid_sample, [c(x(4, 2, 4, 5), x(4, 3, 2, 2), align_corners=False)]),
+        (
+            torch.batch_norm,
+            [c(x(5, 4), x(4), x(4), None, None, True, 0.1, 1e-5, False)],
+        ),
         (F.unfold, [c(x(4, 4, 5, 4), 2), c(x(2, 3, 5, 4), (2, 3), padding=1)]),
         (F.fold, [c(x(4, 8, 12), (4, 5), 2)]),
         (F.glu, [c(x(5, 4)), c(x(4, 5, 2), 0)]),
@@ -354,6 +365,32 @@ def _nn() -> Part:
     return out
 
 
+def _linalg() -> Part:
+    L, f = torch.linalg, torch.fft
+    square = x(5, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
+    even = square @ square.mT
+    lines = [c(x(5, 4)), c(x(5, 4), None, 0), c(x(5, 2, 4), 6, 2)]
+    planes = [c(x(5, 2, 4)), c(x(5, 2, 4), None, (0, 1))]
+    return [
+        ((torch.det, L.det, torch.logdet, L.cond, L.inv, torch.inverse), [c(square)]),
+        ((L.cholesky, torch.cholesky), [c(even)]),
+        ((torch.matrix_exp, L.matrix_exp, L.pinv, torch.pinverse), [c(square)]),
+        (L.matrix_power, [c(square, 3)]),
+        ((L.eigh, L.eigvalsh), [c(even)]),
+        ((L.eigvals, L.eig, L.slogdet, torch.slogdet), [c(square)]),
+        (L.svdvals, [c(x(5, 3, 2))]),
+        ((L.qr, L.svd), [c(x(5, 4, 2))]),
+        (L.svd, [c(x(5, 4, 2), False)]),
+        (L.solve, [c(square, x(5, 3, 2))]),
+        (L.solve_triangular, [c(square.tril(), x(5, 3, 2), upper=False)]),
+        (L.vecdot, [c(x(5, 4), x(5, 4)), c(x(5, 4), x(5, 4), dim=0)]),
+        ((f.fft, f.ifft, f.rfft, f.irfft, f.hfft, f.ihfft), lines),
+        ((f.fft2, f.ifft2, f.rfft2, f.irfft2), [c(x(5, 2, 4))]),
+        ((f.fftn, f.ifftn, f.rfftn, f.irfftn), planes),
+        ((f.fftshift, f.ifftshift), [c(x(5, 4)), c(x(5, 4), 0)]),
+    ]
+
+
 def _index() -> Part:
     s = slice
     return [
@@ -368,11 +405,17 @@ def _index() -> Part:
             torch.gather,
             [c(x(5, 4), 0, i(5, 2, 4)), c(x(5, 4), 1, i(4, 5, 3)), c(x(5, 4), 1, i(4, 2, 3))],
         ),
+        (torch.take, [c(x(5, 4), i(20, 4, 2))]),
         (torch.take_along_dim, [c(x(5, 4), i(5, 2, 4), 0), c(x(5, 4), i(4, 5, 1), 1)]),
         (
             torch.scatter,
             [
-                c(x(5, 4), 1, torch.stack([torch.randperm(4)[:2] for _ in range(5)]), x(5, 2)),
+                c(
+                    x(5, 4),
+                    1,
+                    torch.stack([torch.randperm(4, generator=_random)[:2] for _ in range(5)]),
+                    x(5, 2),
+                ),
                 c(x(5, 4), 0, i(5, 2, 4), 2.0),
             ],
         ),
@@ -434,6 +477,7 @@ def _index() -> Part:
                 c(x(4, 2, 5), (1, 1), mode="circular"),
             ],
         ),
+        (torch.constant_pad_nd, [c(x(5, 4), (1, 2))]),
         ((torch.tril, torch.triu), [c(x(5, 4)), c(x(2, 5, 4), 1), c(x(5, 7), -2)]),
         (torch.diagonal, [c(x(5, 4)), c(x(2, 5, 4), 1, 2, 0)]),
         (torch.linalg.diagonal, [c(x(2, 5, 4), offset=-1)]),
@@ -489,6 +533,14 @@ def _ours() -> Part:
             [c(i(4, 5, 2), u(4), 1), c(i(4, 5), None, -100)],
         ),
         (exceptions.settled, [c(x(5, 4))]),
+        (exceptions.minus, [c(x(5, 4), x(5, 1))]),
+        (
+            resized,
+            [
+                c(x(4, 2, 4, 5), (7, 6), ((7, 6),), {}),
+                c(x(4, 2, 4), (8,), (None, 2.0), {"mode": "linear"}),
+            ],
+        ),
         (
             picked,
             [

@@ -1,8 +1,6 @@
 """What users hold: the tensor, its dispatch, its random numbers."""
 
-from . import custom_function as _custom_function  # they take their place in torch
-from . import module_hooks as _module_hooks
-from . import module_hooks as _module_hooks
+from . import custom_function, methods, module_hooks  # noqa: F401  they take their places
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import (
     distribute_module,
@@ -16,7 +14,6 @@ from .construct import (
 )
 from .dtensor import DTensor
 from .local_map import local_map
-from .methods import FAST as _FAST
 from .random import random_mode
 
 __all__ = [

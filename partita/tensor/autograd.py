@@ -56,7 +56,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
     Differentiable. Never `x` itself: where nothing has to move the result is an alias.
     """
     with Local():
-        if before is after:
+        if before is after or before.layout == after.layout:
             return x.view_as(x)
         moves = plan(before.layout, after.layout, before.wire.mesh, x.element_size())
         return _moved(x, moves, before.wire, op, reason)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from partita.comm import user_line, wire_of
-from partita.layout import Fix, LayoutError, Placement
+from partita.comm import Wire, user_line, wire_of
+from partita.layout import Fix, Layout, LayoutError, Placement
 
 from .dtensor import DTensor
 from .miss import one_wire
 from .plan import tensors_of
+from .spec import Spec
 
 __all__ = ["local_map"]
 
@@ -76,18 +78,38 @@ def local_map(
             grads = in_grad_placements[i] if in_grad_placements is not None else None
             ins.append(arg.to_local(grad_placements=grads))
         out = func(*ins, **kwargs)
-        mesh = wire.device_mesh
+        even = all(_is_even(t._spec) for t in tensors if isinstance(t, DTensor))
         if isinstance(out, (tuple, list)):
-            made = [_typed(o, p, mesh) for o, p in zip(out, out_placements, strict=True)]
+            made = [_typed(o, p, wire, even) for o, p in zip(out, out_placements, strict=True)]
             return type(out)(made)
-        return _typed(out, out_placements, mesh)
+        return _typed(out, out_placements, wire, even)
 
     return run
 
 
-def _typed(out: Any, placements: Placements, mesh: Any) -> Any:
+def _is_even(spec: Spec) -> bool:
+    """Does every rank hold equally much?"""
+    mesh = spec.wire.mesh
+    return all(
+        size % math.prod([mesh.size(a) for a in axes]) == 0
+        for size, axes in zip(spec.layout.shape, spec.layout.shards, strict=True)
+    )
+
+
+def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
+    """A result of `func` as a DTensor. Where its pieces may be uneven the ranks tell their sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out
-    return DTensor.from_local(out, mesh, placements)
-
-
+    shape = None
+    if not even and any(p.is_shard() for p in placements):
+        layout = Layout.of(wire.mesh, out.shape, placements)
+        told = dict(zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True))
+        shape = [
+            sum(
+                sizes[dim]
+                for at, sizes in told.items()
+                if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
+            )
+            for dim, axes in enumerate(layout.shards)
+        ]
+    return DTensor.from_local(out, wire.device_mesh, placements, shape=shape)

@@ -104,7 +104,7 @@ def _install() -> None:
             }
             args = signature
             template, key = _KEYWORDS, ""
-            if (name.startswith("__") or signature == "self" or inplace) and fixed:
+            if (name.startswith("__") or signature == "self") and fixed:
                 template, key = _TEMPLATE, "self._spec"
                 if signature == "self, other":
                     key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from .autograd import moved
 from .choose import Choice, choose
 from .dtensor import DTensor
 from .names import Form, parameter_names
+from .plain import admit
 from .plan import CallPlan, Path, Target, replaced
 from .spec import Spec, spec_of
+from .view_writes import is_view_of, written_through
 
 __all__ = ["gathered", "in_order", "make_plan", "one_wire"]
 
@@ -169,6 +172,8 @@ def make_plan(
     wire = one_wire(form.name, [t for _, t in tensors])
     if form.inplace and not isinstance(args[0], DTensor):
         raise _into_plain(form.name, args[0])
+    if _writes_copy(form, args):
+        return CallPlan(form.name, wire, rewrite=partial(written_through, func))
     local = None
     if rule.derive is None:
         operands = _operands_of_call(form, args, kwargs)
@@ -183,7 +188,10 @@ def make_plan(
         if said is None:
             return None
         if isinstance(said, Rewrite):
-            return CallPlan(form.name, wire, rewrite=said.run)
+            rewrite = _into_first(said.run, form) if form.inplace else said.run
+            # What the ops inside do to make a view is not known: what is split is taken as copied.
+            copies = _is_view(form, args) and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
+            return CallPlan(form.name, wire, rewrite=rewrite, copies=copies)
         if isinstance(said, Like):
             return _like(form.name, wire, args[0]._spec, said)
         text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
@@ -216,6 +224,11 @@ def make_plan(
     if local is not None:
         kernel = local(_call(bound, choice, wire))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
+        if kernel is not None and form.inplace:
+            kernel = _into_first(kernel, form)
+    copies = _is_view(form, args) and (
+        bool(targets) or args[0]._spec.is_copy or choice.partial[0] != args[0]._spec.layout.partial
+    )
     return CallPlan(
         form.name,
         wire,
@@ -224,7 +237,35 @@ def make_plan(
         bound=bound,
         choice=choice,
         retags=form.reshapes,
+        copies=copies,
     )
+
+
+def _into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    """`run`, which may be an op's form that is not in place, writing into its first argument."""
+
+    def written(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = run(x, *args, **kwargs)
+        if out is x:
+            return x
+        if form.reshapes:  # the same memory, seen otherwise
+            return x.as_strided_(out.size(), out.stride(), out.storage_offset())
+        return x.copy_(out)
+
+    return written
+
+
+def _is_view(form: Form, args: Sequence[Any]) -> bool:
+    """Would the result share its operand's memory on one device?"""
+    if form.inplace or not args or not isinstance(args[0], DTensor):
+        return False
+    return is_view_of(form.name, args)
+
+
+def _writes_copy(form: Form, args: Sequence[Any]) -> bool:
+    """Is this an op in place on a copy of what would be a view on one device?"""
+    first = args[0] if args else None
+    return form.inplace and not form.reshapes and type(first) is DTensor and first._spec.is_copy
 
 
 def _seen(value: Any) -> Any:
@@ -313,10 +354,11 @@ def gathered(
 ) -> Any:
     """Run an op of which no rule speaks: operands whole, result whole.
 
-    In place the result is moved back into the operand's layout.
+    In place the result is moved back into the operand's layout, since others may hold it too: where
+    that is pending, the first rank keeps the result and the others hold zeros.
 
     Raises:
-        LayoutError: in place on a pending operand, which would have to change its layout.
+        LayoutError: in place, and the result has another shape.
     """
     tensors = _all_tensors(args, kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
@@ -330,10 +372,10 @@ def gathered(
 
     if form.inplace and not isinstance(args[0], DTensor):
         raise _into_plain(form.name, args[0])
+    if _writes_copy(form, args):
+        return written_through(func, *args, **kwargs)
     first = args[0] if args and isinstance(args[0], DTensor) else None
     writes = form.inplace and first is not None
-    if writes and first._spec.is_pending:  # type: ignore[union-attr]
-        raise _changes_layout(form.name, first)  # type: ignore[arg-type]
     targets = []
     for path, t in tensors:
         after = whole(t.shape)
@@ -342,7 +384,13 @@ def gathered(
                 targets.append(Target(path, after))
         else:
             targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
-    plan = CallPlan(form.name, wire, targets=tuple(targets), fresh=lambda out: whole(out.shape))
+    plan = CallPlan(
+        form.name,
+        wire,
+        targets=tuple(targets),
+        fresh=lambda out: whole(out.shape),
+        copies=bool(targets) and _is_view(form, args),
+    )
     if not writes or first._spec is whole(first.shape):  # type: ignore[union-attr]
         return plan.run(func, args, kwargs)
     assert first is not None
@@ -352,6 +400,8 @@ def gathered(
         for target in targets:
             if target.path != (0,):
                 value = dict(tensors)[target.path]
+                if target.plain is not None:
+                    admit(value, wire, form.name)
                 new[target.path] = moved(
                     value, target.plain or value._spec, target.spec, form.name, "implicit"
                 )

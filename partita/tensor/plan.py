@@ -18,6 +18,7 @@ from .choose import Choice
 from .dtensor import DTensor, tagged
 from .plain import admit
 from .spec import Spec, spec_of
+from .view_writes import mark_copies
 
 __all__ = ["CallPlan", "Path", "Target", "replaced", "tensors_of"]
 
@@ -49,6 +50,7 @@ class CallPlan:
         rewrite: what to call on the DTensors instead.
         bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
         retags: the op changes its operand's shape in place, so the operand is tagged anew.
+        copies: the op is a view on one device, but here its result has memory of its own.
         fresh: called with a result, gives its spec anew each time (shapes that depend on data).
         hits: calls that found this plan.
     """
@@ -65,18 +67,22 @@ class CallPlan:
     bound: Bound | None = None
     choice: Choice | None = None
     retags: bool = False
+    copies: bool = False
     fresh: Callable[[torch.Tensor], Spec] | None = None
     hits: int = field(default=0)
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do what was decided, and tag what comes out."""
         if self.rewrite is not None:
-            return self.rewrite(*args, **kwargs)
+            out = self.rewrite(*args, **kwargs)
+            return mark_copies(out, func, args, kwargs) if self.copies else out
+        own, named = args, kwargs
         if self.targets:
             args, kwargs = self._brought(args, kwargs)
         with Local():
             out = (self.kernel or func)(*args, **kwargs)
-        return self.tag(out)
+        out = self.tag(out)
+        return mark_copies(out, func, own, named) if self.copies else out
 
     def _brought(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -158,7 +164,7 @@ class CallPlan:
             specs.append((spec, spec.local_shape))
         if len(specs) == 1:
             self.spec, self.local_shape = specs[0]
-            self.direct = not (self.targets or self.retags)
+            self.direct = not (self.targets or self.retags or self.copies)
         else:
             self.outputs = tuple(specs)
 
@@ -180,7 +186,7 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     """
     before = x._spec
     with Local():
-        if x.is_inference():  # its changes are not counted
+        if torch.is_inference_mode_enabled() or x.is_inference():  # changes are not counted
             return moved(x, before, after, op, "implicit")
     # The largest pieces are compared: whether to move must be the same question on every rank.
     if after.largest > before.largest or "_unversioned" in x.__dict__:

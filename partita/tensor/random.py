@@ -72,7 +72,7 @@ def _is_dense(x: torch.Tensor) -> bool:
     return like
 
 
-def _dropout(x: Any) -> Said:
+def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
     names = tuple(x.names)
 
     def local(call: Call) -> Kernel | None:

@@ -31,6 +31,9 @@ class Spec:
 
     __slots__ = ("__dict__", "__weakref__", "layout", "local_shape", "shape", "wire")
 
+    is_copy = False
+    """Is a tensor of this spec a copy of what would be a view on one device?"""
+
     def __init__(self, layout: Layout, wire: Wire):
         self.layout, self.wire = layout, wire
         self.shape = torch.Size(layout.shape)
@@ -59,6 +62,15 @@ class Spec:
         """The elements of the first rank's piece, which no rank's exceeds."""
         mesh = self.wire.mesh
         return math.prod(self.layout.local_shape(mesh, (0,) * mesh.ndim))
+
+    @cached_property
+    def as_copy(self) -> Spec:
+        """The spec of the same layout that says `is_copy`."""
+        if self.is_copy:
+            return self
+        copy = Spec(self.layout, self.wire)
+        copy.__dict__["is_copy"] = True
+        return copy
 
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:

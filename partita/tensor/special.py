@@ -18,12 +18,14 @@ from partita.layout import Fix, Layout, LayoutError
 from .autograd import moved
 from .composite import entered
 from .dtensor import DTensor, tagged
+from .setitem import set_item
 from .spec import Spec, spec_of
+from .view_writes import written_through
 
 __all__ = ["PASS", "SPECIAL", "passes", "seeded"]
 
 T = torch.Tensor
-_OURS = frozenset(("_spec", "_reopens", "_settled", "_kept", "_unversioned"))
+_OURS = frozenset(("_spec", "_reopens", "_settled", "_kept", "_unversioned", "_origin"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
@@ -371,6 +373,8 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
             ),
         )
     spec = x._spec
+    if spec.is_copy:
+        return written_through(T.copy_, x, src, non_blocking)
     if not isinstance(src, DTensor):
         from .plain import admit
 
@@ -382,6 +386,9 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
         local = src if src._spec is spec else moved(src, src._spec, spec, "copy_", "implicit")
         torch._C.TensorBase.copy_(x, local, non_blocking)
     return x
+
+
+SPECIAL[T.__setitem__] = set_item
 
 
 @_means(T.__deepcopy__)

@@ -135,7 +135,7 @@ def _batch_norm_over_ranks(
             if running is not None:
                 running.mul_(1 - momentum)
                 running.add_(new.detach().reshape(-1).to(running.dtype), alpha=momentum)
-    out = ((wide - mean) * torch.rsqrt(variance + eps)).to(input.dtype)
+    out = (exceptions.minus(wide, mean) * torch.rsqrt(variance + eps)).to(input.dtype)
     shape = [-1] + [1] * (input.ndim - 2)
     out = out if weight is None else out * weight.reshape(shape)
     return out if bias is None else out + bias.reshape(shape)

@@ -142,4 +142,6 @@ def type_as(input: Any, other: Any) -> Rewrite:
 
 @rule(torch.Tensor.type)
 def cast(input: Arg, dtype: Any = None) -> str | None:
+    if isinstance(dtype, torch.dtype) and keeps_sums(dtype):
+        return "+ ... -> ..."
     return "... -> ..." if isinstance(dtype, torch.dtype | str) else None

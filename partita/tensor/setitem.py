@@ -1,0 +1,164 @@
+"""What does `x[...] = value` write on each rank?
+
+Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that part,
+and nothing is sent but a value that is split or pending. An index with tensors goes by the whole
+tensor, unless it is a mask for a number, and so does what is written into a pending tensor: the first
+rank then keeps the result and the others hold zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, Layout, LayoutError
+
+from .autograd import moved
+from .dtensor import DTensor
+from .plain import admit
+from .spec import Spec, spec_of
+from .view_writes import written_through
+
+__all__ = ["set_item"]
+
+_write = torch.Tensor.__setitem__
+"""Of DTensors it ends in `set_item`, with torch-function disabled in the shard."""
+
+
+def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
+    """`torch.Tensor.__setitem__` where x, the index or the value is a DTensor.
+
+    Raises:
+        LayoutError: x is a plain tensor and the value is not.
+    """
+    if not isinstance(x, DTensor):
+        _write_plain(x, index, value)
+        return
+    spec = x._spec
+    if spec.is_copy:
+        written_through(_write, x, index, value)
+        return
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not spec.is_pending and all(_is_basic(e) for e in entries):
+        _write_range(x, spec, entries, value)
+    elif _is_mask(x, index) and not (isinstance(value, torch.Tensor) and value.dim()):
+        x.masked_fill_(index, value)
+    else:
+        _write_whole(x, spec, index, value)
+
+
+def _write_plain(x: torch.Tensor, index: Any, value: Any) -> None:
+    if isinstance(value, DTensor):
+        raise LayoutError(
+            "t[...] = x: a DTensor cannot be written into a plain tensor",
+            place=user_line(),
+            operands=(f"t  plain {tuple(x.shape)}", f"x  {value._spec.layout.brief()}"),
+            reason="a plain tensor has no layout that says which part it should hold",
+            fixes=(Fix("t[...] = x.full_tensor()"), Fix("t = pt.distribute_tensor(t, mesh, ...)")),
+        )
+    entries = index if isinstance(index, tuple) else (index,)
+    whole = tuple(e.full_tensor() if isinstance(e, DTensor) else e for e in entries)
+    _write(x, whole, value)
+
+
+def _is_basic(entry: Any) -> bool:
+    return (
+        entry is None
+        or entry is Ellipsis
+        or isinstance(entry, slice)
+        or (isinstance(entry, int) and not isinstance(entry, bool))
+    )
+
+
+def _is_mask(x: DTensor, index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == x.shape
+
+
+def _value(value: Any, spec: Spec) -> Any:
+    """A value whole on every rank, its gradient as that of a part of x: shares where x is split."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = spec_of(Layout(tuple(value.shape), invariant=spec.layout.invariant), spec.wire)
+    if isinstance(value, DTensor):
+        return moved(value, value._spec, whole, "setitem", "implicit")
+    admit(value, spec.wire, "setitem")
+    return value
+
+
+def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None:
+    """Write the part of the range that this rank holds; every rank takes the same steps."""
+    used = sum(e is not None and e is not Ellipsis for e in entries)
+    if used > len(spec.shape):
+        raise IndexError(f"too many indices for tensor of dimension {len(spec.shape)}")
+    at = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
+    entries = entries[:at] + [slice(None)] * (len(spec.shape) - used) + entries[at + 1 :]
+    # Dimensions of x[...], of which None adds one to x's and an int takes one away.
+    result: list[int] = []
+    added, taken, ranges = [], [], []
+    for entry in entries:
+        if entry is None:
+            added.append(len(result))
+            result.append(1)
+            continue
+        dim = len(ranges)
+        ranges.append(_range(entry, spec.shape[dim], dim))
+        if isinstance(entry, slice):
+            result.append(len(ranges[-1]))
+        else:
+            taken.append(dim)
+    pieces, local = [], []
+    for places, (offset, length) in zip(ranges, spec.region, strict=True):
+        first = max(0, -(-(offset - places.start) // places.step))
+        end = max(first, min(len(places), -(-(offset + length - places.start) // places.step)))
+        pieces.append((first, end - first))
+        start = places.start + first * places.step - offset
+        stop = start + (end - first - 1) * places.step + 1
+        local.append(slice(start, stop, places.step) if end > first else slice(0, 0))
+    value = _value(value, spec)
+    with Local():
+        if isinstance(value, torch.Tensor):
+            while value.dim() > len(result) and value.shape[0] == 1:
+                value = value.squeeze(0)
+            value = value.expand(result)
+            for dim in reversed(added):
+                value = value.squeeze(dim)
+            for dim in taken:
+                value = value.unsqueeze(dim)
+            for dim, (first, count) in enumerate(pieces):
+                if count != value.shape[dim]:
+                    value = value.narrow(dim, first if count else 0, count)
+        _write(x, tuple(local), value)
+
+
+def _range(entry: Any, size: int, dim: int) -> range:
+    """The places that an int or a slice picks from a dimension of `size`."""
+    if isinstance(entry, slice):
+        places = range(*entry.indices(size))
+        if places.step < 1:
+            raise ValueError("step must be greater than zero")
+        return places
+    if not -size <= entry < size:
+        raise IndexError(
+            f"index {entry} is out of bounds for dimension {dim} with size {size}"
+        )
+    return range(entry % size, entry % size + 1)
+
+
+def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
+    """Gather x, write, and take the pieces back."""
+    mesh = spec.wire.mesh
+    split = [a for a in mesh.names if not spec.layout.placement(a).is_replicate()]
+    whole = spec_of(Layout(tuple(spec.shape), invariant=tuple(split)), spec.wire)
+    value = _value(value, whole)
+    entries = index if isinstance(index, tuple) else (index,)
+    places = tuple(_value(e, whole) if isinstance(e, torch.Tensor) else e for e in entries)
+    with Local():
+        if spec is whole:
+            _write(x, places, value)
+            return
+        copy = moved(x, spec, whole, "setitem", "implicit").clone()
+        _write(copy, places, value)
+        torch.Tensor.copy_(x, moved(copy, whole, spec, "setitem", "implicit"))

@@ -1,0 +1,241 @@
+"""Does any program that one device can run give the same values and gradients on many ranks?
+
+Hypothesis draws programs of 3 to 10 lines of ordinary PyTorch over tensors in random layouts (split
+unevenly, over several axes in any order, down to empty pieces; pending; whole) on four meshes. The
+ground truth is the same text run on plain tensors in float64.
+
+A few hundred examples by default; the nightly run draws new ones every time:
+
+    PARTITA_EXAMPLES=5000 python -m pytest tests/ranks/test_random_programs.py --timeout 0
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import partita as pt
+from partita.layout import Invariant, Layout, Mesh, Partial, Placement, Replicate, Shard
+from partita.tensor.dtensor import tagged
+from partita.tensor.spec import spec_of
+
+EXAMPLES = int(os.environ.get("PARTITA_EXAMPLES", "0"))
+MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
+
+Draw = Any
+Shapes = dict[str, tuple[int, ...]]
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """Lines of PyTorch over inputs x0, x1, ... that are laid out on a mesh."""
+
+    mesh: dict[str, int]
+    inputs: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        head = [f"mesh {Mesh(tuple(self.mesh), tuple(self.mesh.values()))}"]
+        head += [f"x{i} = {layout}" for i, layout in enumerate(self.inputs)]
+        return "\n" + "\n".join([*head, *self.lines]) + "\n"
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The inputs, whole: the same numbers each time."""
+        generator = torch.Generator().manual_seed(len(self.lines))
+        return {
+            f"x{i}": torch.randn(Layout.parse(text).shape, generator=generator, dtype=torch.float64)
+            for i, text in enumerate(self.inputs)
+        }
+
+
+def execute(lines: tuple[str, ...], space: dict[str, Any]) -> dict[str, Any]:
+    """Run the lines; the tensors are added to `space`."""
+    torch.manual_seed(5)
+    code = {"torch": torch, "F": F, **space}
+    exec(compile("\n".join(lines), "<program>", "exec"), code)
+    return {n: v for n, v in code.items() if n[0] in "xt" and isinstance(v, torch.Tensor)}
+
+
+def loss_of(tensors: dict[str, Any]) -> Any:
+    """A sum in which every element of every tensor has a weight of its own."""
+    total = 0.0
+    for name, t in tensors.items():
+        weights = torch.linspace(0.5, 1.5, t.numel(), dtype=torch.float64).reshape(t.shape)
+        total = total + (t * (weights + len(name))).sum()
+    return total
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: Draw, mesh: dict[str, int], shape: tuple[int, ...]) -> str:
+    layout = Layout(shape)
+    for axis in draw(st.permutations(list(mesh))):
+        kinds: list[Placement] = [Shard(d) for d in range(len(shape))]
+        kinds += [Partial(), Replicate(), Invariant()]
+        layout = layout.put(axis, draw(st.sampled_from(kinds)))
+    return str(layout)
+
+
+UNARY = """-{0}|torch.sin({0})|torch.tanh({0})|torch.sigmoid({0})|F.relu({0})|F.gelu({0})|F.silu({0})
+torch.exp(-{0}.abs())|{0} * 0.5|{0} + 1.5|2 - {0}|{0} / 3|{0}.pow(2)|F.leaky_relu({0}, 0.1)
+{0}.clamp(-0.7, 1.1)|{0}.clone()|F.softplus({0})|F.elu({0})|{0}.abs()|torch.log1p({0} * {0})
+{0} @ {0}.transpose(-1, -2)|{0}.detach() * {0}|{0}.mean()|{0}.sum()|{0}.flatten()|{0}.t()
+{0}.reshape(-1)|F.pad({0}, (1, 2))|{0}.unsqueeze(0).expand(2, *{0}.shape)|{0}.tril()|{0}.triu(1)
+{0}.logsumexp(-1)|{0}.norm()|torch.flip({0}, (0,))|{0}.diagonal(dim1=-2, dim2=-1)
+F.layer_norm({0}, {0}.shape[-1:])|F.rms_norm({0}, {0}.shape[-1:])|F.dropout({0}, 0.5)
+torch.where({0} > 0, {0}, 0.3)|{0}.masked_fill({0} < 0.2, 0.7)|torch.dropout({0}, 0.3, True)
+{0}[{0}.argmax(0)] if {0}.ndim == 1 else {0} + {0}.argmax(0)|{0}.var()|{0}.squeeze()"""
+
+BINARY = """{0} + {1}|{0} - {1}|{0} * {1}|{0} / ({1}.abs() + 1)|torch.maximum({0}, {1})
+torch.where({0} > {1}, {0}, {1})|torch.addcmul({0}, {0}, {1}, value=0.5)|torch.lerp({0}, {1}, 0.3)
+{0}.masked_fill({1} > 0.1, 0.5)|torch.hypot({0}, {1})|torch.stack([{0}, {1}])|{0} @ {1}
+torch.matmul({0}, {1}.transpose(-1, -2))|F.linear({0}, {1})|torch.cat([{0}, {1}])|torch.dot({0}, {1})
+torch.cat([{0}, {1}], -1)|F.mse_loss({0}, {1})|F.huber_loss({0}, {1}, reduction="sum")
+torch.outer({0}, {1})|torch.bmm({0}, {1})|torch.mv({0}, {1})|torch.addmm({0}, {0}, {1})
+torch.atan2({0}, {1}.abs() + 1)|torch.kron({0}, {1})|F.cosine_similarity({0}, {1}, 0)
+torch.einsum("i...,i...->...", {0}, {1})|torch.tensordot({0}, {1}, 1)|F.kl_div({0}, {1}.abs(), reduction="batchmean")"""
+
+ALONG = """{0}.sum({d})|{0}.sum({d}, keepdim=True)|{0}.mean({d}, keepdim=True)|{0}.amax({d})
+{0}.var({d})|torch.softmax({0}, {d})|F.log_softmax({0}, dim={d})|torch.cumsum({0}, {d})
+{0}.std({d}, keepdim=True, unbiased=False)|{0}.logsumexp({d}, keepdim=True)|{0}.norm(dim={d})
+{0}.transpose({d}, -1)|{0}.movedim({d}, 0)|{0}.unsqueeze({d})|{0}.squeeze({d})|{0}.flip({d})
+{0}.select({d}, 0)|{0}.select({d}, -1)|{0}.narrow({d}, {0}.size({d}) // 2, {0}.size({d}) // 2)
+{0}.chunk(2, {d})[-1]|{0}.split(2, {d})[0]|{0}.roll(1, {d})|{0}.repeat_interleave(2, {d})
+{0}.index_select({d}, torch.arange({0}.size({d})) // 2)|{0}.max({d}).values|{0}.sort({d}).values
+{0}.topk(1, {d}).values|torch.stack([{0}, {0} * 2], {d})|torch.cat([{0}, -{0}], {d})|{0}.prod({d})
+{0}.gather({d}, torch.zeros_like({0}, dtype=torch.long))|{0}.unbind({d})[0]|{0}.cumprod({d})
+{0}.index_add({d}, torch.arange({0}.size({d})) // 2, {0})|{0}.unflatten({d}, (-1, 2))|{0}.aminmax(dim={d}).min
+{0}.scatter_add({d}, torch.zeros_like({0}, dtype=torch.long), {0})|F.normalize({0}, dim={d})
+{0} + torch.arange({0}.size(-1))|{0}.masked_fill(torch.arange({0}.size(-1)) % 2 == 0, 0.5)|{0}.median({d}).values
+torch.take_along_dim({0}, {0}.argsort({d}), {d})|F.glu({0}, {d})|{0}.nansum({d})|{0}.diff(dim={d})"""
+
+INDEX = """{0}[0]|{0}[-1]|{0}[1:]|{0}[::2]|{0}[..., 0]|{0}[..., 1:3]|{0}[:, -1]|{0}[:, None]|{0}[None]
+{0}[torch.tensor([0, 0])]|{0}[:, torch.tensor([0])]|{0}[torch.arange({0}.size(0)) % 2 == 0]
+{0}[[0, -1]]|{0}[torch.tensor([[0], [0]])]|{0}[..., torch.tensor([-1, 0])]|{0}[0:1]|{0}[{0} > 0]
+{0}.view(-1)|{0}.reshape(-1, {0}.size(-1))|{0}.flatten(0, 1)|{0}.reshape({0}.size(0), -1)
+{0}.permute(*range({0}.ndim - 1, -1, -1))|{0}.reshape(*{0}.shape[::-1])|{0}.repeat(2, *[1] * ({0}.ndim - 1))
+{0}.tile(2)|{0}.reshape(2, -1)|{0}.reshape(-1, 3)|{0}.T.contiguous()|{0}.expand(3, *{0}.shape)"""
+
+INPLACE = """{0}.add_({1})|{0}.mul_({1})|{0}.mul_(0.5)|{0}.sub_({1}, alpha=2)|{0}.relu_()|{0}.clamp_(-1, 1)
+{0}.tanh_()|{0}.masked_fill_({0} > 0.5, 0.25)|{0} += {1}|{0} *= {1}|{0}.zero_()|{0}.copy_({1})
+{0}.div_(3)|{0}[0] = 0.5|{0}[0].add_(1)|{0}[..., :2] *= 2|{0}.unsqueeze_(0)|{0}.fill_(0.1)|{0}[1:] = {1}"""
+
+POOLS = [p.replace("\n", "|").split("|") for p in (UNARY, BINARY, BINARY, ALONG, INDEX, INPLACE)]
+
+
+@st.composite
+def programs(draw: Draw) -> Program:
+    mesh = draw(st.sampled_from(MESHES))
+    sizes = st.integers(1, 6) if draw(st.booleans()) else st.sampled_from((3, 4))
+    inputs = tuple(
+        draw(layouts(mesh, tuple(draw(st.lists(sizes, max_size=3)))))
+        for _ in range(draw(st.integers(1, 3)))
+    )
+    wanted = draw(st.integers(3, 10))
+    lines: list[str] = []
+    with torch.no_grad():
+        space: dict[str, Any] = Program(mesh, inputs, ("",) * wanted).values()
+        for _ in range(4 * wanted):
+            if len(lines) == wanted:
+                break
+            line = draw_line(draw, space, f"t{len(lines)}")
+            if line is None:
+                continue
+            try:
+                after = execute((line,), {n: v.clone() for n, v in space.items()})
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                continue  # shapes that do not go together
+            if all(v.numel() <= 500 and v.isfinite().all() for v in after.values()):
+                space = {n: v.double() if v.is_floating_point() else v for n, v in after.items()}
+                lines.append(line)
+    assume(len(lines) >= 3)
+    return Program(mesh, inputs, tuple(lines))
+
+
+def draw_line(draw: Draw, space: dict[str, Any], new: str) -> str | None:
+    pool = draw(st.sampled_from(POOLS))
+    names = sorted(space, key=lambda n: (n[0] == "x", -int(n[1:])))  # the newest first
+    x, y = draw(st.sampled_from(names)), draw(st.sampled_from(names))
+    text: str = draw(st.sampled_from(pool))
+    inplace = pool is POOLS[-1]
+    if inplace and x[0] == "x":
+        return None  # an input is a leaf
+    n = space[x].ndim
+    text = text.format(x, y, d=draw(st.integers(-n, n - 1)) if "{d}" in text and n else 0)
+    return text if inplace else f"{new} = {text}"
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def spread(mesh: Any, whole: torch.Tensor, layout: Layout) -> pt.DTensor:
+    """A leaf in `layout`. Shares are uneven and of both signs; their sum is `whole`."""
+    wire = pt.distribute_tensor(torch.zeros(()), mesh)._spec.wire
+    local = whole
+    for axis, _ in layout.partial:
+        n, i = wire.mesh.size(axis), wire.at[wire.mesh.index(axis)]
+        local = local * (2.0 * n - 1 if i == 0 else -2.0)
+    for d, (offset, length) in enumerate(layout.local_region(wire.mesh, wire.at)):
+        local = local.narrow(d, offset, length)
+    return tagged(local.clone(), spec_of(layout, wire)).requires_grad_()
+
+
+def on_one_device(program: Program) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All values, and the inputs' gradients. Rejects what autograd refuses on one device."""
+    leaves = {n: v.requires_grad_() for n, v in program.values().items()}
+    try:
+        tensors = execute(program.lines, leaves)
+        loss_of(tensors).backward()
+    except RuntimeError:
+        assume(False)
+    grads = {n: x.grad for n, x in leaves.items()}
+    assume(all(g is not None and g.isfinite().all() and g.abs().max() < 1e8 for g in grads.values()))
+    return {n: t.detach() for n, t in tensors.items()}, grads
+
+
+def on_a_rank(mesh: Any, program: Program, values: dict[str, Any], grads: dict[str, Any]) -> None:
+    leaves = {
+        n: spread(mesh, v, Layout.parse(text))
+        for (n, v), text in zip(program.values().items(), program.inputs, strict=True)
+    }
+    tensors = execute(program.lines, leaves)
+    for name, truth in values.items():
+        same(name, tensors[name].detach(), truth)
+    loss_of(tensors).backward()
+    for name, truth in grads.items():
+        same(f"the gradient of {name}", leaves[name].grad, truth)
+
+
+def same(what: str, ours: Any, truth: torch.Tensor) -> None:
+    scale = max(1.0, float(truth.abs().max())) if truth.numel() else 1.0
+    placed = ours.placements if isinstance(ours, pt.DTensor) else "plain"
+    whole = ours.full_tensor() if isinstance(ours, pt.DTensor) else ours
+    torch.testing.assert_close(
+        whole, truth, rtol=1e-9, atol=1e-10 * scale, msg=lambda m: f"{what}, {placed}: {m}"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of broadcast targets and the like
+@settings(
+    max_examples=EXAMPLES or 300,
+    derandomize=not EXAMPLES,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(programs())
+def test_a_program_gives_what_one_device_gives(program: Program) -> None:
+    values, grads = on_one_device(program)
+    with pt.ranks(**program.mesh) as world:
+        world.run(on_a_rank, program, values, grads)

@@ -241,7 +241,14 @@ def moments(
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
     """The sum of |x|^p over `dim`."""
     size = x.abs()
-    return torch.sum(size * size if p == 2 else size**p, _dims(x, dim), keepdim=keepdim)
+    if p == 2:
+        powers = size * size
+    elif p < 1:  # has no slope at 0; torch takes it as 0 there
+        zero = size == 0
+        powers = (size.masked_fill(zero, 1) ** p).masked_fill(zero, 0 if p > 0 else math.inf)
+    else:
+        powers = size**p
+    return torch.sum(powers, _dims(x, dim), keepdim=keepdim)
 
 
 @rule(power_sum)

@@ -45,6 +45,13 @@ class Plans(dict[Any, Any]):
             self.remember(key, plan)
         return plan
 
+    def forget(self) -> None:
+        """Drop every plan of this op."""
+        with _CACHE.lock:
+            _CACHE.young -= len(self)
+            self.clear()
+            self.old = {}
+
     def remember(self, key: Any, plan: Any) -> None:
         """Keep `plan`, which has an integer attribute `hits`, under `key`."""
         with _CACHE.lock:

@@ -47,7 +47,33 @@ def _answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
         if through_torch and changed.get("torch") is torch:
             changed["torch"] = _Torch()
         _entered_globals[key] = changed
+        for name, helper in space.items():
+            # A module's private helper asks on behalf of the public function that calls it.
+            if name.startswith("_") and _asks(helper) and helper.__globals__ is space:
+                changed[name] = _copy(helper, changed)
     return _entered_globals[key]
+
+
+def _asks(func: Any) -> bool:
+    return isinstance(func, types.FunctionType) and any(
+        q in func.__code__.co_names for q in _QUESTIONS
+    )
+
+
+def _copy(func: types.FunctionType, space: dict[str, Any]) -> types.FunctionType:
+    closure = func.__closure__ and tuple(map(_entered_cell, func.__closure__))
+    copy = types.FunctionType(func.__code__, space, func.__name__, func.__defaults__, closure)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _entered_cell(cell: types.CellType) -> types.CellType:
+    """A closure's cell; a function in it that asks is entered too (`boolean_dispatch` has two)."""
+    try:
+        held = cell.cell_contents
+    except ValueError:  # nothing in it yet
+        return cell
+    return types.CellType(entered(held)) if _asks(held) else cell
 
 
 @cache
@@ -55,12 +81,4 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python."""
     if not isinstance(func, types.FunctionType):
         return None
-    copy = types.FunctionType(
-        func.__code__,
-        _answering_no(func.__globals__, "overrides" in func.__code__.co_names),
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
+    return _copy(func, _answering_no(func.__globals__, "overrides" in func.__code__.co_names))

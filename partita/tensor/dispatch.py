@@ -127,14 +127,15 @@ def op_of(func: Callable[..., Any]) -> Op:
     return op
 
 
-def _forget() -> None:
-    """After a new rule, look every function up anew."""
+def _relearn() -> None:
+    """After a new rule, look every function met so far up anew."""
     form_of.cache_clear()
-    for op in OPS.values():
-        op.plans.clear()
-        op.plans.old = {}
-    OPS.clear()
+    for func, op in OPS.items():
+        form = form_of(func)
+        if form.rule is not op.form.rule:
+            op.learn(form)
+            op.run = _run_of(op)
 
 
-ON_NEW_RULE.append(_forget)
+ON_NEW_RULE.append(_relearn)
 DTensor.__torch_function__ = classmethod(handle)  # type: ignore[assignment]

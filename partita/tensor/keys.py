@@ -74,8 +74,11 @@ def frozen(value: Any) -> Any:
     return t
 
 
-def _check_rest(more: tuple[Any, ...], named: dict[str, Any], harmless: set[str]) -> None:
-    """Let nothing pass unseen that could matter: unknown names, tensors in undeclared places."""
+def _check_rest(
+    more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
+) -> None:
+    """Let nothing pass unseen that could matter: unknown names, tensors in undeclared places, and
+    `inplace=True` of a function that is `flagged` to have it."""
     for name, value in named.items():
         if name not in harmless:
             if name in RENAMED:
@@ -87,19 +90,21 @@ def _check_rest(more: tuple[Any, ...], named: dict[str, Any], harmless: set[str]
         if isinstance(value, torch.Tensor):
             raise Unkeyed(name)
     for value in more:
-        # True is how `inplace` is given by position.
-        if value is True or isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) or (flagged and value is True):
             raise Unkeyed("an undeclared tensor or flag")
 
 
-def operand_key(names: Sequence[str]) -> KeyFunction:
-    """The key of a fixed sentence: the kinds of its operands, whose arguments are called `names`."""
+def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
+    """The key of a fixed sentence: the kinds of its operands, whose arguments are called `names`.
+
+    `flagged` functions have an argument `inplace`; a call that sets it has no key.
+    """
     params = ", ".join(n if i == 0 else f"{n}=None" for i, n in enumerate(names))
     parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
-    return _compiled(params, parts, variadic=False)
+    return _compiled(params, parts, False, flagged)
 
 
-def declared_key(params: Sequence[inspect.Parameter]) -> KeyFunction:
+def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
     """The key of a rule that derives its sentence: the arguments that it declares."""
     signature, parts, variadic = [], [], False
     defaults: dict[str, Any] = {}
@@ -122,18 +127,22 @@ def declared_key(params: Sequence[inspect.Parameter]) -> KeyFunction:
             parts.append(
                 f"{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})"
             )
-    return _compiled(", ".join(signature), parts, variadic, defaults)
+    return _compiled(", ".join(signature), parts, variadic, flagged, defaults)
 
 
 def _compiled(
-    params: str, parts: list[str], variadic: bool, defaults: dict[str, Any] | None = None
+    params: str,
+    parts: list[str],
+    variadic: bool,
+    flagged: bool,
+    defaults: dict[str, Any] | None = None,
 ) -> KeyFunction:
     more = "" if variadic else ", *more"
     rest = "()" if "*more" not in params + more else "more"
     body = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
     source = (
         f"def key({params}{more}, **named):\n"
-        f"    if named or {rest}: check({rest}, named, harmless)\n"
+        f"    if named or {rest}: check({rest}, named, harmless, flagged)\n"
         f"    return {body}\n"
     )
     space = {
@@ -143,6 +152,7 @@ def _compiled(
         "freeze": frozen,
         "check": _check_rest,
         "harmless": set(),
+        "flagged": flagged,
         **(defaults or {}),
     }
     exec(source, space)

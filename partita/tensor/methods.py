@@ -17,9 +17,12 @@ from torch._C import (
     _len_torch_function_stack,
 )
 
+from partita.rules.rule import ON_NEW_RULE
+
 from . import keys
 from .dispatch import call, op_of
 from .dtensor import DTensor
+from .op import Op
 
 __all__ = ["FAST"]
 
@@ -74,56 +77,64 @@ def {name}({signature}, **kwargs):
             out.__class__ = DTensor
             out._spec = plan.spec
             return out
-        return plan.tag(out)
+        return {otherwise}
     return call(base, ({call_tuple}), {{}})
 """
 
 
+_installed: dict[str, Any] = {}
+"""For each method the key function that it was made with; a later rule brings another."""
+
+
 def _install() -> None:
     for kind, names in FAST.items():
-        signature = kind.removesuffix(", inplace")
-        inplace = signature != kind
         for name in names.split():
             # Some operators of Tensor are Python wrappers of a method that is not.
             base = getattr(torch.Tensor, _BARE.get(name, name))
             op = op_of(base)
-            if op.run is not None:
-                continue  # written in Python or without a rule: nothing to skip to
-            fixed = op.form.rule is not None and op.form.rule.derive is None
-            space: dict[str, Any] = {
-                "DTensor": DTensor,
-                "Tensor": torch.Tensor,
-                "Local": DisableTorchFunctionSubclass,
-                "enabled": _is_torch_function_enabled,
-                "stack_length": _len_torch_function_stack,
-                "find": op.plans.get,
-                "key": op.key,
-                "kind": keys.operand_kind,
-                "call": call,
-                "base": base,
-            }
-            args = signature
-            template, key = _KEYWORDS, ""
-            if (name.startswith("__") or signature == "self") and fixed:
-                template, key = _TEMPLATE, "self._spec"
-                if signature == "self, other":
-                    key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
-            source = template.format(
-                name=name,
-                signature=signature,
-                call_args=args,
-                call_tuple=args + ("," if signature == "self" else ""),
-                key=key,
-                otherwise="self if out is self else plan.tag(out)" if inplace else "plan.tag(out)",
-            )
-            # Under this file's name, so that a user's line is not sought in generated code.
-            exec(compile(source, __file__, "exec"), space)
-            method = space[name]
-            method.__doc__ = f"As torch.Tensor.{name}."
-            method.__qualname__ = f"DTensor.{name}"
-            setattr(DTensor, name, method)
+            # Without a rule, or written in Python, there is nothing to skip to.
+            if op.run is None and _installed.get(name) is not op.key:
+                setattr(DTensor, name, _method(name, kind, base, op))
+                _installed[name] = op.key
     # Defining __eq__ took it away. As torch.Tensor's, since a tensor may be re-tagged as a key.
     DTensor.__hash__ = lambda self: id(self)  # type: ignore[method-assign,assignment]
 
 
+def _method(name: str, kind: str, base: Any, op: Op) -> Any:
+    signature = kind.removesuffix(", inplace")
+    fixed = op.form.rule is not None and op.form.rule.derive is None
+    template, key = _KEYWORDS, ""
+    if (name.startswith("__") or signature == "self") and fixed:
+        template, key = _TEMPLATE, "self._spec"
+        if signature == "self, other":
+            key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
+    source = template.format(
+        name=name,
+        signature=signature,
+        call_args=signature,
+        call_tuple=signature + ("," if signature == "self" else ""),
+        key=key,
+        otherwise="self if out is self else plan.tag(out)" if kind != signature else "plan.tag(out)",
+    )
+    space: dict[str, Any] = {
+        "DTensor": DTensor,
+        "Tensor": torch.Tensor,
+        "Local": DisableTorchFunctionSubclass,
+        "enabled": _is_torch_function_enabled,
+        "stack_length": _len_torch_function_stack,
+        "find": op.plans.get,
+        "key": op.key,
+        "kind": keys.operand_kind,
+        "call": call,
+        "base": base,
+    }
+    # Under this file's name, so that a user's line is not sought in generated code.
+    exec(compile(source, __file__, "exec"), space)
+    method = space[name]
+    method.__doc__ = f"As torch.Tensor.{name}."
+    method.__qualname__ = f"DTensor.{name}"
+    return method
+
+
 _install()
+ON_NEW_RULE.append(_install)

@@ -9,7 +9,7 @@ from partita.rules import parse
 
 from .cache import Plans
 from .keys import KeyFunction, declared_key, operand_key
-from .names import form_of, parameter_names
+from .names import Form, form_of, parameter_names
 
 __all__ = ["Op", "Run"]
 
@@ -29,17 +29,25 @@ class Op:
 
     def __init__(self, func: Callable[..., Any]):
         self.func = func
-        self.form = form_of(func)
-        self.base = self.form.local or func
-        self.plans = Plans(self.form.name)
+        self.plans = Plans(getattr(func, "__name__", "?"))
+        self.learn(form_of(func))
+
+    def learn(self, form: Form) -> None:
+        """Take the function for `form`, and forget the plans made when it was another."""
+        self.form = form
+        self.base = form.local or self.func
+        self.plans.name = form.name
+        self.plans.forget()
         self.run: Run | None = None
         self.key: KeyFunction = _no_key
-        rule = self.form.rule
-        if rule is not None and not self.form.foreach:
+        rule = form.rule
+        if rule is not None and not form.foreach:
+            flagged = "inplace" in getattr(getattr(self.func, "__code__", None), "co_varnames", ())
             if rule.derive is None:
-                self.key = operand_key(parameter_names(func, len(parse(rule.text).terms)))
+                names = parameter_names(self.func, len(parse(rule.text).terms))
+                self.key = operand_key(names, flagged)
             else:
-                self.key = declared_key(rule.params)
+                self.key = declared_key(rule.params, flagged)
 
 
 Run = Callable[[Callable[..., Any], Any, dict[str, Any], Op], Any]

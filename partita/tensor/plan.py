@@ -162,11 +162,10 @@ class CallPlan:
             if spec.local_shape != out.shape:
                 raise self._broken(out, spec)
             specs.append((spec, spec.local_shape))
+        self.outputs = tuple(specs)  # one of them may come alone in a tuple too: x.chunk(1)
         if len(specs) == 1:
             self.spec, self.local_shape = specs[0]
             self.direct = not (self.targets or self.retags or self.copies)
-        else:
-            self.outputs = tuple(specs)
 
     def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
         promise = "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"

@@ -266,7 +266,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
 
 @_means(_getter("T"))
 def _transposed(x: DTensor) -> Any:
-    return x.permute(*range(x.ndim - 1, -1, -1))
+    return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
 
 
 @_means(_getter("mT"), _getter("H"), _getter("mH"))

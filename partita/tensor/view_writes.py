@@ -44,12 +44,25 @@ def is_view_of(name: str, args: Any) -> bool:
 
 def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Note of each result that it is a copy of a part of `args[0]`, and which."""
-    source, many = args[0], not isinstance(out, torch.Tensor)
-    for i, t in enumerate(out if many else (out,)):
-        if t is not source and "_origin" not in t.__dict__:
-            t.__dict__["_origin"] = (source, func, args[1:], kwargs, i if many else None)
-            t._spec = t._spec.as_copy
-    return out
+    source = args[0]
+    if isinstance(out, torch.Tensor):
+        return _marked(out, source, (source, func, args[1:], kwargs, None))
+    return type(out)(
+        [_marked(t, source, (source, func, args[1:], kwargs, i)) for i, t in enumerate(out)]
+    )
+
+
+def _marked(copy: DTensor, source: DTensor, origin: tuple[Any, ...]) -> DTensor:
+    if copy is source or "_origin" in copy.__dict__:
+        return copy
+    spec = copy._spec
+    if spec.is_pending and not source._spec.is_pending:
+        # The rank that has the place must not share it: its share and the value would be one.
+        with Local():
+            copy = tagged(copy.clone(), spec)
+    copy.__dict__["_origin"] = origin
+    copy._spec = spec.as_copy
+    return copy
 
 
 def written_through(
@@ -69,13 +82,14 @@ def written_through(
         value = moved(copy, spec, settled, "write", "implicit").clone()
     value = tagged(value, settled)
     write(value, *args, **kwargs)
+    with Local():
+        # First, since on some ranks a copy that is not pending may share its source's memory.
+        T.copy_(copy, moved(value, settled, held, "write", "implicit"))
     source, view, rest, named, index = origin
     if view is T.__getitem__:
         source[rest[0]] = value
     else:
         source.copy_(_replaced(source, view, rest, named, index, value))
-    with Local():
-        T.copy_(copy, moved(value, settled, held, "write", "implicit"))
     return copy
 
 

@@ -34,7 +34,7 @@ MISSED = {
     "places that are written once each, or pieces whose sizes a mask's values tell": "index_put",
     "a tensor that torch skips because it is empty": "cat",
     "torch returns a wrong shape for an empty piece, so the case is kept whole": "addmv",
-    "reducing what is pending is what it is for": "settled",
+    "reducing what is pending first is what they are for": "settled minus",
 }
 """Right rows that no sentence derives, and why that is well so."""
 

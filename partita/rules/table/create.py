@@ -27,7 +27,8 @@ def _local(run: Callable[..., Any], rest: int) -> Callable[[Call], Callable[...,
     def local(call: Call) -> Callable[..., Any]:
         def new(input: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("size", None)
-            return run(input, call.outputs[0], *args[rest:], **kwargs)
+            # As a list: of an empty tuple torch makes "no sizes given".
+            return run(input, list(call.outputs[0]), *args[rest:], **kwargs)
 
         return new
 

@@ -71,7 +71,7 @@ def _serve(end: Connection, rank: int, store: str, inprocess: bool, samples: int
 
 
 def _join(rank: int, store: str) -> Any:
-    import torch.distributed as dist  # noqa: TID251  the ranks of a bench are made here
+    import torch.distributed as dist
 
     dist.init_process_group(
         "gloo",

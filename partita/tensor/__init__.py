@@ -28,8 +28,8 @@ __all__ = [
     "local_map",
     "ones",
     "rand",
-    "random_mode",
     "randn",
+    "random_mode",
     "set_cache_limit",
     "zeros",
 ]

@@ -186,4 +186,3 @@ def _partial(held: dict[str, Placement | None]) -> tuple[tuple[str, str], ...]:
 
 def _invariant(held: dict[str, Placement | None]) -> tuple[str, ...]:
     return tuple(a for a, p in held.items() if p is not None and p.is_invariant())
-

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, user_line, wire_of
-from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
+from partita.layout import Fix, LayoutError, Placement
 
 from .dtensor import DTensor, tagged
 from .spec import Spec, placed

@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 
-from partita.comm import Wire, user_line, wire_of
+from partita.comm import user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 from .agreement import compare, does_not_fit

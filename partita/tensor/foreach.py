@@ -18,10 +18,10 @@ from .autograd import moved
 from .dtensor import DTensor, tagged
 from .keys import operand_kind
 from .miss import make_plan
-from .plan import CallPlan, replaced
 from .names import form_of
 from .op import Op
 from .plain import admit
+from .plan import CallPlan, replaced
 from .spec import Spec
 
 __all__ = ["run_foreach"]
@@ -102,9 +102,7 @@ def _plan_of(
     return None if own.rule is None else make_plan(own, single, _place(i, args, kwargs), kwargs)
 
 
-def _one_by_one(
-    plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op
-) -> Any:
+def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     single, outs = _single(op), []
     for i, place in enumerate(plan.places):
         mine = _place(i, args, kwargs)
@@ -115,9 +113,7 @@ def _one_by_one(
     return None if op.form.inplace else outs
 
 
-def run_fused(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
-) -> Any:
+def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     """Run a fused optimizer kernel: elementwise over lists, all in the parameters' layouts."""
     new = {}
     for j, values in enumerate(args):
@@ -133,5 +129,3 @@ def run_fused(
     args, kwargs = replaced(args, kwargs, new)
     with Local():
         return func(*args, **kwargs)
-
-

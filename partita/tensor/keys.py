@@ -1,9 +1,9 @@
 """Under which key is an op's plan remembered? Exactly what its rule declares that it reads.
 
 The key function of an op is generated from its rule's parameters, so Python's own binding of
-positional and keyword arguments normalises the call, and an argument that the rule does not declare
-has no way into the key. A tensor enters as its spec, a plain tensor as its shape, a float as nothing
-but its type, a number in an operand's place not at all.
+positional and keyword arguments normalises the call, and an argument that the rule does not
+declare has no way into the key. A tensor enters as its spec, a plain tensor as its shape, a float
+as nothing but its type, a number in an operand's place not at all.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
             signature.append(f"{p.name}=default_{p.name}")
         if not p.name.startswith("_"):
             n = p.name
-            parts.append(
-                f"{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})"
-            )
+            parts.append(f"{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})")
     return _compiled(", ".join(signature), parts, variadic, flagged, defaults)
 
 

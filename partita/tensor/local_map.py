@@ -97,7 +97,7 @@ def _is_even(spec: Spec) -> bool:
 
 
 def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
-    """A result of `func` as a DTensor. Where its pieces may be uneven the ranks tell their sizes."""
+    """A result of `func` as a DTensor. Where pieces may be uneven the ranks tell their sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out
     shape = None

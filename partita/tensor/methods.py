@@ -114,7 +114,9 @@ def _method(name: str, kind: str, base: Any, op: Op) -> Any:
         call_args=signature,
         call_tuple=signature + ("," if signature == "self" else ""),
         key=key,
-        otherwise="self if out is self else plan.tag(out)" if kind != signature else "plan.tag(out)",
+        otherwise="self if out is self else plan.tag(out)"
+        if kind != signature
+        else "plan.tag(out)",
     )
     space: dict[str, Any] = {
         "DTensor": DTensor,

@@ -324,9 +324,7 @@ def _like(name: str, wire: Wire, spec: Spec, said: Like) -> CallPlan:
         layout = Layout(said.shape)
     out = spec_of(layout, wire)
     kernel = said.local and said.local(Call((spec.layout.shape,), (tuple(out.local_shape),)))
-    return CallPlan(
-        name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel
-    )
+    return CallPlan(name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel)
 
 
 def _let_torch_complain(
@@ -435,5 +433,3 @@ def _changes_layout(name: str, x: DTensor) -> LayoutError:
         reason="a tensor that is written in place keeps its layout, since others may hold it too",
         fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
     )
-
-

@@ -168,10 +168,12 @@ class CallPlan:
             self.direct = not (self.targets or self.retags or self.copies)
 
     def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
-        promise = "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
+        promise = (
+            "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
+        )
         said = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
         return LayoutError(
-            f"the plan for {self.op} does not hold: the local result is {tuple(out.shape)}{promise}",
+            f"the plan for {self.op} does not hold: it made {tuple(out.shape)}{promise}",
             place=user_line(),
             reason=f"planned{said}: the rule reads too little or says something wrong",
         )

@@ -67,7 +67,7 @@ def _drawn(
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Do x's elements fill their memory, each once? Otherwise what is made like it is contiguous."""
+    """Do x's elements fill their memory, each once? Else what is made like it is contiguous."""
     like: bool = torch.empty_like(x, device="meta").stride() == x.stride()
     return like
 
@@ -80,7 +80,7 @@ def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
             return None
 
         def kernel(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
-            if not train or p == 0 or input.numel() == 0 and _MODE.get() == "pieces":
+            if not train or p == 0 or (input.numel() == 0 and _MODE.get() == "pieces"):
                 return input.clone() if train else torch.dropout(input, p, False)
 
             def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

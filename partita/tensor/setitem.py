@@ -1,9 +1,9 @@
 """What does `x[...] = value` write on each rank?
 
-Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that part,
-and nothing is sent but a value that is split or pending. An index with tensors goes by the whole
-tensor, unless it is a mask for a number, and so does what is written into a pending tensor: the first
-rank then keeps the result and the others hold zeros.
+Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that
+part, and nothing is sent but a value that is split or pending. An index with tensors goes by the
+whole tensor, unless it is a mask for a number, and so does what is written into a pending tensor:
+the first rank then keeps the result and the others hold zeros.
 """
 
 from __future__ import annotations
@@ -141,9 +141,7 @@ def _range(entry: Any, size: int, dim: int) -> range:
             raise ValueError("step must be greater than zero")
         return places
     if not -size <= entry < size:
-        raise IndexError(
-            f"index {entry} is out of bounds for dimension {dim} with size {size}"
-        )
+        raise IndexError(f"index {entry} is out of bounds for dimension {dim} with size {size}")
     return range(entry % size, entry % size + 1)
 
 

@@ -170,9 +170,7 @@ assert _plain_backward is not None
 
 
 @_means(torch.autograd.backward)
-def _autograd_backward(
-    tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
-) -> None:
+def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward, from DTensors or towards them."""
     roots, seeds = _seeds(tensors, grad_tensors)
     _plain_backward(roots, seeds, *args, **kwargs)
@@ -433,8 +431,6 @@ def _reduce(x: DTensor, protocol: Any) -> Any:
         local = x.detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in _OURS}
     return _rebuild, (local, x.device_mesh, str(x._spec.layout), names)
-
-
 
 
 # -- attributes that are read often skip __torch_function__ too ------------------------------------

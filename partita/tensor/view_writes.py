@@ -1,10 +1,10 @@
 """What if a program writes through a view that is none here?
 
-`x[1].fill_(0)`, `x.view(-1).add_(1)`: on one device the result of a view op shares x's memory. Where
-a layout had to change to make it, or a rank holds shares of it, it has memory of its own. Such a copy
-has a spec of its own that says so (`Spec.as_copy`: the same layout, another identity), so that no
-other call pays for asking, and remembers what it was taken from. Written in place, it is written as a
-value, and then its place in the tensor that it was taken from.
+`x[1].fill_(0)`, `x.view(-1).add_(1)`: on one device the result of a view op shares x's memory.
+Where a layout had to change to make it, or a rank holds shares of it, it has memory of its own.
+Such a copy has a spec of its own that says so (`Spec.as_copy`: the same layout, another identity),
+so that no other call pays for asking, and remembers what it was taken from. Written in place, it is
+written as a value, and then its place in the tensor that it was taken from.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def _marked(copy: DTensor, source: DTensor, origin: tuple[Any, ...]) -> DTensor:
     return copy
 
 
-def written_through(
-    write: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any
-) -> DTensor:
+def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Do `write(copy, ...)`, an op in place, and write the result into the tensor behind `copy`."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)

@@ -19,7 +19,16 @@ import pytest
 import torch
 
 import partita as pt
-from partita.layout import Invariant, Layout, LayoutError, Mesh, Partial, Placement, Replicate, Shard
+from partita.layout import (
+    Invariant,
+    Layout,
+    LayoutError,
+    Mesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import spec_of
@@ -59,7 +68,7 @@ def shares(whole: torch.Tensor, layout: Layout, wire: Any) -> torch.Tensor:
 def assembled(pieces: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The value that the ranks' pieces make up; copies must be equal."""
     whole = torch.zeros(layout.shape, dtype=pieces[0].dtype)
-    held = {at: piece for at, piece in zip(mesh.coordinates(), pieces, strict=True)}
+    held = dict(zip(mesh.coordinates(), pieces, strict=True))
     for at, piece in held.items():
         first = tuple(
             i if layout.placement(a).is_shard() or layout.placement(a).is_partial() else 0
@@ -85,7 +94,7 @@ def redistributed(x: pt.DTensor, after: Layout) -> pt.DTensor:
 def there_and_back(
     mesh: Any, pairs: list[tuple[Layout, Layout]], value: torch.Tensor, gradient: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """For each pair, what this rank holds of the moved value and of the gradient that comes back."""
+    """What this rank holds, for each pair, of the moved value and of the gradient coming back."""
     wire = pt.zeros((), device_mesh=mesh)._spec.wire
     results = []
     for before, after in pairs:

@@ -86,7 +86,7 @@ def compare(ours: Step, truth: Step) -> None:
                 continue
             assert mine[n] is not None, f"{what}: {n} has none"
             torch.testing.assert_close(
-                mine[n], value, rtol=1e-9, atol=1e-11, msg=lambda m, n=n: f"{what}: {n}: {m}"
+                mine[n], value, rtol=1e-9, atol=1e-11, msg=lambda m, at=f"{what}: {n}": f"{at}: {m}"
             )
 
 
@@ -122,7 +122,13 @@ def tensor_parallel() -> Placed:
 
         def where(m: nn.Module, name: str) -> pt.Placement:
             if isinstance(m, nn.Linear):
-                return pt.Shard(0) if turn == 0 else pt.Shard(1) if name == "weight" else pt.Replicate()
+                return (
+                    pt.Shard(0)
+                    if turn == 0
+                    else pt.Shard(1)
+                    if name == "weight"
+                    else pt.Replicate()
+                )
             if isinstance(m, nn.Embedding | nn.EmbeddingBag):
                 return pt.Shard(turn)
             if isinstance(m, nn.Conv2d | nn.ConvTranspose2d):

@@ -88,24 +88,26 @@ def layouts(draw: Draw, mesh: dict[str, int], shape: tuple[int, ...]) -> str:
     return str(layout)
 
 
-UNARY = """-{0}|torch.sin({0})|torch.tanh({0})|torch.sigmoid({0})|F.relu({0})|F.gelu({0})|F.silu({0})
-torch.exp(-{0}.abs())|{0} * 0.5|{0} + 1.5|2 - {0}|{0} / 3|{0}.pow(2)|F.leaky_relu({0}, 0.1)
-{0}.clamp(-0.7, 1.1)|{0}.clone()|F.softplus({0})|F.elu({0})|{0}.abs()|torch.log1p({0} * {0})
-{0} @ {0}.transpose(-1, -2)|{0}.detach() * {0}|{0}.mean()|{0}.sum()|{0}.flatten()|{0}.t()
-{0}.reshape(-1)|F.pad({0}, (1, 2))|{0}.unsqueeze(0).expand(2, *{0}.shape)|{0}.tril()|{0}.triu(1)
-{0}.logsumexp(-1)|{0}.norm()|torch.flip({0}, (0,))|{0}.diagonal(dim1=-2, dim2=-1)
-F.layer_norm({0}, {0}.shape[-1:])|F.rms_norm({0}, {0}.shape[-1:])|F.dropout({0}, 0.5)
-torch.where({0} > 0, {0}, 0.3)|{0}.masked_fill({0} < 0.2, 0.7)|torch.dropout({0}, 0.3, True)
-{0}[{0}.argmax(0)] if {0}.ndim == 1 else {0} + {0}.argmax(0)|{0}.var()|{0}.squeeze()"""
+UNARY = """-{0}|torch.sin({0})|torch.tanh({0})|torch.sigmoid({0})|F.relu({0})|F.gelu({0})
+F.silu({0})|torch.exp(-{0}.abs())|{0} * 0.5|{0} + 1.5|2 - {0}|{0} / 3|{0}.pow(2)
+F.leaky_relu({0}, 0.1)|{0}.clamp(-0.7, 1.1)|{0}.clone()|F.softplus({0})|F.elu({0})|{0}.abs()
+torch.log1p({0} * {0})|{0} @ {0}.transpose(-1, -2)|{0}.detach() * {0}|{0}.mean()|{0}.sum()
+{0}.flatten()|{0}.t()|{0}.reshape(-1)|F.pad({0}, (1, 2))|{0}.unsqueeze(0).expand(2, *{0}.shape)
+{0}.tril()|{0}.triu(1)|{0}.logsumexp(-1)|{0}.norm()|torch.flip({0}, (0,))
+{0}.diagonal(dim1=-2, dim2=-1)|F.layer_norm({0}, {0}.shape[-1:])|F.rms_norm({0}, {0}.shape[-1:])
+F.dropout({0}, 0.5)|torch.where({0} > 0, {0}, 0.3)|{0}.masked_fill({0} < 0.2, 0.7)
+torch.dropout({0}, 0.3, True)|{0}[{0}.argmax(0)] if {0}.ndim == 1 else {0} + {0}.argmax(0)|{0}.var()
+{0}.squeeze()"""
 
 BINARY = """{0} + {1}|{0} - {1}|{0} * {1}|{0} / ({1}.abs() + 1)|torch.maximum({0}, {1})
 torch.where({0} > {1}, {0}, {1})|torch.addcmul({0}, {0}, {1}, value=0.5)|torch.lerp({0}, {1}, 0.3)
 {0}.masked_fill({1} > 0.1, 0.5)|torch.hypot({0}, {1})|torch.stack([{0}, {1}])|{0} @ {1}
-torch.matmul({0}, {1}.transpose(-1, -2))|F.linear({0}, {1})|torch.cat([{0}, {1}])|torch.dot({0}, {1})
-torch.cat([{0}, {1}], -1)|F.mse_loss({0}, {1})|F.huber_loss({0}, {1}, reduction="sum")
-torch.outer({0}, {1})|torch.bmm({0}, {1})|torch.mv({0}, {1})|torch.addmm({0}, {0}, {1})
-torch.atan2({0}, {1}.abs() + 1)|torch.kron({0}, {1})|F.cosine_similarity({0}, {1}, 0)
-torch.einsum("i...,i...->...", {0}, {1})|torch.tensordot({0}, {1}, 1)|F.kl_div({0}, {1}.abs(), reduction="batchmean")"""
+torch.matmul({0}, {1}.transpose(-1, -2))|F.linear({0}, {1})|torch.cat([{0}, {1}])
+torch.dot({0}, {1})|torch.cat([{0}, {1}], -1)|F.mse_loss({0}, {1})
+F.huber_loss({0}, {1}, reduction="sum")|torch.outer({0}, {1})|torch.bmm({0}, {1})|torch.mv({0}, {1})
+torch.addmm({0}, {0}, {1})|torch.atan2({0}, {1}.abs() + 1)|torch.kron({0}, {1})
+F.cosine_similarity({0}, {1}, 0)|torch.einsum("i...,i...->...", {0}, {1})
+torch.tensordot({0}, {1}, 1)|F.kl_div({0}, {1}.abs(), reduction="batchmean")"""
 
 ALONG = """{0}.sum({d})|{0}.sum({d}, keepdim=True)|{0}.mean({d}, keepdim=True)|{0}.amax({d})
 {0}.var({d})|torch.softmax({0}, {d})|F.log_softmax({0}, dim={d})|torch.cumsum({0}, {d})
@@ -116,21 +118,25 @@ ALONG = """{0}.sum({d})|{0}.sum({d}, keepdim=True)|{0}.mean({d}, keepdim=True)|{
 {0}.index_select({d}, torch.arange({0}.size({d})) // 2)|{0}.max({d}).values|{0}.sort({d}).values
 {0}.topk(1, {d}).values|torch.stack([{0}, {0} * 2], {d})|torch.cat([{0}, -{0}], {d})|{0}.prod({d})
 {0}.gather({d}, torch.zeros_like({0}, dtype=torch.long))|{0}.unbind({d})[0]|{0}.cumprod({d})
-{0}.index_add({d}, torch.arange({0}.size({d})) // 2, {0})|{0}.unflatten({d}, (-1, 2))|{0}.aminmax(dim={d}).min
-{0}.scatter_add({d}, torch.zeros_like({0}, dtype=torch.long), {0})|F.normalize({0}, dim={d})
-{0} + torch.arange({0}.size(-1))|{0}.masked_fill(torch.arange({0}.size(-1)) % 2 == 0, 0.5)|{0}.median({d}).values
-torch.take_along_dim({0}, {0}.argsort({d}), {d})|F.glu({0}, {d})|{0}.nansum({d})|{0}.diff(dim={d})"""
+{0}.index_add({d}, torch.arange({0}.size({d})) // 2, {0})|{0}.unflatten({d}, (-1, 2))
+{0}.aminmax(dim={d}).min|{0}.scatter_add({d}, torch.zeros_like({0}, dtype=torch.long), {0})
+F.normalize({0}, dim={d})|{0} + torch.arange({0}.size(-1))
+{0}.masked_fill(torch.arange({0}.size(-1)) % 2 == 0, 0.5)|{0}.median({d}).values
+torch.take_along_dim({0}, {0}.argsort({d}), {d})|F.glu({0}, {d})|{0}.nansum({d})
+{0}.diff(dim={d})"""
 
-INDEX = """{0}[0]|{0}[-1]|{0}[1:]|{0}[::2]|{0}[..., 0]|{0}[..., 1:3]|{0}[:, -1]|{0}[:, None]|{0}[None]
-{0}[torch.tensor([0, 0])]|{0}[:, torch.tensor([0])]|{0}[torch.arange({0}.size(0)) % 2 == 0]
-{0}[[0, -1]]|{0}[torch.tensor([[0], [0]])]|{0}[..., torch.tensor([-1, 0])]|{0}[0:1]|{0}[{0} > 0]
-{0}.view(-1)|{0}.reshape(-1, {0}.size(-1))|{0}.flatten(0, 1)|{0}.reshape({0}.size(0), -1)
-{0}.permute(*range({0}.ndim - 1, -1, -1))|{0}.reshape(*{0}.shape[::-1])|{0}.repeat(2, *[1] * ({0}.ndim - 1))
-{0}.tile(2)|{0}.reshape(2, -1)|{0}.reshape(-1, 3)|{0}.T.contiguous()|{0}.expand(3, *{0}.shape)"""
+INDEX = """{0}[0]|{0}[-1]|{0}[1:]|{0}[::2]|{0}[..., 0]|{0}[..., 1:3]|{0}[:, -1]|{0}[:, None]
+{0}[None]|{0}[torch.tensor([0, 0])]|{0}[:, torch.tensor([0])]
+{0}[torch.arange({0}.size(0)) % 2 == 0]|{0}[[0, -1]]|{0}[torch.tensor([[0], [0]])]
+{0}[..., torch.tensor([-1, 0])]|{0}[0:1]|{0}[{0} > 0]|{0}.view(-1)|{0}.reshape(-1, {0}.size(-1))
+{0}.flatten(0, 1)|{0}.reshape({0}.size(0), -1)|{0}.permute(*range({0}.ndim - 1, -1, -1))
+{0}.reshape(*{0}.shape[::-1])|{0}.repeat(2, *[1] * ({0}.ndim - 1))|{0}.tile(2)|{0}.reshape(2, -1)
+{0}.reshape(-1, 3)|{0}.T.contiguous()|{0}.expand(3, *{0}.shape)"""
 
-INPLACE = """{0}.add_({1})|{0}.mul_({1})|{0}.mul_(0.5)|{0}.sub_({1}, alpha=2)|{0}.relu_()|{0}.clamp_(-1, 1)
-{0}.tanh_()|{0}.masked_fill_({0} > 0.5, 0.25)|{0} += {1}|{0} *= {1}|{0}.zero_()|{0}.copy_({1})
-{0}.div_(3)|{0}[0] = 0.5|{0}[0].add_(1)|{0}[..., :2] *= 2|{0}.unsqueeze_(0)|{0}.fill_(0.1)|{0}[1:] = {1}"""
+INPLACE = """{0}.add_({1})|{0}.mul_({1})|{0}.mul_(0.5)|{0}.sub_({1}, alpha=2)|{0}.relu_()
+{0}.clamp_(-1, 1)|{0}.tanh_()|{0}.masked_fill_({0} > 0.5, 0.25)|{0} += {1}|{0} *= {1}|{0}.zero_()
+{0}.copy_({1})|{0}.div_(3)|{0}[0] = 0.5|{0}[0].add_(1)|{0}[..., :2] *= 2|{0}.unsqueeze_(0)
+{0}.fill_(0.1)|{0}[1:] = {1}"""
 
 POOLS = [p.replace("\n", "|").split("|") for p in (UNARY, BINARY, BINARY, ALONG, INDEX, INPLACE)]
 
@@ -201,7 +207,9 @@ def on_one_device(program: Program) -> tuple[dict[str, torch.Tensor], dict[str, 
     except RuntimeError:
         assume(False)
     grads = {n: x.grad for n, x in leaves.items()}
-    assume(all(g is not None and g.isfinite().all() and g.abs().max() < 1e8 for g in grads.values()))
+    assume(
+        all(g is not None and g.isfinite().all() and g.abs().max() < 1e8 for g in grads.values())
+    )
     return {n: t.detach() for n, t in tensors.items()}, grads
 
 

@@ -60,9 +60,10 @@ def _asks(func: Any) -> bool:
     )
 
 
-def _copy(func: types.FunctionType, space: dict[str, Any]) -> types.FunctionType:
-    closure = func.__closure__ and tuple(map(_entered_cell, func.__closure__))
-    copy = types.FunctionType(func.__code__, space, func.__name__, func.__defaults__, closure)
+def _copy(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
+    copy = types.FunctionType(
+        func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
+    )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
@@ -73,7 +74,11 @@ def _entered_cell(cell: types.CellType) -> types.CellType:
         held = cell.cell_contents
     except ValueError:  # nothing in it yet
         return cell
-    return types.CellType(entered(held)) if _asks(held) else cell
+    return types.CellType(_copy(held, _space_of(held))) if _asks(held) else cell
+
+
+def _space_of(func: types.FunctionType) -> dict[str, Any]:
+    return _answering_no(func.__globals__, "overrides" in func.__code__.co_names)
 
 
 @cache
@@ -81,4 +86,5 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python."""
     if not isinstance(func, types.FunctionType):
         return None
-    return _copy(func, _answering_no(func.__globals__, "overrides" in func.__code__.co_names))
+    closure = func.__closure__ and tuple(map(_entered_cell, func.__closure__))
+    return _copy(func, _space_of(func), closure)

@@ -9,6 +9,7 @@ from .handle import MeshHandle
 from .ledger import Ledger, Record, ledger
 from .ranks import World, ranks
 from .source import user_line
+from .under_way import UnderWay
 from .wire import Ask, Wire
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Ledger",
     "MeshHandle",
     "Record",
+    "UnderWay",
     "Wire",
     "World",
     "check_ranks",

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layout import Coordinate, LayoutError, Mesh
+from . import gloo
 from .handle import MeshHandle
+from .under_way import Summed, UnderWay
 from .wire import Ask, Axes, Wire
 
 __all__ = ["GroupWire", "wire_of"]
@@ -56,6 +58,7 @@ class GroupWire(Wire):
         self._rank_at = dict(zip(self.mesh.coordinates(), ranks, strict=True))
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
+        self._gloo = kind == "cpu" and "cpu:gloo" in dist.get_backend_config()
 
     @property
     def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
@@ -106,12 +109,37 @@ class GroupWire(Wire):
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
+        group = self._process_groups[axes]
+        if reduce_op == "sum" and self._gloo:
+            gloo.start_reduce_scatter(group, out, x).wait()
+            return
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[reduce_op]
-        self._process_groups[axes]._reduce_scatter_base(out, x, options).wait()
+        group._reduce_scatter_base(out, x, options).wait()
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
-        self._process_groups[axes].allreduce([x], _OPS[reduce_op]).wait()
+        group = self._process_groups[axes]
+        if reduce_op == "sum" and self._gloo:
+            gloo.all_reduce(group, x)
+            return
+        group.allreduce([x], _OPS[reduce_op]).wait()
+
+    def _start_all_gather(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
+    ) -> UnderWay:
+        return self._process_groups[axes]._allgather_base(out, x)
+
+    def _start_reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
+    ) -> UnderWay:
+        group = self._process_groups[axes]
+        if self._gloo:
+            return gloo.start_reduce_scatter(group, out, x)
+        if out.dtype == x.dtype:
+            return group._reduce_scatter_base(out, x)
+        shares = torch.empty_like(x)
+        exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
+        return Summed(exchange, shares.view(group.size(), -1), out.view(-1))
 
     def _all_to_all(
         self,

@@ -17,6 +17,7 @@ from .checks import refuse_implicit
 from .ledger import Record, Scope, scope
 from .pieces import Step, prepare
 from .source import user_line
+from .under_way import Done, Summed, UnderWay
 
 if TYPE_CHECKING:
     from ..redistribute import Move
@@ -107,6 +108,32 @@ class Wire:
             with torch.no_grad():
                 return entry[1](x, Ask(move.kind, move, op))
         return entry[1](x, Ask(move.kind, move, op))
+
+    def start(
+        self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str
+    ) -> UnderWay:
+        """Begin a gather or a reduce-scatter of flat buffers; the rank goes on meanwhile.
+
+        Args:
+            move: an all_gather or reduce_scatter of one dimension that splits evenly.
+            x: this rank's part of `move.before`, contiguous; to be left alone until the wait.
+            out: memory for this rank's part of `move.after`, contiguous. Where its dtype is not
+                x's, x travels as it is and is summed in the dtype of `out`.
+
+        Returns:
+            What is to be waited for before `out` is read. All ranks wait in one order.
+        """
+        if self.scope.busy:
+            self._note(move, x, op, reason)
+        axes, members = self.group(move.axes)
+        ask = Ask(move.kind, move, op)
+        with torch.no_grad():
+            if len(members) == 1:
+                out.view(-1).copy_(x.view(-1))
+                return Done()
+            if move.kind == "all_gather":
+                return self._start_all_gather(out, x, axes, ask)
+            return self._start_reduce_scatter(out, x, axes, ask)
 
     def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:
         for axis in move.axes:
@@ -293,6 +320,23 @@ class Wire:
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         raise NotImplementedError
+
+    def _start_all_gather(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
+    ) -> UnderWay:
+        self._all_gather(out, x, axes, ask)
+        return Done()
+
+    def _start_reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
+    ) -> UnderWay:
+        if out.dtype == x.dtype:
+            self._reduce_scatter(out, x, axes, "sum", ask)
+            return Done()
+        n, shares = self.mesh_size(axes), torch.empty_like(x)
+        even = [x.numel() // n] * n
+        self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, ask)
+        return Summed(Done(), shares.view(n, -1), out.view(-1))
 
     def _all_to_all(
         self,

@@ -35,6 +35,7 @@ __all__ = [
     "MEMORY",
     "bytes_sent",
     "local_numel",
+    "pads",
     "price",
     "price_of",
     "seconds",
@@ -65,6 +66,21 @@ def price_of(move: Move, mesh: Mesh, itemsize: int) -> float:
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
     got = local_numel(move.after.shape, move.after.shards, mesh) * itemsize
     return seconds(move.way, n, have, got, move.op)
+
+
+def pads(move: Move, mesh: Mesh, itemsize: int) -> bool:
+    """Does `move` or its transpose carry so much padding that several moves might cost less?
+
+    Uneven pieces travel as large as the largest. Another path has at least one collective more.
+    """
+    way = move.way
+    kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
+    if "all_gather" not in kinds and "reduce_scatter" not in kinds:
+        return False
+    n = math.prod(mesh.size(a) for a in move.axes)
+    have = local_numel(move.before.shape, move.before.shards, mesh)
+    got = local_numel(move.after.shape, move.after.shards, mesh)
+    return (n * min(have, got) - max(have, got)) * itemsize > LATENCY * BANDWIDTH
 
 
 def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:

@@ -14,7 +14,8 @@
 The last column is no second table: a transpose goes from the dual of where the move ends to the
 dual of where it begins, and `KINDS` names what does that. The axes that split one dimension are a
 stack, so that only the innermost ones can leave it and a new one comes innermost. A move over
-several axes is one collective over all their ranks.
+several axes is one collective over all their ranks, whichever dimensions those split: each rank
+puts the pieces in their places, or cuts them out, by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from ..layout import Layout, LayoutError, Mesh
 
-__all__ = ["COLLECTIVES", "DUAL", "KINDS", "LETTERS", "ONE_DIM", "Move", "changes", "one_move"]
+__all__ = ["COLLECTIVES", "DUAL", "KINDS", "LETTERS", "Move", "changes", "one_move"]
 
 KINDS = {
     "SR": "all_gather",
@@ -49,10 +50,6 @@ LETTERS = {"S": "S", "R": "R", "I": "I", "sum": "P", "max": "P", "min": "P"}
 """The letter of a placement, by what `changes` calls it."""
 
 COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
-
-# One gather fills, one reduction cuts, along a single dimension; so does a slice whose transpose
-# is a gather. The others are as simple over many dimensions as over one.
-ONE_DIM = frozenset(("SR", "SI", "PS", "IS"))
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ def changes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
 
 
 def one_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
-    """The one move from `before` to `after`, if one does it: then no path is cheaper."""
+    """The one move from `before` to `after`, if one does it: none is cheaper but by its padding."""
     moved = changes(before, after)
     start, end = next(iter(moved.values()))
     way = f"{LETTERS[start]}{LETTERS[end]}"
@@ -141,8 +138,6 @@ def one_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
         return None
     if way[0] == "S" or way[1] == "S":
         dims = [(o, n) for o, n in zip(before.shards, after.shards, strict=True) if o != n]
-        if len(dims) > 1 and way in ONE_DIM:
-            return None
         stacks = [old if way[0] == "S" else new for old, new in dims]
         axes = tuple(a for stack in stacks for a in stack if a in moved)
     else:

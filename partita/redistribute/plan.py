@@ -1,8 +1,9 @@
 """Which moves, in which order, take a tensor from one layout to another at the least cost?
 
-One move is tried first: it is what nearly all redistributions need, and then no path is cheaper.
-Else a uniform-cost search goes from layout to layout, one legal move at a time. Four rules keep it
-small, and its traffic what a reader expects of a tensor of any size:
+One move is tried first: it is what nearly all redistributions need, and then no path is cheaper,
+unless uneven pieces are padded so much that two moves send less. Else a uniform-cost search goes
+from layout to layout, one legal move at a time. Four rules keep it small, and its traffic what a
+reader expects of a tensor of any size:
 
 - an axis that is where it belongs (same placement, same outer part of its stack) is not touched;
 - only what shall be pending is made pending, and only what shall be a shard is sliced or scattered;
@@ -20,11 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations, pairwise, product
-from operator import ne
 
 from ..layout import Layout, LayoutError, Mesh
-from .cost import bytes_sent, local_numel, price_of, seconds
-from .move import LETTERS, ONE_DIM, Move, one_move
+from .cost import bytes_sent, local_numel, pads, price_of, seconds
+from .move import LETTERS, Move, one_move
 
 __all__ = ["Plan", "plan"]
 
@@ -88,7 +88,7 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
         if before == after:
             return Plan()
     move = one_move(before, after, mesh)
-    if move is not None:
+    if move is not None and not pads(move, mesh, itemsize):
         return Plan((move,))
     return Plan(_Search(before, after, mesh, itemsize).path())
 
@@ -186,12 +186,11 @@ class _Search:
                 n = math.prod(self.mesh.size(a) for a in free)
                 for target, new in ends:
                     way = LETTERS[place] + LETTERS[target]
-                    if way not in ONE_DIM or sum(map(ne, stacks, new)) == 1:
-                        there = tuple(
-                            target if a in free else p
-                            for a, p in zip(self.mesh.names, places, strict=True)
-                        )
-                        yield way, n, place if way[0] == "P" else "sum", (new, there)
+                    there = tuple(
+                        target if a in free else p
+                        for a, p in zip(self.mesh.names, places, strict=True)
+                    )
+                    yield way, n, place if way[0] == "P" else "sum", (new, there)
 
     def _useful(self, place: str, target: str, free: tuple[str, ...], state: State) -> bool:
         places = state[1]

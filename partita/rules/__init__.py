@@ -1,7 +1,10 @@
 """What an op allows: sentences, the table of them, and the prover."""
 
+from .bind import NUMBER, Bound, Operand, bind
+from .names import Names
+from .rows import Row
 from .rule import RULES, Arg, Call, Kernel, Like, Rewrite, Rule, Said, rule
-from .sentence import NUMBER, Bound, Names, Operand, Row, Sentence, SentenceError, parse
+from .sentence import Sentence, SentenceError, parse
 from .table import LOADED
 from .views import resolve, views
 
@@ -22,6 +25,7 @@ __all__ = [
     "Said",
     "Sentence",
     "SentenceError",
+    "bind",
     "parse",
     "resolve",
     "rule",

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .names import Names
 from .rule import Arg, Call, Said, rule
-from .sentence import Names
 
 __all__ = [
     "amax",

@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from partita.layout import Partial as Shares
 from partita.layout import Placement, Replicate, Shard, chunk
 
+from .bind import NUMBER, Bound, bind
+from .rows import Row
 from .rule import RULES, Arg, Call, Like, Rewrite, Rule, Said
-from .sentence import NUMBER, Bound, Row, parse
+from .sentence import parse
 
 __all__ = ["Proof", "prove"]
 
@@ -257,7 +259,7 @@ def _prove_saying(trial: _Trial, said: Said | Rewrite | None, proof: Proof) -> s
             proof.wrong.append(f"{trial.rule.name} written as other ops: {reason}")
         return set()
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in trial.operands]
-    bound = parse(said.text).bind(shapes)
+    bound = bind(parse(said.text), shapes)
     known = set(bound.sizes)
     if any(n not in known for out in bound.outputs for dim in out for n in dim.names):
         unread = trial.unread()

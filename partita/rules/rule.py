@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .sentence import Names
+from .names import Names
 
 __all__ = ["ON_NEW_RULE", "RULES", "Arg", "Call", "Like", "Rewrite", "Rule", "Said", "rule"]
 

@@ -22,6 +22,7 @@ from partita.rules import (
     Rewrite,
     Said,
     SentenceError,
+    bind,
     parse,
 )
 
@@ -201,7 +202,7 @@ def make_plan(
     sentence = parse(text)
     values = [value for _, value in operands]
     try:
-        bound = sentence.bind(tuple(_operand(v) for v in values))
+        bound = bind(sentence, tuple(_operand(v) for v in values))
     except SentenceError:
         _let_torch_complain(func, args, kwargs)
         return None

@@ -81,12 +81,39 @@ def test_the_same_layout_needs_no_move():
     assert price(Layout.parse("[8@a]"), Layout.parse("[8@a]"), M22) == 0
 
 
-def test_shares_that_go_to_two_dimensions_are_scattered_twice():
+@pytest.mark.parametrize("mesh", [M22, M23], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("[12@a, 36@b]", "[12@a, 36]", "[12, 36]"),
+        ("[12, 36@(b a)]", "[12, 36@b]", "[12, 36]"),
+        ("[12@a, 36@b]", "[12@a, 36] {inv b}", "[12, 36] {inv a, inv b}"),
+        ("[12, 36] {sum a, sum b}", "[12, 36@b] {sum a}", "[12@a, 36@b]"),
+        ("[12, 36] {sum a, sum b}", "[12, 36] {sum a}", "[12, 36]"),
+        ("[12@a, 36@b]", "[12@a, 36] {sum b}", "[12, 36] {sum a, sum b}"),
+    ],
+    ids=str,
+)
+def test_joined_axes_send_no_more_than_one_after_the_other(way, mesh):
+    before, between, after = way
+    joined = path(before, after, mesh)
+    assert len(joined.moves) == 1
+    apart = [path(before, between, mesh), path(between, after, mesh)]
+    for ours, one, other in [
+        (joined, *apart),
+        (joined.transpose(mesh), *(p.transpose(mesh) for p in apart)),
+    ]:
+        assert ours.nbytes(mesh, 4) <= one.nbytes(mesh, 4) + other.nbytes(mesh, 4)
+
+
+def test_uneven_pieces_are_joined_until_their_padding_costs_more_than_a_collective():
+    small = path("[5, 6] {sum a, sum b}", "[5@a, 6@b]", M23)
+    assert words(small) == ["reduce_scatter a b"]
     # The uneven split comes last, where its padding is smaller.
-    p = path("[5, 6] {sum a, sum b}", "[5@a, 6@b]", M23)
+    p = path("[1, 6000000] {sum a, sum b}", "[1@a, 6000000@b]", M23)
     assert words(p) == ["reduce_scatter b", "reduce_scatter a"]
-    p = path("[4, 7] {sum a, sum b}", "[4@a, 7@b]", M23)
-    assert words(p) == ["reduce_scatter a", "reduce_scatter b"]
+    p = path("[3@b, 6000000@a]", "[3, 6000000]", M22)
+    assert words(p) == ["all_gather b", "all_gather a"]
 
 
 def test_shares_are_scattered_before_shards_are_gathered():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from partita.rules import NUMBER, Names, SentenceError, parse
+from partita.rules import NUMBER, Names, SentenceError, bind, parse
 
 
 def rows(text, *operands):
-    return [str(row) for row in parse(text).bind(operands).rows]
+    return [str(row) for row in bind(parse(text), operands).rows]
 
 
 # -- what a sentence means -------------------------------------------------------------------------
@@ -109,30 +109,30 @@ def test_only_the_outermost_name_of_a_dimension_can_be_split():
 
 
 def test_a_merged_name_is_cut_evenly():
-    bound = parse("(a=3 b) -> a b").bind([(12,)])
+    bound = bind(parse("(a=3 b) -> a b"), [(12,)])
     assert bound.can_split("a", 3)
     assert not bound.can_split("a", 2)
 
 
 def test_an_outer_name_of_size_one_leaves_the_next_one_free():
-    found = parse("b (g r) d, b g d -> b (g r) d").bind([(2, 6, 4), (2, 1, 4)])
+    found = bind(parse("b (g r) d, b g d -> b (g r) d"), [(2, 6, 4), (2, 1, 4)])
     assert "S(1), R -> S(1)" in [str(row) for row in found.rows]
     assert not found.can_split("g", 2)
     assert found.can_split("r", 4)
 
 
 def test_sizes_come_from_other_operands():
-    bound = parse("b (g r), b g -> b g r").bind([(2, 12), (2, 4)])
+    bound = bind(parse("b (g r), b g -> b g r"), [(2, 12), (2, 4)])
     assert bound.sizes == {"b": 2, "g": 4, "r": 3}
     assert bound.output_shape(0, ()) == (2, 4, 3)
 
 
 def test_a_size_that_no_name_tells_comes_from_the_result():
-    assert parse("n h! -> n y!").bind([(4, 9)]).output_shape(0, (2, 7)) == (4, 7)
+    assert bind(parse("n h! -> n y!"), [(4, 9)]).output_shape(0, (2, 7)) == (4, 7)
 
 
 def test_even_names_are_cut_evenly():
-    bound = parse("n% c -> n% c").bind([(5, 4)])
+    bound = bind(parse("n% c -> n% c"), [(5, 4)])
     assert not bound.can_split("n", 2)
     assert bound.can_split("c", 3)
 
@@ -162,7 +162,7 @@ def test_a_name_that_stands_twice_in_one_tensor_is_whole():
 )
 def test_a_sentence_that_cannot_be_read_says_why(text, operands, reason):
     with pytest.raises(SentenceError, match=reason):
-        parse(text).bind(operands)
+        bind(parse(text), operands)
 
 
 # -- names -----------------------------------------------------------------------------------------

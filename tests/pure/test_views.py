@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.layout import Shard, chunk
-from partita.rules import parse, resolve, views
+from partita.rules import bind, parse, resolve, views
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def piece(shape, dim, parts, r):
 @given(two_shapes(), st.sampled_from([2, 3]))
 def test_each_rank_holds_the_same_elements_before_and_after(shapes, parts):
     before, after = shapes
-    bound = parse(views(before, after)).bind([before])
+    bound = bind(parse(views(before, after)), [before])
     assert bound.output_shape(0, ()) == after
     for row in bound.rows:
         source, target = row.inputs[0], row.outputs[0]
@@ -93,4 +93,4 @@ def test_each_rank_holds_the_same_elements_before_and_after(shapes, parts):
 @given(two_shapes())
 def test_a_view_of_shares_is_shares(shapes):
     before, after = shapes
-    assert "P -> P" in [str(row) for row in parse(views(before, after)).bind([before]).rows]
+    assert "P -> P" in [str(row) for row in bind(parse(views(before, after)), [before]).rows]

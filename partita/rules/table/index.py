@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from ..exceptions import nothing, own
+from ..names import Names
 from ..rule import Arg, Call, Said, rule
-from ..sentence import Names
 
 # -- embedding -------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..names import Names
 from ..rule import Arg, Call, Rewrite, Said, rule
-from ..sentence import Names
 from ..views import resolve, views
 
 

@@ -1,0 +1,47 @@
+"""How are sums done on Gloo, which has the collectives but does some of them slowly?
+
+Gloo's reduce-scatter is an all-reduce of which most is thrown away, and its ring starts each piece
+at another rank. Here the shares are exchanged and each rank adds up in rank order: half the bytes,
+and a sum that is the same bits in every collective. Measured, ms for 3 and 12 MiB: reduce-scatter
+on 2 ranks 2.8 -> 1.1 and 9.1 -> 5.1, on 4 ranks 6.8 -> 2.3 and 20.8 -> 9.0; all-reduce on 4 ranks
+7.9 -> 7.1; of a few bytes 0.39 -> 0.25.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .under_way import Summed, ordered_sum
+
+__all__ = ["all_reduce", "start_reduce_scatter"]
+
+_SMALL = 1 << 15
+"""Bytes up to which every rank sends its whole share to all: one round instead of two."""
+
+
+def start_reduce_scatter(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> Summed:
+    """Begin to fill `out` with this rank's piece of the sum of the group's `x`, all contiguous."""
+    shares = torch.empty_like(x)
+    exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
+    return Summed(exchange, shares.view(group.size(), -1), out.view(-1))
+
+
+def all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> None:
+    """Put the sum of the group's contiguous `x` into `x`."""
+    n, size = group.size(), x.numel()
+    flat = x.view(-1)
+    if x.nbytes <= _SMALL:
+        shares = x.new_empty(n * size)
+        group._allgather_base(shares, flat).wait()
+        ordered_sum(shares.view(n, size), flat)
+    elif n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much
+        group.allreduce([x], dist.ReduceOp.SUM).wait()
+    else:
+        whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
+        piece = x.new_empty(whole.numel() // n)
+        start_reduce_scatter(group, piece, whole).wait()
+        out = whole if whole is flat else torch.empty_like(whole)
+        group._allgather_base(out, piece).wait()
+        if out is not flat:
+            flat.copy_(out[:size])

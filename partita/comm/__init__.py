@@ -4,6 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .checks import check_ranks, strict
 from .dry import DryWire, dry_mesh
+from .everyone import Aside, Decide, everyone
 from .groups import GroupWire, wire_of
 from .handle import MeshHandle
 from .ledger import Ledger, Record, ledger
@@ -13,7 +14,9 @@ from .under_way import UnderWay
 from .wire import Ask, Wire
 
 __all__ = [
+    "Aside",
     "Ask",
+    "Decide",
     "DeviceMesh",
     "DryWire",
     "GroupWire",
@@ -25,6 +28,7 @@ __all__ = [
     "World",
     "check_ranks",
     "dry_mesh",
+    "everyone",
     "init_device_mesh",
     "ledger",
     "ranks",

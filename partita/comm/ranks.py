@@ -24,9 +24,9 @@ from .ledger import Scope, enter_rank_thread, scope
 from .source import user_line
 from .wire import Ask, Axes, Wire
 
-__all__ = ["World", "ranks"]
+__all__ = ["RankWire", "World", "ranks", "running_wire"]
 
-Payload = tuple[torch.Tensor, ...]
+Payload = tuple[Any, ...]
 Action = Callable[[Sequence[Payload]], None]
 READY, WAITING, ENDED = "ready", "waiting", "ended"
 
@@ -326,6 +326,12 @@ class _CallerState:
             yield
 
 
+def running_wire() -> RankWire | None:
+    """The wire over the whole world of the rank that runs in this thread; None where none does."""
+    world = getattr(_running, "world", None)
+    return None if world is None else world.handle(_running.rank).wire
+
+
 class RankWire(Wire):
     """The wire of one rank of a `World`."""
 
@@ -350,6 +356,19 @@ class RankWire(Wire):
             group = tuple(self._number_at[m] for m in self.group(axes)[1])
             self._numbers[axes] = group
         self._world.meet(Call(self._number, self._everyone, group, key, ask, payload), action)
+
+    def together(self, mine: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """This rank's share of what the first rank's `answer` makes of every rank's `mine`."""
+        got: list[Any] = []
+
+        def action(all_: Sequence[Payload]) -> None:
+            answers = all_[0][2]([theirs for _, theirs, _ in all_])
+            for (to, _, _), one in zip(all_, answers, strict=True):
+                to.append(one)
+
+        ask = Ask("together", None, "")
+        self._meet(("together", "objects"), self.mesh.names, ask, (got, mine, answer), action)
+        return got[0]
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
         def action(all_: Sequence[Payload]) -> None:

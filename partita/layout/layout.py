@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .errors import LayoutError
+from .errors import Fix, LayoutError
 from .mesh import Coordinate, Mesh
 from .placement import Invariant, Partial, Placement, Replicate, Shard
 
@@ -73,10 +73,14 @@ class Layout:
         Raises:
             LayoutError: wrong number of placements, or a shard dimension out of range.
         """
+        if isinstance(placements, Placement):
+            placements = (placements,)
         if len(placements) != mesh.ndim:
             raise LayoutError(
                 f"{len(placements)} placements for mesh {mesh}, which has {mesh.ndim} axes",
+                operands=(f"placements  {list(placements)}",),
                 reason="give one placement for each axis of the mesh, in its order",
+                fixes=(_instead([*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]),),
             )
         shards: list[list[str]] = [[] for _ in shape]
         partial, invariant = [], []
@@ -88,8 +92,10 @@ class Layout:
                 if not 0 <= dim < len(shape):
                     raise LayoutError(
                         f"Shard({p.dim}) on axis {axis} is out of range for shape {tuple(shape)}",
+                        operands=(f"placements  {list(placements)} on mesh {mesh}",),
                         reason=f"a tensor of {len(shape)} dimensions has "
                         + (f"dimensions 0 to {len(shape) - 1}" if shape else "none to shard"),
+                        fixes=(_instead([_in_range(q, len(shape)) for q in placements]),),
                     )
                 shards[dim].append(axis)
             elif isinstance(p, Partial):
@@ -97,7 +103,11 @@ class Layout:
             elif isinstance(p, Invariant):
                 invariant.append(axis)
             elif not isinstance(p, Replicate):
-                raise LayoutError(f"{p!r} on axis {axis} is no placement")
+                raise LayoutError(
+                    f"{p!r} on axis {axis} is no placement",
+                    operands=(f"placements  {list(placements)} on mesh {mesh}",),
+                    fixes=(_instead([_in_range(q, len(shape)) for q in placements]),),
+                )
         return Layout(
             tuple(shape), tuple(map(tuple, shards)), tuple(partial), tuple(invariant), dtype
         )
@@ -201,6 +211,18 @@ class Layout:
             else:
                 raise LayoutError(f"cannot read {part!r} in the layout {text!r}")
         return Layout(tuple(shape), tuple(shards), tuple(partial), tuple(invariant), dtype)
+
+
+def _instead(placements: Sequence[Placement]) -> Fix:
+    return Fix(f"placements={list(placements)}")
+
+
+def _in_range(given: object, ndim: int) -> Placement:
+    """What a tensor of `ndim` dimensions could have in the place of `given`."""
+    if isinstance(given, Shard):
+        dim = given.dim + ndim if given.dim < 0 else given.dim
+        return Shard(max(0, min(dim, ndim - 1))) if ndim else Replicate()
+    return given if isinstance(given, Placement) else Replicate()
 
 
 _TEXT = re.compile(r"(?P<dtype>\w*)\[(?P<dims>[^\]]*)\](?:\s*\{(?P<rest>[^}]*)\})?")

@@ -310,7 +310,7 @@ def _kernel(trial: _Trial, said: Said, bound: Bound, row: Row, n: int, r: int) -
 
     outputs = tuple(tuple(local_size(d.names) for d in out) for out in bound.outputs)
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
-    return said.local(Call(shapes, outputs, pieces)) or trial.function
+    return said.local(Call(trial.function, shapes, outputs, pieces)) or trial.function
 
 
 def _differs(trial: _Trial, said: Said, bound: Bound, row: Row, n: int) -> str:

@@ -17,6 +17,9 @@ from .names import Names
 __all__ = ["ON_NEW_RULE", "RULES", "Arg", "Call", "Like", "Rewrite", "Rule", "Said", "rule"]
 
 
+Kernel = Callable[..., Any]
+
+
 @dataclass(frozen=True)
 class Arg:
     """What a rule sees of a tensor: its global shape, and how each dimension is split.
@@ -50,11 +53,13 @@ class Call:
     """What a local kernel is told about the one rank that it runs on.
 
     Attributes:
+        run: the function itself.
         shapes: the global shape of each operand (None where absent or a number).
         outputs: this rank's local shape of each output; a size that only the kernel can tell is -1.
         pieces: for each split name `(offset, length, size)` in elements: this rank's piece of it.
     """
 
+    run: Kernel
     shapes: tuple[tuple[int, ...] | None, ...]
     outputs: tuple[tuple[int, ...], ...]
     pieces: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -64,9 +69,6 @@ class Call:
         return any(n in self.pieces for n in names)
 
 
-Kernel = Callable[..., Any]
-
-
 @dataclass(frozen=True)
 class Said:
     """A sentence, and what to run on a rank instead of the function itself.
@@ -74,7 +76,8 @@ class Said:
     Attributes:
         text: the sentence.
         local: given the `Call`, a kernel with the function's own signature that takes and returns
-            plain local tensors, or None to run the function itself.
+            plain local tensors (it may be `call.run` with other arguments), or None to run the
+            function itself.
     """
 
     text: str

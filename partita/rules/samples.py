@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from . import exceptions
 from .rule import RULES
+from .table.attention import attention
 from .table.getitem import picked
-from .table.nn import resized
+from .table.pool import resized
 
 __all__ = ["samples"]
 
@@ -503,7 +504,7 @@ def _ours() -> Part:
     numbers = i(99, 5, 4)
     return [
         (
-            exceptions.attention,
+            attention,
             [
                 heads(q, kv, x(2, 4, 7, 2)),
                 heads(q, x(2, 4, 5, 3), x(2, 4, 5, 3), None, True),

@@ -22,6 +22,7 @@ __all__ = [
     "piece_of",
     "rand",
     "randn",
+    "spread",
     "zeros",
 ]
 
@@ -85,15 +86,18 @@ def distribute_tensor(
             ),
         )
     spec = placed(device_mesh, tensor.shape, placements)
+    return spread(tensor, spec, src_data_rank).requires_grad_(tensor.requires_grad)
+
+
+def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
+    """`distribute_tensor` of a plain `tensor` as `spec`, which needs no gradient yet."""
     with torch.no_grad():
         value = tensor.detach()
         if value.is_meta:
-            local = torch.empty(spec.local_shape, dtype=value.dtype, device="meta")
-        else:
-            if src_data_rank is not None:
-                value = spec.wire.from_first(value, src_data_rank)
-            local = piece_of(value, spec)
-    return tagged(local, spec).requires_grad_(tensor.requires_grad)
+            return tagged(torch.empty(spec.local_shape, dtype=value.dtype, device="meta"), spec)
+        if src_data_rank is not None:
+            value = spec.wire.from_first(value, src_data_rank)
+        return tagged(piece_of(value, spec), spec)
 
 
 def distribute_module(

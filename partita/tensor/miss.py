@@ -17,6 +17,7 @@ from partita.rules import (
     Arg,
     Bound,
     Call,
+    Kernel,
     Like,
     Operand,
     Rewrite,
@@ -194,7 +195,7 @@ def make_plan(
             copies = _is_view(form, args) and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
             return CallPlan(form.name, wire, rewrite=rewrite, copies=copies)
         if isinstance(said, Like):
-            return _like(form.name, wire, args[0]._spec, said)
+            return _like(form.name, func, wire, args[0]._spec, said)
         text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
     paths = {path for path, _ in operands}
     if any(path not in paths for path, _ in tensors):
@@ -223,7 +224,7 @@ def make_plan(
             targets.append(Target(path, spec_of(after, wire)))
     kernel = None
     if local is not None:
-        kernel = local(_call(bound, choice, wire))
+        kernel = local(_call(form.local or func, bound, choice, wire))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None and form.inplace:
             kernel = _into_first(kernel, form)
@@ -295,7 +296,7 @@ def _layout(value: Any) -> Layout | None:
     return Layout(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
 
-def _call(bound: Bound, choice: Choice, wire: Wire) -> Call:
+def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire) -> Call:
     pieces = {}
     for name, axes in choice.splits.items():
         if name in bound.sizes and any(wire.mesh.size(a) > 1 for a in axes):
@@ -312,10 +313,10 @@ def _call(bound: Bound, choice: Choice, wire: Wire) -> Call:
             sizes.append(length if length >= 0 else -1)
         outputs.append(tuple(sizes))
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
-    return Call(shapes, tuple(outputs), pieces)
+    return Call(run, shapes, tuple(outputs), pieces)
 
 
-def _like(name: str, wire: Wire, spec: Spec, said: Like) -> CallPlan:
+def _like(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPlan:
     """A tensor of its own in the operand's layout; whole if its shape is another."""
     if said.shape == spec.layout.shape:
         layout = spec.layout
@@ -324,7 +325,7 @@ def _like(name: str, wire: Wire, spec: Spec, said: Like) -> CallPlan:
     else:
         layout = Layout(said.shape)
     out = spec_of(layout, wire)
-    kernel = said.local and said.local(Call((spec.layout.shape,), (tuple(out.local_shape),)))
+    kernel = said.local and said.local(Call(run, (spec.layout.shape,), (tuple(out.local_shape),)))
     return CallPlan(name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel)
 
 

@@ -22,10 +22,10 @@ from .setitem import set_item
 from .spec import Spec, spec_of
 from .view_writes import written_through
 
-__all__ = ["PASS", "SPECIAL", "passes", "seeded"]
+__all__ = ["OURS", "PASS", "SPECIAL", "passes", "seeded"]
 
 T = torch.Tensor
-_OURS = frozenset(("_spec", "_reopens", "_settled", "_kept", "_unversioned", "_origin"))
+OURS = frozenset(("_spec", "_reopens", "_settled", "_kept", "_unversioned", "_origin"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
@@ -406,7 +406,7 @@ def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
             assert grad is not None
             new.grad = tagged(T.clone(grad), grad._spec)
     for name, value in x.__dict__.items():
-        if name not in _OURS:
+        if name not in OURS:
             new.__dict__[name] = copy.deepcopy(value, memo)
     memo[id(x)] = new
     return new
@@ -429,7 +429,7 @@ torch.serialization.add_safe_globals([_rebuild])
 def _reduce(x: DTensor, protocol: Any) -> Any:
     with Local():
         local = x.detach().requires_grad_(x.requires_grad)
-    names = {k: v for k, v in x.__dict__.items() if k not in _OURS}
+    names = {k: v for k, v in x.__dict__.items() if k not in OURS}
     return _rebuild, (local, x.device_mesh, str(x._spec.layout), names)
 
 

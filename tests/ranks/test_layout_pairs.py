@@ -155,7 +155,10 @@ ONE = [
     ([Partial(), Partial()], [Invariant(), Invariant()], "all_reduce"),
     ([Shard(0), Shard(0)], [Replicate(), Replicate()], "all_gather"),
     ([Shard(0), Shard(1)], [Replicate(), Replicate()], "all_gather"),
+    ([Shard(0), Shard(1)], [Invariant(), Invariant()], "all_gather"),
     ([Partial(), Partial()], [Shard(0), Shard(0)], "reduce_scatter"),
+    ([Partial(), Partial()], [Shard(1), Shard(0)], "reduce_scatter"),
+    ([Shard(0), Shard(0)], [Shard(1), Shard(1)], "all_to_all"),
 ]
 
 
@@ -172,6 +175,19 @@ def test_one_collective_does_the_work_of_both_axes(
 
     with pt.ranks(**MESHES[mesh]) as world:
         assert world.run(run) == [[kind]] * world.mesh.size()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_one_gather_joined_one_reduce_scatter_parts_in_backward(mesh: str) -> None:
+    def run(handle: Any) -> list[str]:
+        x = pt.zeros(5, 7, device_mesh=handle, placements=[Shard(0), Shard(1)]).requires_grad_()
+        y = x.redistribute(placements=[Replicate(), Replicate()])
+        with pt.ledger() as log:
+            y.sum().backward()
+        return [m.kind for m in log.moves if m.nbytes]
+
+    with pt.ranks(**MESHES[mesh]) as world:
+        assert world.run(run) == [["reduce_scatter"]] * world.mesh.size()
 
 
 def test_a_pending_maximum_has_no_gradient_and_says_so() -> None:

@@ -88,6 +88,9 @@ def layouts(draw: Draw, mesh: dict[str, int], shape: tuple[int, ...]) -> str:
     return str(layout)
 
 
+# torch.kron is given copies: torch saves its operands past the version check, so that a later write
+# into one of them makes its gradient wrong on one device.
+
 UNARY = """-{0}|torch.sin({0})|torch.tanh({0})|torch.sigmoid({0})|F.relu({0})|F.gelu({0})
 F.silu({0})|torch.exp(-{0}.abs())|{0} * 0.5|{0} + 1.5|2 - {0}|{0} / 3|{0}.pow(2)
 F.leaky_relu({0}, 0.1)|{0}.clamp(-0.7, 1.1)|{0}.clone()|F.softplus({0})|F.elu({0})|{0}.abs()
@@ -105,7 +108,7 @@ torch.where({0} > {1}, {0}, {1})|torch.addcmul({0}, {0}, {1}, value=0.5)|torch.l
 torch.matmul({0}, {1}.transpose(-1, -2))|F.linear({0}, {1})|torch.cat([{0}, {1}])
 torch.dot({0}, {1})|torch.cat([{0}, {1}], -1)|F.mse_loss({0}, {1})
 F.huber_loss({0}, {1}, reduction="sum")|torch.outer({0}, {1})|torch.bmm({0}, {1})|torch.mv({0}, {1})
-torch.addmm({0}, {0}, {1})|torch.atan2({0}, {1}.abs() + 1)|torch.kron({0}, {1})
+torch.addmm({0}, {0}, {1})|torch.atan2({0}, {1}.abs() + 1)|torch.kron({0}.clone(), {1}.clone())
 F.cosine_similarity({0}, {1}, 0)|torch.einsum("i...,i...->...", {0}, {1})
 torch.tensordot({0}, {1}, 1)|F.kl_div({0}, {1}.abs(), reduction="batchmean")"""
 
@@ -136,9 +139,54 @@ INDEX = """{0}[0]|{0}[-1]|{0}[1:]|{0}[::2]|{0}[..., 0]|{0}[..., 1:3]|{0}[:, -1]|
 INPLACE = """{0}.add_({1})|{0}.mul_({1})|{0}.mul_(0.5)|{0}.sub_({1}, alpha=2)|{0}.relu_()
 {0}.clamp_(-1, 1)|{0}.tanh_()|{0}.masked_fill_({0} > 0.5, 0.25)|{0} += {1}|{0} *= {1}|{0}.zero_()
 {0}.copy_({1})|{0}.div_(3)|{0}[0] = 0.5|{0}[0].add_(1)|{0}[..., :2] *= 2|{0}.unsqueeze_(0)
-{0}.fill_(0.1)|{0}[1:] = {1}"""
+{0}.fill_(0.1)|{0}[1:] = {1}|{0} -= {1}|{0} /= 2|{0}.sigmoid_()|{0}.addcmul_({1}, {1}, value=0.1)
+{0}.lerp_({1}, 0.3)|{0}.index_fill_(0, torch.tensor([0]), 0.5)|{0}[{0} > 0] = 0.5|{0}.squeeze_()
+{0}[..., -1] = {1}|{0}.select(0, -1).copy_({1})|{0}.diagonal().zero_()|{0}.view(-1)[0] = 1
+{0}.T.add_(1)|{0}[torch.tensor([0])] = 0.25|{0}.transpose_(0, -1)|{0}.detach().mul_(2)|{0}.t_()
+{0}.narrow(-1, 0, 1).mul_({1})|{0}.index_add_(0, torch.tensor([0]), {1}[:1])|{0}.abs_().add_({1})
+{0}.scatter_(0, torch.zeros_like({0}, dtype=torch.long), 0.5)|{0}.masked_fill_({1} > 0, 0.1)
+{0}.unflatten(0, (-1, 2)).mul_(0.5)|{0}.flatten()[:2].neg_()|{0}.clamp_min_({1})|{0}.cumsum_(0)
+{0}[{1} > 0.2] *= 2|{0}.chunk(2)[0].add_(1)|{0}.expand(2, *{0}.shape)[0].mul_(3)|{0}.tril_()"""
 
-POOLS = [p.replace("\n", "|").split("|") for p in (UNARY, BINARY, BINARY, ALONG, INDEX, INPLACE)]
+NN = """F.scaled_dot_product_attention({0}, {0}, {0})|F.scaled_dot_product_attention({0}, {1}, {1})
+F.scaled_dot_product_attention({0}, {0}, {1}, is_causal=True)|F.conv1d({0}, {1})|F.conv2d({0}, {1})
+F.conv1d({0}, {1}, padding=1)|F.group_norm({0}, 1)|F.group_norm({0}, {0}.size(1))
+F.batch_norm({0}, None, None, training=True)|F.instance_norm({0})|F.avg_pool1d({0}, 2, 1)
+F.max_pool1d({0}, 2)|F.max_pool2d({0}, 2, 1)|F.adaptive_avg_pool1d({0}, 2)|F.cdist({0}, {1})
+F.cross_entropy({0}, torch.arange({0}.size(0)) % {0}.size(1), label_smoothing=0.1)
+F.nll_loss(F.log_softmax({0}, 1), {0}.argmax(1))|F.cross_entropy({0}, torch.softmax({1}, 1))
+F.embedding(torch.arange(4) % {0}.size(0), {0})|F.embedding({1}.argmax(0), {0})|F.prelu({0}, {1})
+F.binary_cross_entropy_with_logits({0}, torch.sigmoid({1}), reduction="none")|F.l1_loss({0}, {1})
+F.one_hot({0}.argmax(-1), {0}.size(-1)).double() @ {1}|torch.cdist({0}, {1})|F.glu({0}, 0)
+F.linear({0}, {1}, {1}.sum(-1))|F.interpolate({0}, scale_factor=2)|F.unfold({0}, 1)
+F.smooth_l1_loss({0}, {1})|F.gaussian_nll_loss({0}, {1}, {1}.exp(), reduction="sum")
+torch.baddbmm({0}, {0}, {1})|torch.einsum("...i,...j->...ij", {0}, {1})|torch.vdot({0}, {1})
+torch.einsum("ij,kj->ik", {0}, {1})|torch.einsum("ij,ij->j", {0}, {1})|torch.chain_matmul({0}, {1})
+torch.cov({0})|torch.corrcoef({0})|torch.trace({0})|torch.block_diag({0}, {1})|torch.cross({0}, {1})
+torch.cartesian_prod({0}, {1})|torch.linalg.matrix_norm({0})|torch.vander({0}, 3)|{0}.cummax(0)[0]
+torch.searchsorted({0}.sort().values, {1})|torch.bucketize({0}, torch.tensor([0.1, 0.5]))
+torch.histc({0}, 4, -1, 1)|torch.logcumsumexp({0}, 0)|torch.renorm({0}, 2, 0, 0.9)
+torch.randn_like({0})|torch.bernoulli(torch.sigmoid({0}))|torch.rand_like({0}) * {0}|F.dropout1d({0})
+torch.count_nonzero({0} > 0.1)|torch.nonzero({0} > 0.1)|({0} > 0.1).any()|torch.unique({0} > 0)"""
+
+# Tensors that have no layout, and other dtypes. What is cast to float32 is exact in it.
+BESIDE = """{0} + torch.ones({0}.shape[-1:])|{0} @ torch.eye({0}.size(-1), dtype=torch.float64)
+torch.linspace(0, 1, {0}.size(-1), dtype=torch.float64) * {0}|torch.ones(()) - {0}
+{0}.where(torch.ones({0}.shape[-2:]).tril().bool(), 0.5)|torch.ones_like({0}) + {0}
+torch.cat([{0}, torch.zeros({0}.shape, dtype=torch.float64)])|{0}.new_zeros({0}.shape) - {0}
+{0}.masked_fill(torch.ones({0}.shape[-2:]).triu(1).bool(), -1.0)|{0} * torch.tensor(2)
+torch.stack([torch.ones({0}.shape, dtype=torch.float64), {0}])|{0}.new_ones(2, {0}.size(-1)) * {0}
+(({0} * 4).round() / 4).float().double()|({0} > 0.1).double() * {1}|({0} > {1}).sum(-1)
+({0} * 3.7).long()|({0} * 3.7).int() + {0}|({0} > 0.1) & ({1} > 0.1)|{0}.to(torch.complex128).real
+(({0} * 8).round() / 8).to(torch.float32) + {1}|{0}.argsort(-1)|{0}.argmax() + {1}|{0}.bool() * {1}
+({0} > 0.1).to({1}.dtype) * {1}|({0} > 0).float().mean()|({0} > 0).int().cumsum(-1) * {1}
+torch.complex({0}, {1}).abs()|{0}.argmin(-1).to({1}.dtype)|{0}.sign().to(torch.int8) * {1}
+({0} * 3).round().half().to(torch.float64)|torch.result_type({0}, 1) and {0}|{0}.isfinite() * {0}"""
+
+POOLS = [
+    p.replace("\n", "|").split("|")
+    for p in (UNARY, BINARY, BINARY, ALONG, INDEX, NN, BESIDE, INPLACE)
+]
 
 
 @st.composite

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Call, Like, rule
+from ..rule import Arg, Call, Kernel, Like, rule
 
 
-def _like(*functions: Callable[..., Any], pending: bool = False) -> None:
+def _like(*functions: Kernel, pending: bool = False) -> None:
     def derive(input: Arg) -> Like:
         return Like(input.shape, pending)
 
@@ -21,46 +21,42 @@ _like(torch.zeros_like, torch.ones_like, torch.full_like)
 _like(torch.empty_like, pending=True)
 
 
-def _local(run: Callable[..., Any], rest: int) -> Callable[[Call], Callable[..., Any]]:
+def _local(rest: int) -> Callable[[Call], Kernel]:
     """`run(input, local shape, ...)`; the arguments after the shape begin at number `rest`."""
 
-    def local(call: Call) -> Callable[..., Any]:
+    def local(call: Call) -> Kernel:
         def new(input: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("size", None)
             # As a list: of an empty tuple torch makes "no sizes given".
-            return run(input, list(call.outputs[0]), *args[rest:], **kwargs)
+            return call.run(input, list(call.outputs[0]), *args[rest:], **kwargs)
 
         return new
 
     return local
 
 
-def _new(name: str, rest: int | None, pending: bool = False) -> None:
-    run = getattr(torch.Tensor, name)
-
+def _new(*functions: Kernel, pending: bool = False) -> None:
     def derive(input: Arg, *sizes: Any, size: Any = None) -> Like:
         size = sizes if size is None else (size,)
         one = len(size) >= 1 and isinstance(size[0], list | tuple)
         shape = tuple(size[0]) if one else tuple(n for n in size if type(n) is int)
-        keep = rest if rest is not None else 1 if one else len(shape)
-        return Like(shape, pending, _local(run, keep))
+        return Like(shape, pending, _local(1 if one else len(shape)))
 
-    rule(run)(derive)
+    rule(*functions)(derive)
 
 
-_new("new_zeros", None)
-_new("new_ones", None)
-_new("new_empty", None, pending=True)
+_new(torch.Tensor.new_zeros, torch.Tensor.new_ones)
+_new(torch.Tensor.new_empty, pending=True)
 
 
 @rule(torch.Tensor.new_full)
 def new_full(input: Arg, size: Sequence[int]) -> Like:
-    return Like(tuple(size), False, _local(torch.Tensor.new_full, 1))
+    return Like(tuple(size), False, _local(1))
 
 
 @rule(torch.Tensor.new_empty_strided)
 def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
-    def local(call: Call) -> Callable[..., Any]:
+    def local(call: Call) -> Kernel:
         def new(input: Any, size: Any, stride: Sequence[int], **kwargs: Any) -> Any:
             # The order of the strides is kept; their sizes are those of this rank's piece.
             shape = call.outputs[0]

@@ -8,14 +8,15 @@ on its values, and so must not be part of a plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..exceptions import nothing, op, own
-from ..rule import Arg, Call, Rewrite, Said, rule
+from ..own_op import op
+from ..pieces import nothing, own
+from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 
 INDEX = "index"
 """Stands for a tensor of integers in a pattern."""
@@ -106,7 +107,7 @@ def _plain(e: Any) -> bool:
 
 def _picked(
     call: Call, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
-) -> Callable[..., Any] | None:
+) -> Kernel | None:
     mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
     if not mine:
         return None
@@ -181,13 +182,13 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
         return Said(text)
     name, after = left[d], len(kept) - start
 
-    def local(call: Call) -> Callable[..., Any] | None:
+    def local(call: Call) -> Kernel | None:
         def run(input: Any, _pattern: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
                 return nothing(input, call.outputs[0])
             at, away = own(index, call.pieces[name])
             out = input[tuple(at if isinstance(e, str) else e for e in full)]
-            return out.masked_fill(away.view(*away.shape, *[1] * after), 0)
+            return out.masked_fill(away.view([*away.shape, *[1] * after]), 0)
 
         return run if call.is_split(name) else None
 

@@ -10,77 +10,75 @@ in Python than in C++.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import exceptions
-from ..rule import Arg, Call, Rewrite, Said, rule
+from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 
 NONE, MEAN, SUM = 0, 1, 2
+_n = torch._C._nn
 
 
-def _said(
-    run: Callable[..., Any], at: int, terms: str, out: str, reduction: Any, count: int
-) -> Said | str | None:
+def _reduced(terms: str, out: str, count: int, reduction: Any, at: int) -> Said | str | None:
     """The rule of a loss.
 
     Args:
-        at: which argument `reduction` is.
         terms: what the loss is computed from.
         out: its names when it is not reduced.
         count: what a mean is divided by.
+        at: which argument `reduction` is.
     """
     if reduction not in (NONE, MEAN, SUM):
         return None
     if reduction == NONE:
         return f"{terms} -> {out}"
 
-    def local(call: Call) -> Callable[..., Any] | None:
+    def local(call: Call) -> Kernel | None:
         def share(*args: Any, **kwargs: Any) -> Any:
             if len(args) > at:
                 args = (*args[:at], SUM, *args[at + 1 :])
             else:
                 kwargs["reduction"] = SUM
-            return run(*args, **kwargs) / count
+            return call.run(*args, **kwargs) / count
 
         return share if reduction == MEAN and call.pieces and count else None
 
     return Said(f"{terms} -> sum", local)
 
 
-def _elementwise(run: Callable[..., Any], tensors: int, at: int) -> None:
-    """The rule of a loss of each element of its first `tensors` arguments, broadcast."""
-
-    def said(given: tuple[Any, ...], reduction: Any) -> Said | str | None:
-        args = [x for x in given[:tensors] if isinstance(x, Arg)]
-        count = math.prod(torch.broadcast_shapes(*(x.shape for x in args)))
-        return _said(run, at, ", ".join("..." for _ in args), "...", reduction, count)
-
-    def two(input: Arg, target: Arg, reduction: Any = None) -> Any:
-        return said((input, target), reduction)
-
-    def two_margin(input: Arg, target: Arg, _margin: Any = 1.0, reduction: Any = None) -> Any:
-        return said((input, target), reduction)
-
-    def three(input: Arg, target: Arg, weight: Any = None, reduction: Any = None) -> Any:
-        return said((input, target, weight), reduction)
-
-    def four(
-        input: Arg, target: Arg, weight: Any = None, pos_weight: Any = None, reduction: Any = None
-    ) -> Any:
-        return said((input, target, weight, pos_weight), reduction)
-
-    rule(run)({(2, 2): two, (2, 3): two_margin, (3, 3): three, (4, 4): four}[tensors, at])
+# -- losses of each element ------------------------------------------------------------------------
 
 
-for _name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"):
-    _elementwise(getattr(torch._C._nn, _name), 2, 2)
-_elementwise(torch.kl_div, 2, 2)
-_elementwise(torch.hinge_embedding_loss, 2, 3)
-_elementwise(torch._C._nn.binary_cross_entropy, 3, 3)
-_elementwise(torch.binary_cross_entropy_with_logits, 4, 4)
+def _of_elements(operands: Sequence[Any], reduction: Any, at: int) -> Said | str | None:
+    """A loss of each element of operands that are broadcast."""
+    args = [x for x in operands if isinstance(x, Arg)]
+    count = math.prod(torch.broadcast_shapes(*(x.shape for x in args)))
+    return _reduced(", ".join("..." for _ in args), "...", count, reduction, at)
+
+
+@rule(_n.mse_loss, _n.l1_loss, _n.smooth_l1_loss, _n.huber_loss, _n.soft_margin_loss, torch.kl_div)
+def mse_loss(input: Arg, target: Arg, reduction: Any = None) -> Any:
+    return _of_elements((input, target), reduction, 2)
+
+
+@rule(torch.hinge_embedding_loss)
+def hinge_embedding_loss(input: Arg, target: Arg, _margin: Any = 1.0, reduction: Any = None) -> Any:
+    return _of_elements((input, target), reduction, 3)
+
+
+@rule(_n.binary_cross_entropy)
+def binary_cross_entropy(input: Arg, target: Arg, weight: Any = None, reduction: Any = None) -> Any:
+    return _of_elements((input, target, weight), reduction, 3)
+
+
+@rule(torch.binary_cross_entropy_with_logits)
+def binary_cross_entropy_with_logits(
+    input: Arg, target: Arg, weight: Any = None, pos_weight: Any = None, reduction: Any = None
+) -> Any:
+    return _of_elements((input, target, weight, pos_weight), reduction, 4)
 
 
 @rule(torch.poisson_nll_loss)
@@ -92,16 +90,14 @@ def poisson_nll_loss(
     _eps: Any = None,
     reduction: Any = None,
 ) -> Any:
-    count = math.prod(torch.broadcast_shapes(input.shape, target.shape))
-    return _said(torch.poisson_nll_loss, 5, "..., ...", "...", reduction, count)
+    return _of_elements((input, target), reduction, 5)
 
 
 @rule(torch.margin_ranking_loss)
 def margin_ranking_loss(
     input1: Arg, input2: Arg, target: Arg, _margin: Any = 0, reduction: Any = None
 ) -> Any:
-    count = math.prod(torch.broadcast_shapes(input1.shape, input2.shape, target.shape))
-    return _said(torch.margin_ranking_loss, 4, "..., ..., ...", "...", reduction, count)
+    return _of_elements((input1, input2, target), reduction, 4)
 
 
 # -- losses of each sample -------------------------------------------------------------------------
@@ -113,8 +109,7 @@ def cosine_embedding_loss(
 ) -> Any:
     if target.ndim != 1 or input1.shape != input2.shape:
         return None
-    run, count = torch.cosine_embedding_loss, target.shape[0]
-    return _said(run, 4, "n d!, n d!, n", "n", reduction, count)
+    return _reduced("n d!, n d!, n", "n", target.shape[0], reduction, 4)
 
 
 @rule(torch.triplet_margin_loss)
@@ -130,19 +125,18 @@ def triplet_margin_loss(
 ) -> Any:
     if not anchor.shape == positive.shape == negative.shape:
         return None
-    run, count = torch.triplet_margin_loss, math.prod(anchor.shape[:-1])
-    return _said(run, 7, "... d!, ... d!, ... d!", "...", reduction, count)
+    count = math.prod(anchor.shape[:-1])
+    return _reduced("... d!, ... d!, ... d!", "...", count, reduction, 7)
 
 
-@rule(torch._C._nn.multilabel_margin_loss)
+@rule(_n.multilabel_margin_loss)
 def multilabel_margin_loss(input: Arg, target: Arg, reduction: Any = None) -> Any:
     if input.ndim != 2:
         return None
-    run, count = torch._C._nn.multilabel_margin_loss, input.shape[0]
-    return _said(run, 2, "n c!, n c!", "n", reduction, count)
+    return _reduced("n c!, n c!", "n", input.shape[0], reduction, 2)
 
 
-@rule(torch._C._nn.multi_margin_loss)
+@rule(_n.multi_margin_loss)
 def multi_margin_loss(
     input: Arg,
     target: Arg,
@@ -154,8 +148,7 @@ def multi_margin_loss(
     if input.ndim != 2:
         return None
     terms = "n c!, n" + ", c!" * (weight is not None)
-    run, count = torch._C._nn.multi_margin_loss, input.shape[0]
-    return _said(run, 5, terms, "n", reduction, count)
+    return _reduced(terms, "n", input.shape[0], reduction, 5)
 
 
 # -- losses of a class -----------------------------------------------------------------------------
@@ -181,7 +174,7 @@ def _of_classes(
     return f"{linear}{', '.join(terms)} -> {out}"
 
 
-@rule(torch._C._nn.cross_entropy_loss)
+@rule(_n.cross_entropy_loss)
 def cross_entropy_loss(
     input: Arg,
     target: Arg,
@@ -193,7 +186,7 @@ def cross_entropy_loss(
     return _of_classes(input, target, weight, reduction, exceptions.cross_entropy, "")
 
 
-@rule(torch._C._nn.nll_loss_nd, torch._C._nn.nll_loss, torch._C._nn.nll_loss2d)
+@rule(_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)
 def nll_loss_nd(
     input: Arg,
     target: Arg,

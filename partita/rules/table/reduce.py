@@ -10,13 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from .. import exceptions
-from ..rule import Arg, Call, Rewrite, Said, rule
+from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 from .pointwise import keeps_sums
 
 Dim = int | Sequence[int] | None
 
 
-def _kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
+def kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
+    """The sentence of an op that needs all of `dim` to reduce it."""
     out = str(x.names.without(dim, keepdim))
     return f"{x.names.whole(dim)} -> {', '.join([out] * outputs)}"
 
@@ -42,7 +43,7 @@ def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Rewrite
         count = (input == input).sum(dim, keepdim)
         return torch.nansum(input, dim, keepdim, **more) / count
 
-    return Rewrite(run) if input.is_split(dim) else _kept_whole(input, dim, keepdim)
+    return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim)
 
 
 @rule(torch.count_nonzero)
@@ -59,20 +60,20 @@ def trace(input: Arg) -> str:
 def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> Said:
     names = input.names
 
-    def local(call: Call) -> Any:
+    def local(call: Call) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
         if not cut:
             return None
         share = math.prod(length / size for _, length, size in cut)
         # The mean of no elements is nan, their sum is 0.
-        return lambda *a, **k: torch.mean(*a, **k) * share if share else torch.sum(*a, **k)
+        return lambda *a, **k: call.run(*a, **k) * share if share else torch.sum(*a, **k)
 
     return Said(f"+ {names} -> {names.without(dim, keepdim)}", local)
 
 
 @rule(torch.prod)
 def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return _kept_whole(input, dim, keepdim)
+    return kept_whole(input, dim, keepdim)
 
 
 # -- the largest, the smallest ---------------------------------------------------------------------
@@ -81,7 +82,7 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
     """A pending maximum has no gradient; so only what needs none is left pending."""
     if not input.is_split(dim):
-        return _kept_whole(input, dim, keepdim)
+        return kept_whole(input, dim, keepdim)
     return Rewrite(
         lambda input, dim=None, keepdim=False: exceptions.amax(input, dim, keepdim, sign)
     )
@@ -104,7 +105,7 @@ def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> A
         return _extreme(input, None, False, sign)
     if input.is_split(dim):
         return Rewrite(lambda x, dim, keepdim=False: exceptions.max_dim(x, dim, keepdim, sign))
-    return _kept_whole(input, dim, keepdim, 2)
+    return kept_whole(input, dim, keepdim, 2)
 
 
 @rule(torch.max)
@@ -123,7 +124,7 @@ def _arg_extreme(sign: int) -> Any:
             return Rewrite(
                 lambda input, dim=None, keepdim=False: exceptions.argmax(input, dim, keepdim, sign)
             )
-        return _kept_whole(input, dim, keepdim)
+        return kept_whole(input, dim, keepdim)
 
     return derive
 
@@ -142,7 +143,7 @@ def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str
         )
         return torch.return_types.aminmax(both)
 
-    return Rewrite(run) if input.is_split(dim) else _kept_whole(input, dim, keepdim, 2)
+    return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim, 2)
 
 
 @rule(torch.any)
@@ -155,119 +156,14 @@ def all_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
     return f"{input.names} -> min {input.names.without(dim, keepdim)}"
 
 
-# -- order -----------------------------------------------------------------------------------------
-
-
-@rule(torch.median, torch.nanmedian)
-def median(input: Arg, dim: int | None = None, keepdim: bool = False) -> str:
-    return _kept_whole(input, dim, keepdim, 1 if dim is None else 2)
-
-
-@rule(torch.mode)
-def mode(input: Arg, dim: int = -1, keepdim: bool = False) -> str:
-    return _kept_whole(input, dim, keepdim, 2)
-
-
-@rule(torch.kthvalue)
-def kthvalue(input: Arg, _k: Any = None, dim: int = -1, keepdim: bool = False) -> str:
-    return _kept_whole(input, dim, keepdim, 2)
-
-
-@rule(torch.topk)
-def topk(input: Arg, k: int, dim: int = -1) -> str:
-    out = input.names.put(dim, f"z={k}!") if input.ndim else input.names
-    return f"{input.names.whole(dim) if input.ndim else ''} -> {out}, {out}"
-
-
-@rule(torch.sort)
-def sort(input: Arg, dim: int = -1) -> str:
-    names = input.names.whole(dim)
-    return f"{names} -> {names}, {names}"
-
-
-@rule(torch.msort)
-def msort(input: Arg) -> str:
-    return f"{input.names.whole(0)} -> {input.names.whole(0)}"
-
-
-@rule(torch.argsort)
-def argsort(input: Arg, dim: int = -1) -> str:
-    return f"{input.names.whole(dim)} -> {input.names.whole(dim)}"
-
-
-# -- along a dimension -----------------------------------------------------------------------------
-
-
-@rule(torch.cumsum)
-def cumsum(input: Arg, dim: int, *, dtype: Any = None) -> str:
-    names = input.names.whole(dim)
-    return f"{'+ ' * keeps_sums(dtype)}{names} -> {names}"
-
-
-@rule(torch.cumprod, torch.logcumsumexp)
-def cumprod(input: Arg, dim: int) -> str:
-    return f"{input.names.whole(dim)} -> {input.names.whole(dim)}"
-
-
-@rule(torch.cummax, torch.cummin)
-def cummax(input: Arg, dim: int) -> str:
-    names = input.names.whole(dim)
-    return f"{names} -> {names}, {names}"
-
-
-@rule(torch.diff)
-def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    if prepend is not None or append is not None:
-        return None
-    size = max(input.shape[input.names.at(dim)] - n, 0)
-    return f"+ {input.names.whole(dim)} -> {input.names.put(dim, f'z={size}!')}"
-
-
-@rule(torch.renorm)
-def renorm(input: Arg, _p: Any = None, dim: int = 0) -> str:
-    names = input.names
-    rest = [d for d in range(input.ndim) if d != names.at(dim)]
-    return f"{names.whole(rest) if rest else names} -> {names.whole(rest) if rest else names}"
-
-
-# -- where the ranks must hear of each other first -------------------------------------------------
-
-
-def _dim_kept(split: Any) -> Any:
-    """`f(input, dim)`, whose dimension must be whole unless it is computed as `split`."""
-
-    def derive(input: Arg, dim: int | None = None) -> str | Rewrite | None:
-        if dim is None:
-            return None
-        if input.is_split(dim):
-            return Rewrite(split)
-        names = input.names.whole(dim)
-        return f"{names} -> {names}"
-
-    return derive
-
-
-def _softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return exceptions.softmax(input, dim, dtype or _dtype(rest))
-
-
-def _log_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return exceptions.log_softmax(input, dim, dtype or _dtype(rest))
-
-
-def _dtype(rest: Sequence[Any]) -> Any:
-    return next((x for x in rest if isinstance(x, torch.dtype)), None)
-
-
-rule(torch.softmax, torch.special.softmax, F.softmax)(_dim_kept(_softmax))
-rule(torch.log_softmax, torch.special.log_softmax, F.log_softmax)(_dim_kept(_log_softmax))
+# -- moments and norms -----------------------------------------------------------------------------
 
 
 @rule(torch.logsumexp, torch.special.logsumexp)
 def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Rewrite:
     if input.is_split(dim):
         return Rewrite(exceptions.logsumexp)
-    return _kept_whole(input, dim, keepdim)
+    return kept_whole(input, dim, keepdim)
 
 
 def _spread(pick: Any, outputs: int) -> Any:
@@ -290,15 +186,15 @@ def _spread(pick: Any, outputs: int) -> Any:
         input: Arg, dim: Any = None, _unbiased: bool = True, keepdim: bool = False
     ) -> str | Rewrite:
         dim = None if isinstance(dim, bool) else dim
-        return Rewrite(run) if input.is_split(dim) else _kept_whole(input, dim, keepdim, outputs)
+        return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim, outputs)
 
     return derive
 
 
 rule(torch.var)(_spread(lambda mean, var: var, 1))
-rule(torch.std)(_spread(lambda mean, var: var.sqrt(), 1))
+rule(torch.std)(_spread(lambda mean, var: exceptions.root(var), 1))
 rule(torch.var_mean)(_spread(lambda mean, var: (var, mean), 2))
-rule(torch.std_mean)(_spread(lambda mean, var: (var.sqrt(), mean), 2))
+rule(torch.std_mean)(_spread(lambda mean, var: (exceptions.root(var), mean), 2))
 
 
 @rule(torch.linalg.vector_norm)
@@ -309,12 +205,7 @@ def vector_norm(input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = Fals
                 x, ord, dim, keepdim, dtype
             )
         )
-    return _kept_whole(input, dim, keepdim)
-
-
-@rule(torch.dist)
-def dist(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
+    return kept_whole(input, dim, keepdim)
 
 
 @rule(torch.linalg.norm)
@@ -350,4 +241,27 @@ def norm(
 
     if p == "nuc":
         return None
-    return Rewrite(run) if input.is_split(dim) else _kept_whole(input, dim, keepdim)
+    return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+
+
+# -- distances -------------------------------------------------------------------------------------
+
+
+@rule(torch.dist)
+def dist(input: Arg, other: Arg) -> Rewrite:
+    return Rewrite(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
+
+
+@rule(F.cosine_similarity)
+def cosine_similarity(x1: Arg, x2: Arg, dim: int = 1) -> str | None:
+    if x1.shape != x2.shape:
+        return None
+    names = x1.names.whole(dim)
+    return f"{names}, {names} -> {x1.names.without(dim)}"
+
+
+@rule(F.pairwise_distance)
+def pairwise_distance(
+    x1: Arg, x2: Arg, _p: Any = 2.0, _eps: Any = 1e-6, keepdim: bool = False
+) -> str:
+    return f"... d!, ... d! -> ...{' 1' * keepdim}"

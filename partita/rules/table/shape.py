@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ..names import Names
-from ..rule import Arg, Call, Rewrite, Said, rule
+from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 from ..views import resolve, views
 
 
-def _local_shape(run: Callable[..., Any]) -> Callable[[Call], Callable[..., Any] | None]:
+def _local_shape(run: Callable[..., Any]) -> Callable[[Call], Kernel | None]:
     """`run(input, shape)` with this rank's shape, where something is split: the arguments, which
     speak of the global shape, are for the whole tensor."""
 
-    def local(call: Call) -> Callable[..., Any] | None:
+    def local(call: Call) -> Kernel | None:
         return (lambda input, *_, **__: run(input, call.outputs[0])) if call.pieces else None
 
     return local

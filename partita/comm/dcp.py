@@ -1,0 +1,281 @@
+"""What is a checkpoint of torch (`torch.distributed.checkpoint`), on disk and in its planners?
+
+A folder: `.metadata` says of each name its shape, its dtype and which pieces of it lie where in the
+`.distcp` files. torch's planners, writer and reader do the work, so that its own tools read what is
+written here; this file gives them pieces instead of tensors, and reads without running code.
+
+Imported where it is used: torch.distributed.checkpoint takes half a second.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+__all__ = [
+    "LoadPieces",
+    "Metadata",
+    "Piece",
+    "Reader",
+    "SavePieces",
+    "TensorStorageMetadata",
+    "Writer",
+    "chunks",
+    "write_items",
+]
+
+Region = Sequence[tuple[int, int]]
+"""`(offset, length)` in elements, per dimension of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a named tensor.
+
+    Attributes:
+        local: the values, a plain tensor.
+        shape: of the whole tensor.
+        region: where `local` lies in it.
+    """
+
+    local: torch.Tensor
+    shape: Sequence[int]
+    region: Region
+
+
+def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
+    """The chunks of a rank that holds `region` of a tensor: one, or none where it is empty."""
+    sizes = torch.Size(length for _, length in region)
+    if sizes.numel() == 0 and torch.Size(shape).numel() > 0:
+        return []
+    return [ChunkStorageMetadata(torch.Size(offset for offset, _ in region), sizes)]
+
+
+def write_items(name: str, piece: Piece) -> list[WriteItem]:
+    """What a rank that holds `piece` offers to write."""
+    return [
+        WriteItem(
+            MetadataIndex(name, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunk,
+                properties=TensorProperties.create_from_tensor(piece.local),
+                size=torch.Size(piece.shape),
+            ),
+        )
+        for chunk in chunks(piece.region, piece.shape)
+    ]
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+class SavePieces(DefaultSavePlanner):
+    """Plans the writing of named pieces and of values that are bytes already.
+
+    Of a piece that several ranks offer, the one that has the least to write so far writes it.
+    """
+
+    def __init__(
+        self, pieces: dict[str, Piece], values: dict[str, bytes], paths: dict[str, tuple[Any, ...]]
+    ):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces, self._values, self._paths = pieces, values, paths
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for name, piece in self._pieces.items() for item in write_items(name, piece)]
+        items += [WriteItem(MetadataIndex(n), WriteItemType.BYTE_IO) for n in self._values]
+        self.plan = SavePlan(items, planner_data=self._paths)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Each rank's part, and the metadata.
+
+        Raises:
+            ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of
+                this job holds some part of a tensor.
+        """
+        problems = _disagreements(all_plans)
+        if problems:
+            raise ValueError("\n  ".join(["the ranks hold different things by one name", *problems]))
+        problems = _holes(all_plans)
+        if problems:
+            raise ValueError("\n  ".join(["parts of tensors are on no rank that saves", *problems]))
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {n: p for plan in all_plans for n, p in plan.planner_data.items()}
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        name = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._values[name])
+        return self._pieces[name].local
+
+
+def _disagreements(plans: list[SavePlan]) -> list[str]:
+    seen: dict[str, tuple[int, str]] = {}
+    problems: dict[str, str] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data, name = item.tensor_data, item.index.fqn
+            kind = "a value" if data is None else describe(data.size, data.properties.dtype)
+            first, what = seen.setdefault(name, (rank, kind))
+            if kind != what:
+                problems.setdefault(name, f"{name}: {what} on rank {first}, {kind} on rank {rank}")
+    return list(problems.values())
+
+
+def _holes(plans: list[SavePlan]) -> list[str]:
+    sizes: dict[str, int] = {}
+    held: dict[MetadataIndex, int] = {}
+    for item in (item for plan in plans for item in plan.items):
+        data = item.tensor_data
+        if data is not None:
+            sizes[item.index.fqn] = data.size.numel()
+            held[item.index] = data.chunk.sizes.numel()
+    totals = dict.fromkeys(sizes, 0)
+    for index, count in held.items():
+        totals[index.fqn] += count
+    return [f"{n}: {totals[n]} of {size} elements" for n, size in sizes.items() if totals[n] != size]
+
+
+def describe(size: Sequence[int], dtype: torch.dtype) -> str:
+    """`float32 (8, 16)`, as in errors."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(size)}"
+
+
+class Writer(FileSystemWriter):
+    """Writes into one folder a checkpoint that will be found in another, `home`."""
+
+    def __init__(self, folder: Path, home: Path):
+        super().__init__(folder)
+        self._home = home
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self._home), save_id=self.save_id)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+class LoadPieces(DefaultLoadPlanner):
+    """Plans the reading of named pieces, in place, and of values.
+
+    Attributes:
+        values: after reading, what was read under the names that were asked for.
+    """
+
+    def __init__(
+        self,
+        pieces: dict[str, Piece],
+        names: Sequence[str],
+        metadata: Metadata,
+        weights_only: bool,
+    ):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces, self._names, self._metadata = pieces, names, metadata
+        self._weights_only = weights_only
+        self.values: dict[str, Any] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        stored = self._metadata.state_dict_metadata
+        items = [
+            item
+            for name, piece in self._pieces.items()
+            for item in create_read_items_for_chunk_list(
+                name, stored[name], chunks(piece.region, piece.shape)
+            )
+        ]
+        for name in self._names:
+            index, none = MetadataIndex(name), torch.Size((0,))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._pieces[index.fqn].local
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.values[name] = torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{name} holds more than tensors and Python's own types, and its making may run "
+                "code: name its classes with torch.serialization.add_safe_globals, or pass "
+                f"weights_only=False if you trust the checkpoint ({str(error).splitlines()[0]})"
+            ) from error
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint; its metadata cannot run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata.
+
+        Raises:
+            ValueError: it refers to something that has no place in a checkpoint's metadata.
+        """
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        self.storage_data = metadata.storage_data
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of what torch's metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _MADE_OF.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise ValueError(f"the metadata of the checkpoint refers to {module}.{name}")
+
+
+_MADE_OF = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}

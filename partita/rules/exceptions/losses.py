@@ -1,0 +1,98 @@
+"""How is a loss of classes taken over a split vocabulary, or a split batch?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..own_op import op
+from ..rule import Arg, rule
+from .pending import settled
+from .softmax import log_softmax, logsumexp
+
+__all__ = ["cross_entropy", "nll", "target_weight"]
+
+
+@op
+def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
+    """What a mean loss is divided by: the weights of all targets that are not ignored."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return (weight[torch.where(kept, target, 0)] * kept).sum()
+
+
+@rule(target_weight)
+def _target_weight(target: Arg, weight: Arg | None, _ignore_index: int) -> str:
+    return f"...{', c!' * (weight is not None)} -> sum"
+
+
+def _averaged(loss: Any, target: Any, weight: Any, ignore_index: int, reduction: int) -> Any:
+    if reduction == 0:
+        return loss
+    total = loss.sum()
+    if reduction == 2:
+        return total
+    return total / settled(target_weight(target, weight, ignore_index)).to(total.dtype)
+
+
+def nll(
+    logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Any:
+    """The negative log likelihood; classes are dimension 1 (0 where there is just one sample)."""
+    dim = 1 if logp.ndim > 1 else 0
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)
+    loss = -torch.gather(logp, dim, index.unsqueeze(dim)).squeeze(dim)
+    if weight is not None:
+        loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
+    return _averaged(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
+
+
+def cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy of logits; classes are dimension 1 (0 where there is just one sample).
+
+    Args:
+        target: class indices, or probabilities of the logits' shape.
+        weight: of each class.
+        reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
+    """
+    smoothing = label_smoothing
+    dim = 1 if x.ndim > 1 else 0
+    classes = x.shape[dim]
+    wide = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))
+    if x.shape == target.shape:  # probabilities
+        logp = log_softmax(x, dim)
+        target = target * (1 - smoothing) + smoothing / classes if smoothing else target
+        loss = -(logp * target if wide is None else logp * target * wide).sum(dim)
+        if reduction == 0:
+            return loss
+        return loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
+    # The logits of the targets and the logarithm of the sum are all that is needed of them: no
+    # tensor as large as the logits is made beyond the exponentials.
+    logz = settled(logsumexp(x, dim))
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)
+    loss = logz - settled(torch.gather(x, dim, index.unsqueeze(dim)).squeeze(dim))
+    if weight is not None:
+        loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
+    loss = _averaged(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
+    if not smoothing:
+        return loss
+    if wide is None:
+        smooth = logz * classes - x.sum(dim)
+    else:
+        smooth = logz * weight.sum() - (x * wide).sum(dim)
+    smooth = smooth.masked_fill(ignored, 0)
+    smooth = _averaged(smooth, target, weight, ignore_index, reduction)
+    return loss * (1 - smoothing) + smooth * (smoothing / classes)

@@ -1,0 +1,33 @@
+"""When is a value that several ops use reduced, so that it is reduced once?"""
+
+from __future__ import annotations
+
+import torch
+
+from ..names import Names
+from ..own_op import op
+from ..rule import Arg, rule
+
+__all__ = ["minus", "settled"]
+
+
+@op
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """`x` with what is pending reduced, for a value that is used more than once."""
+    return x.view_as(x)
+
+
+@rule(settled)
+def _settled(x: Arg) -> str:
+    # A dimension that is whole stays whole: what x meets next may be split along another one.
+    names = Names(n if x.is_split(d) else f"{n}!" for d, n in enumerate(x.names))
+    return f"{names} -> {names}"
+
+
+@op
+def minus(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x - y where y is small: y is reduced first, x does not become shares to meet it."""
+    return x - y
+
+
+rule("..., ... -> ...", minus)

@@ -1,0 +1,43 @@
+"""How are exponentials added up along a split dimension?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..names import Names
+from .extremes import pending_max
+from .pending import minus, settled
+
+__all__ = ["log_softmax", "logsumexp", "softmax"]
+
+Dim = int | Sequence[int] | None
+
+
+def _shifted(x: Any, dim: Dim) -> tuple[Any, Any]:
+    """`(x - top, top)`, where top is the maximum of all pieces."""
+    top = settled(pending_max(x, dim, True))
+    top = top.masked_fill(top.abs() == math.inf, 0)
+    return minus(x, top), top
+
+
+def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    shifted, _ = _shifted(x if dtype is None else x.to(dtype), dim)
+    e = shifted.exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    shifted, _ = _shifted(x if dtype is None else x.to(dtype), dim)
+    return minus(shifted, shifted.exp().sum(dim, keepdim=True).log())
+
+
+def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
+    if not x.is_floating_point():
+        x = x.to(torch.get_default_dtype())
+    shifted, top = _shifted(x, dim)
+    out = shifted.exp().sum(dim, keepdim=True).log() + top
+    return out if keepdim else out.squeeze(Names.of(x.ndim).dims(dim))

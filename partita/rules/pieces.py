@@ -1,0 +1,53 @@
+"""What does a kernel do on a rank that has just a piece, or nothing, of a dimension?
+
+To read places of a split dimension is a contraction: each rank reads those that it has and gives 0
+for the others, and the sum is the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .rule import Call, Kernel
+
+__all__ = ["nothing", "of_none", "own", "unless_empty"]
+
+
+def own(index: Any, piece: tuple[int, int, int]) -> tuple[Any, Any]:
+    """`(index within this rank's piece, which of them are not here)`."""
+    offset, length, size = piece
+    at = torch.where(index < 0, index + size, index) - offset
+    away = (at < 0) | (at >= length)
+    return at.masked_fill(away, 0), away
+
+
+def nothing(input: Any, shape: Sequence[int]) -> Any:
+    """Zeros that hang on `input` in the graph, so that its gradient is zeros and not None."""
+    out = input.new_zeros(shape)
+    return out + input.flatten()[:0].sum() if input.requires_grad else out
+
+
+def unless_empty(name: str) -> Callable[[Call], Kernel | None]:
+    """The kernel of an op that cannot take a first dimension, called `name`, of no elements.
+
+    A rank without any runs it on one, and drops the result.
+    """
+
+    def local(call: Call) -> Kernel | None:
+        return of_none(call.run) if call.is_split(name) and not call.pieces[name][1] else None
+
+    return local
+
+
+def of_none(run: Kernel) -> Kernel:
+    """`run` of nothing: of one element in the first dimension, which is dropped."""
+
+    def kernel(input: Any, *args: Any, **kwargs: Any) -> Any:
+        one = torch.cat([input, input.new_zeros((1, *input.shape[1:]))])
+        out = run(one, *args, **kwargs)
+        return tuple(x[:0] for x in out) if isinstance(out, tuple) else out[:0]
+
+    return kernel

@@ -1,0 +1,69 @@
+"""How is a convolution spread over samples, channels and groups?
+
+`g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..pieces import of_none
+from ..rule import Arg, Call, Kernel, Said, rule
+
+
+def _conv(input: Arg, weight: Arg, bias: Any, groups: int, transposed: bool) -> Said:
+    spatial = weight.ndim - 2
+    n = "n " * (input.ndim == weight.ndim)
+    ins, taps, outs = (" ".join(f"{c}{i}!" for i in range(spatial)) for c in "hky")
+    if groups == 1:
+        x, y, w = "i%", "o%", "i% o%" if transposed else "o% i%"
+    else:
+        x, y = f"(g={groups} i)%", "(g o)%"
+        w = "(g i)% o" if transposed else "(g o)% i"
+    shift = f" + {y}" * (bias is not None)
+    return Said(f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _local)
+
+
+def _local(call: Call) -> Kernel | None:
+    """A convolution of this rank's groups, and of no sample where it has none."""
+    empty = call.is_split("n") and not call.pieces["n"][1]
+    run = of_none(call.run) if empty else call.run
+    if not call.is_split("g"):
+        return run if empty else None
+    groups = call.pieces["g"][1]
+
+    def kernel(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 5:  # weight bias stride padding dilation groups, or output_padding groups
+            return run(input, *args[:5], groups, *args[6:], **kwargs)
+        return run(input, *args, **{**kwargs, "groups": groups})
+
+    return kernel
+
+
+@rule(torch.conv1d, torch.conv2d, torch.conv3d)
+def conv(
+    input: Arg,
+    weight: Arg,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Said:
+    return _conv(input, weight, bias, groups, transposed=False)
+
+
+@rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+def conv_transpose(
+    input: Arg,
+    weight: Arg,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Said:
+    return _conv(input, weight, bias, groups, transposed=True)

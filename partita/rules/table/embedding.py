@@ -1,0 +1,89 @@
+"""How is a table read whose rows, or columns, are split?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..pieces import nothing, own
+from ..rule import Arg, Call, Kernel, Said, rule
+
+
+def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
+    """Rows of this rank's piece of the table, 0 for what is not in it."""
+    offset, length, size = piece
+    at, away = own(index, piece)
+    if not length:
+        return nothing(weight, (*index.shape, weight.shape[1]))
+    if padding_idx is not None:
+        padding_idx = padding_idx % size - offset
+        padding_idx = padding_idx if 0 <= padding_idx < length else None
+    return F.embedding(at, weight, padding_idx).masked_fill(away.unsqueeze(-1), 0)
+
+
+@rule(F.embedding)
+def embedding(
+    input: Arg,
+    weight: Arg,
+    padding_idx: int | None = None,
+    max_norm: bool | None = None,
+    _norm_type: Any = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Said | None:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+
+    def local(call: Call) -> Kernel | None:
+        def run(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
+            return _rows_of(weight, input, call.pieces["v"], padding_idx)
+
+        return run if call.is_split("v") else None
+
+    return Said("[...] * v d -> ... d", local)
+
+
+@rule(torch.embedding)
+def embedding_builtin(
+    weight: Arg,
+    indices: Arg,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Said | None:
+    if scale_grad_by_freq or sparse:
+        return None
+
+    def local(call: Call) -> Kernel | None:
+        def run(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
+            padding = None if padding_idx < 0 else padding_idx
+            return _rows_of(weight, indices, call.pieces["v"], padding)
+
+        return run if call.is_split("v") else None
+
+    return Said("v d * [...] -> ... d", local)
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    input: Arg,
+    weight: Arg,
+    offsets: Any = None,
+    max_norm: bool | None = None,
+    _norm_type: Any = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+) -> str | None:
+    plain = offsets is None and max_norm is None and per_sample_weights is None
+    if input.ndim != 2 or not plain or scale_grad_by_freq or sparse:
+        return None
+    return "b% n!, v! d% -> b% d%" if mode == "max" else "[b% n!] * v! d% -> b% d%"
+
+
+@rule(F.one_hot)
+def one_hot(tensor: Arg, num_classes: int = -1) -> str | None:
+    return f"... -> ... z={num_classes}!" if num_classes > 0 else None

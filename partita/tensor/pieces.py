@@ -1,0 +1,52 @@
+"""Which piece of a tensor does this rank hold, and is it the one that writes it to a checkpoint?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
+
+if TYPE_CHECKING:
+    from partita.comm.dcp import Piece
+
+    from .dtensor import DTensor
+
+__all__ = ["holders", "piece_held"]
+
+
+def piece_held(x: torch.Tensor) -> Piece:
+    """The piece of `x` on this rank; of a plain tensor all of it. It shares x's memory.
+
+    Raises:
+        LayoutError: `x` is pending: its shares are no pieces of the value.
+    """
+    from partita.comm.dcp import Piece  # it takes half a second
+
+    with Local(), torch.no_grad():
+        local = x.detach()
+    spec = getattr(x, "_spec", None)
+    if spec is None:
+        return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
+    if spec.is_pending:
+        raise LayoutError(
+            "a checkpoint holds values, and this tensor is pending",
+            place=user_line(),
+            operands=(spec.layout.brief(),),
+            fixes=(Fix("x.redistribute(placements=...) first"), Fix("pt.save, which does so")),
+        )
+    return Piece(local, tuple(spec.shape), spec.region)
+
+
+def holders(x: DTensor) -> tuple[tuple[str, ...], int, int]:
+    """Who holds the same piece as this rank: the axes along which, which of them it is, how many.
+
+    Pieces that are equal along the same axes have equally many holders.
+    """
+    spec = x._spec
+    mesh = spec.wire.mesh
+    axes = tuple(a for a in mesh.names if not spec.layout.placement(a).is_shard())
+    return axes, spec.wire.index(axes), spec.wire.mesh_size(axes)

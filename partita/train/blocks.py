@@ -1,0 +1,104 @@
+"""Which parameters of a model are gathered together, and when are they needed?
+
+A block is what one `forward` uses: a layer of a ModuleList or a Sequential, found by itself or
+named by the user. What no block holds (an embedding, a final norm, a head) is a block of its own
+for each set of modules that own it, so that a tied weight is gathered for each of its users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["Block", "Slot", "find_blocks"]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One name under which modules hold a parameter."""
+
+    owner: nn.Module
+    attr: str
+
+
+@dataclass
+class Block:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: of its module in the model.
+        modules: whose forward needs the parameters; usually one.
+        slots: for each parameter the places that hold it; more than one where it is tied.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    slots: list[list[Slot]] = field(default_factory=list)
+
+
+def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = None) -> list[Block]:
+    """The blocks of `model`, in the order of its modules; together they hold every parameter.
+
+    Args:
+        chosen: the modules that are to be blocks, themselves or as patterns of names
+            ("layers.*"); by default the children of the outermost ModuleLists and Sequentials.
+
+    Raises:
+        ValueError: a pattern that matches no module, a module that is not the model's or that
+            lies within another block.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    roots = list(_children_of_lists(model)) if chosen is None else _chosen(model, chosen, names)
+    home = {}
+    for root in roots:
+        for module in root.modules():
+            if module in home and chosen is not None:
+                raise ValueError(
+                    f"blocks: {names[module]} lies within the block {names[home[module]]} "
+                    f"and within {names[root]}; name one of the two"
+                )
+            home.setdefault(module, root)
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    for module in model.modules():
+        for attr, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.setdefault(parameter, []).append(Slot(module, attr))
+    blocks: dict[tuple[nn.Module, ...], Block] = {}
+    for places in slots.values():
+        roots_of = {home.get(s.owner, s.owner): None for s in places}
+        key = tuple(roots_of)
+        name = " and ".join(names[m] or "model" for m in key)
+        blocks.setdefault(key, Block(name, key)).slots.append(places)
+    return list(blocks.values())
+
+
+def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not isinstance(child, _WITHOUT_FORWARD):
+            yield child
+        else:
+            yield from _children_of_lists(child)
+
+
+def _chosen(
+    model: nn.Module, chosen: Sequence[str | nn.Module], names: dict[nn.Module, str]
+) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    for one in chosen:
+        if isinstance(one, str):
+            matching = [m for m, name in names.items() if fnmatchcase(name, one)]
+            if not matching:
+                some = ", ".join(n for n in list(names.values())[1:6])
+                raise ValueError(f"blocks: no module is called {one!r}; there are {some}, ...")
+            found.update(dict.fromkeys(matching))
+        elif one not in names:
+            raise ValueError(f"blocks: a {type(one).__name__} that is no module of the model")
+        else:
+            found[one] = None
+    return list(found)

@@ -1,0 +1,152 @@
+"""How is a state written to a folder, by all ranks together, while training goes on or not?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from partita.comm import Aside, Decide, everyone
+from partita.layout import Fix, LayoutError
+
+from .folder import begin, discard, publish
+from .staging import Memory, Staged, staged
+from .state import opened
+
+__all__ = ["async_save", "save"]
+
+_memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+
+
+def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write `state` as the checkpoint `path`, a folder that torch.distributed.checkpoint reads.
+
+    Every rank calls this with equal keys and the same path, on a file system that all see. Each
+    rank writes its pieces, nothing is gathered, and of equal pieces one is written, by the ranks in
+    turn. A checkpoint that is there is replaced, at once, when all of the new one is on the disk.
+
+    Args:
+        state: nested dicts and lists of tensors and values. A module, an optimizer, or anything
+            else with `state_dict` and `load_state_dict` stands for its state; an optimizer is saved
+            by the names that a module in `state` gives its parameters. A pending tensor is reduced
+            first. Plain tensors and values must be equal on all ranks that have them.
+
+    Raises:
+        ValueError: ranks differ in a plain value, shape or dtype; some part of a tensor is on no
+            rank; a value cannot be saved; there is something at `path` that is no checkpoint.
+        OSError: the disk. Whatever the error, every rank raises it, and `path` is as it was.
+    """
+    all_ranks = everyone()
+    all_ranks.wait()
+    _memory.pop(all_ranks, None)
+    _Save(all_ranks.rank, _stage(state, None), _absolute(path)).run(all_ranks.decide)
+
+
+def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
+    """`save`, of which only the copy to memory happens now; the rest goes on in another thread.
+
+    The memory, as much as this rank writes, is kept for the next time and freed by `save`. A save
+    that has not ended is waited for first.
+
+    Returns:
+        A future: `result()` waits until the checkpoint is there, or raises what `save` would. Call
+        it before the process groups are destroyed; an error that nobody asks for is warned of.
+    """
+    all_ranks = everyone()
+    all_ranks.wait()
+    brought = _stage(state, _memory.setdefault(all_ranks, {}))
+    return all_ranks.aside(_Save(all_ranks.rank, brought, _absolute(path)).run)
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(path))  # and not resolved: a link that is replaced is the link
+
+
+def _stage(state: Mapping[str, Any], memory: Memory | None) -> Staged | Exception:
+    try:
+        return staged(opened(state), memory)
+    except Exception as error:
+        return error  # all ranks will raise it, where they next meet
+
+
+class _Save:
+    """One save, as one rank sees it."""
+
+    def __init__(self, rank: int, brought: Staged | Exception, home: Path):
+        self._rank, self._brought, self._home = rank, brought, home
+        self._folder: Path | None = None  # on rank 0, while there is something to remove
+
+    def run(self, decide: Decide) -> None:
+        try:
+            plan, folder = decide(self._plan(), self._divide)
+            decide(self._write(plan, folder), self._publish)
+        except BaseException:
+            if self._folder is not None:
+                discard(self._folder)
+            raise
+
+    # -- on every rank ---------------------------------------------------------------------------
+
+    def _plan(self) -> Any:
+        from partita.comm.dcp import SavePieces
+
+        if isinstance(self._brought, Exception):
+            return self._brought
+        staged = self._brought
+        self._planner = SavePieces(staged.pieces, staged.values, staged.paths)
+        return self._planner.create_local_plan(), self._home
+
+    def _write(self, plan: Any, folder: Path) -> Any:
+        from partita.comm.dcp import Writer
+
+        assert isinstance(self._brought, Staged)
+        try:
+            results = []
+            if plan.items:
+                folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
+                results = Writer(folder, self._home).write_data(plan, self._planner).wait()
+            return results, self._brought.fingerprints()
+        except Exception as error:
+            return error
+
+    # -- on rank 0, for all ----------------------------------------------------------------------
+
+    def _divide(self, brought: list[tuple[Any, Path]]) -> list[tuple[Any, Path]]:
+        from partita.comm.dcp import Writer
+
+        homes = sorted({str(home) for _, home in brought})
+        if len(homes) > 1:
+            raise ValueError(f"ranks save to different places: {', '.join(homes)}")
+        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in brought])
+        self._folder = begin(self._home)
+        self._writer = Writer(self._folder, self._home)
+        return [(plan, self._folder) for plan in self._writer.prepare_global_plan(plans)]
+
+    def _publish(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
+        _compare([found for _, found in written])
+        self._writer.finish(self._metadata, [results for results, _ in written])
+        assert self._folder is not None
+        publish(self._folder, self._home)
+        self._folder = None
+        return [None] * len(written)
+
+
+def _compare(fingerprints: list[dict[str, str]]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    problems: dict[str, str] = {}
+    for rank, found in enumerate(fingerprints):
+        for name, mark in found.items():
+            where, other = first.setdefault(name, (rank, mark))
+            if mark != other:
+                problems.setdefault(name, f"{name} (ranks {where} and {rank})")
+    if problems:
+        raise LayoutError(
+            "the ranks hold different values by one name, and one of them would be lost",
+            operands=tuple(problems.values()),
+            fixes=(
+                Fix("pt.distribute_tensor(t, mesh, placements)", "if rank 0's is the one to keep"),
+                Fix('{f"data.{rank}": ...}', "if each rank is to have its own"),
+            ),
+        )

@@ -1,0 +1,165 @@
+"""What does this rank write of a state, and what is copied so that training may go on?
+
+Of equal pieces one is written: ranks know from the layouts alone, without asking each other, whose
+turn it is. Only what a rank writes is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.layout import Replicate
+from partita.tensor import DTensor
+from partita.tensor.pieces import holders, piece_held
+
+from .state import Path, State
+
+if TYPE_CHECKING:
+    from partita.comm.dcp import Piece
+
+__all__ = ["Memory", "Staged", "bytes_of", "staged"]
+
+Memory = dict[str, torch.Tensor]
+"""Copies by name, kept for the next save: new memory costs five times the copy itself."""
+
+
+@dataclass
+class Staged:
+    """What one rank brings to a save.
+
+    Attributes:
+        pieces: by name, the tensors that this rank writes, or offers to where they are plain.
+        values: by name, everything else, as torch.save writes it.
+        paths: by name, the keys on the way to it.
+        plain: names of the tensors that every rank has whole.
+        texts: by name, a value as text that is equal if the values are.
+    """
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def fingerprints(self) -> dict[str, str]:
+        """By name, what must be equal on all ranks that have it, since one of them writes it."""
+        found = {name: _digest(self.pieces[name].local) for name in self.plain}
+        return found | {n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()}
+
+
+def staged(state: State, memory: Memory | None) -> Staged:
+    """What this rank writes of `state`. Ranks that share tensors on a mesh must call it together.
+
+    Pending tensors are reduced first: one collective each, noted in the ledger as explicit.
+
+    Args:
+        memory: to copy tensors into, and to keep; None: they are written from where they are.
+
+    Raises:
+        ValueError: a tensor on the meta device; a value that does not pickle.
+    """
+    out = Staged()
+    written: dict[Any, list[int]] = {}  # bytes so far, by the place among the holders
+    for name, leaf in state.leaves.items():
+        value = leaf.value
+        out.paths[name] = leaf.path
+        if not isinstance(value, torch.Tensor):
+            out.values[name] = _pickled(name, value)
+            text = _text(value)
+            if text is not None:
+                out.texts[name] = text
+            continue
+        if value.is_meta:
+            raise ValueError(f"{name} is on the meta device: it has no values to save")
+        if not isinstance(value, DTensor):
+            out.pieces[name] = piece_held(value)
+            out.plain.append(name)
+            continue
+        if value._spec.is_pending:
+            value = settled(value)
+        axes, mine, count = holders(value)
+        so_far = written.setdefault((value._spec.wire, axes), [0] * count)
+        turn = min(range(count), key=so_far.__getitem__)
+        so_far[turn] += value._spec.largest * value.element_size()
+        if turn == mine:
+            out.pieces[name] = piece_held(value)
+    if memory is not None:
+        _copy(out, memory)
+    return out
+
+
+def settled(x: DTensor) -> DTensor:
+    """`x` with its pending axes reduced."""
+    return x.detach().redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in x.placements]
+    )
+
+
+def _copy(out: Staged, memory: Memory) -> None:
+    from partita.comm.dcp import Piece
+
+    kept = {}
+    with Local(), torch.no_grad():
+        for name, piece in out.pieces.items():
+            local = piece.local
+            buffer = memory.get(name)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                # From pinned memory a device copies while the next copy is being asked for.
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            kept[name] = buffer
+            out.pieces[name] = Piece(buffer, piece.shape, piece.region)
+            buffer.copy_(local, non_blocking=True)
+    memory.clear()
+    memory.update(kept)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        raise ValueError(f"{name} cannot be saved: {error}") from error
+    return stream.getvalue()
+
+
+def _text(value: Any) -> str | None:
+    """A value of Python's own types as text, whatever the order of sets; None of other types."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, Mapping):
+        parts = [_text((k, v)) for k, v in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = [_text(v) for v in value]
+    else:
+        return None
+    if None in parts:
+        return None
+    if isinstance(value, (Mapping, set, frozenset)):
+        parts.sort()  # type: ignore[type-var]
+    return f"{type(value).__name__}({', '.join(parts)})"  # type: ignore[arg-type]
+
+
+def _digest(x: torch.Tensor) -> str:
+    # The lock of the interpreter is not held meanwhile: training goes on.
+    return hashlib.sha1(bytes_of(x.detach().cpu().contiguous())).hexdigest()
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as long as the tensor lives."""
+    size = x.numel() * x.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(x.data_ptr())).cast("B")

@@ -1,0 +1,235 @@
+"""How do a block's shards lie so that one collective gathers them all, and how do they go again?
+
+Each rank's shards stand end to end, each padded to the largest rank's, so that every rank sends
+equally much. What arrives is ordered by parameter and each is a view of one storage, in its true
+shape. Releasing empties that storage: no view, whoever holds it, keeps a byte of it alive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import UnderWay, Wire
+from partita.layout import Layout
+from partita.redistribute import Move
+from partita.tensor.spec import Spec
+
+__all__ = ["Flat", "Piece", "Reducing"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place.
+
+    Attributes:
+        whole: its layout when it is gathered; its local shape is what a kernel sees.
+        shard: its layout at rest.
+        strides: of the gathered parameter, contiguous.
+        start: its first element in a rank's flat shard.
+        length: its elements in a rank's flat shard, padding included.
+    """
+
+    whole: Spec
+    shard: Spec
+    strides: tuple[int, ...]
+    start: int
+    length: int
+
+
+class Flat:
+    """Parameters of one dtype that travel together.
+
+    Args:
+        wholes, shards: each parameter's spec gathered and at rest.
+        axes: the mesh axes over which the parameters are sharded, in mesh order.
+        dtype: in which they travel and are used.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wholes: Sequence[Spec],
+        shards: Sequence[Spec],
+        axes: tuple[str, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.name, self.dtype, self.device = name, dtype, device
+        self.wire: Wire = wholes[0].wire
+        mesh = self.wire.mesh
+        self.n = math.prod(mesh.size(a) for a in axes)
+        self.pieces: list[Piece] = []
+        start = 0
+        for whole, shard in zip(wholes, shards, strict=True):
+            rows, *rest = shape = whole.local_shape
+            length = -(-rows // self.n) * math.prod(rest)
+            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            self.pieces.append(Piece(whole, shard, strides, start, length))
+            start += length
+        self.length = start
+        # Ranks along other axes hold other numbers: to the flat buffer they are pieces too.
+        others = tuple(a for a in mesh.names if a not in axes)
+        total = math.prod(mesh.size(a) for a in others) * self.n * self.length
+        at_rest = Layout((total,), ((*others, *axes),))
+        self.gather = Move("all_gather", axes, at_rest, Layout((total,), (others,)))
+        self.scatter = self.gather.transpose(mesh)
+        self._full = torch.empty(0, dtype=dtype, device=device)
+        self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
+        self.here = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything gathered, padding included."""
+        return self.n * self.length * self.dtype.itemsize
+
+    # -- gathered ----------------------------------------------------------------------------------
+
+    def start(self, shards: Sequence[torch.Tensor], reason: str) -> None:
+        """Begin to gather the local `shards`."""
+        if self.here or self._arriving is not None:
+            return
+        with Local(), torch.no_grad():
+            mine = torch.zeros(self.length, dtype=self.dtype, device=self.device)
+            into = [
+                mine[p.start : p.start + s.numel()].view(s.shape)
+                for p, s in zip(self.pieces, shards, strict=True)
+            ]
+            torch._foreach_copy_(into, list(shards))
+            if self.n == 1 or len(self.pieces) == 1:
+                self._allocate()
+                out = self._full
+            else:
+                out = mine.new_empty(self.n * self.length)
+            work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
+            self._arriving = (work, mine, out)
+
+    def finish(self) -> None:
+        """Wait until everything is here."""
+        if self._arriving is None:
+            return
+        work, _, out = self._arriving
+        self._arriving = None
+        work.wait()
+        if out is not self._full:
+            with torch.no_grad():
+                self._allocate()
+                torch._foreach_copy_(
+                    [self._of(self._full, p).view(self.n, -1) for p in self.pieces],
+                    [self._of_each(out, p) for p in self.pieces],
+                )
+        self.here = True
+
+    def views(self) -> list[torch.Tensor]:
+        """Each parameter, plain, in its true local shape. Made afresh, with no common history."""
+        return [
+            self.view(self.dtype, self.n * p.start, p.whole.local_shape, p.strides)
+            for p in self.pieces
+        ]
+
+    def release(self) -> None:
+        """Free what was gathered, through every view."""
+        if self._arriving is not None:
+            work, *_ = self._arriving
+            self._arriving = None
+            work.wait()
+        self.here = False
+        self._full.untyped_storage().resize_(0)
+
+    @property
+    def alive(self) -> int:
+        """Bytes that are held gathered, or on their way, now."""
+        held = self._full.untyped_storage().nbytes()
+        if self._arriving is not None and self._arriving[2] is not self._full:
+            held += self._arriving[2].nbytes
+        return held
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Is plain `x` a view of what is gathered?"""
+        start = self._full.data_ptr()
+        return self.here and start <= x.data_ptr() < start + self.nbytes
+
+    def view(
+        self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """A view of what is gathered, as another view was made."""
+        view = torch.empty(0, dtype=dtype, device=self.device)
+        return view.set_(self._full.untyped_storage(), offset, size, stride)
+
+    def _allocate(self) -> None:
+        storage = self._full.untyped_storage()
+        storage.resize_(self.nbytes)
+        self._full.set_(storage, 0, (self.n * self.length,))
+
+    def _of(self, full: torch.Tensor, piece: Piece) -> torch.Tensor:
+        return full[self.n * piece.start : self.n * (piece.start + piece.length)]
+
+    def _of_each(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+        return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def shares(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        held: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Gradients of what was gathered as (n, length), a row for each rank; added to `held`."""
+        fits = all(
+            g is not None and g.numel() == self.n * p.length
+            for g, p in zip(grads, self.pieces, strict=True)
+        )
+        new = torch.empty if fits else torch.zeros
+        sums = held
+        if sums is None:
+            sums = new(self.n, self.length, dtype=dtype, device=self.device)
+        to, come = [], []
+        for g, p in zip(grads, self.pieces, strict=True):
+            if g is None or not p.length:
+                continue
+            place = self._of_each(sums, p)
+            flat = g.reshape(-1)
+            full, rest = divmod(flat.numel(), p.length)
+            to.append(place[:full])
+            come.append(flat[: full * p.length].view(full, p.length))
+            if rest:
+                to.append(place[full, :rest])
+                come.append(flat[full * p.length :])
+        if held is None:
+            torch._foreach_copy_(to, come)
+        else:
+            for place, g in zip(to, come, strict=True):
+                place.add_(g)
+        return sums
+
+    def reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Reducing:
+        """Begin to sum the ranks' `sums`, each keeping its piece, in `dtype`."""
+        out = torch.empty(self.length, dtype=dtype, device=self.device)
+        work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
+        return Reducing(self, work, out, sums)
+
+
+@dataclass
+class Reducing:
+    """Gradients that are being reduced: `wait` gives this rank's piece of each."""
+
+    flat: Flat
+    work: UnderWay
+    out: torch.Tensor
+    sums: torch.Tensor | None
+
+    def wait(self) -> list[torch.Tensor]:
+        if self.sums is not None:
+            self.work.wait()
+            self.sums = None
+        shapes = [p.shard.local_shape for p in self.flat.pieces]
+        return [
+            self.out[p.start : p.start + shape.numel()].view(shape)
+            for p, shape in zip(self.flat.pieces, shapes, strict=True)
+        ]

@@ -1,0 +1,144 @@
+"""How does a model that was made on the meta device get its memory and its first values?
+
+Piece by piece: each rank makes room for its own pieces, then the model's own init functions run on
+them. They draw one device's random numbers (see `tensor.random`), so the values are those of the
+model made on one device from the same seed, and no rank ever holds more than one whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
+from partita.tensor.construct import spread
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.spec import Spec
+
+from .parameters import Held, held_by, put_in_place
+
+__all__ = ["materialize"]
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Give a model on the meta device memory and values, in place, each rank its own pieces.
+
+        with torch.device("meta"):
+            model = GPT(...)
+        pt.parallelize(model, mesh, plan)
+        torch.manual_seed(0)
+        pt.materialize(model)       # as if GPT(...) had been called with this seed
+
+    Args:
+        device: where; that of the mesh where None (of a plain tensor: the CPU).
+        init_fn: called with the model once it has memory; it writes every parameter and buffer. By
+            default the constructors are followed: each module's `reset_parameters`, children
+            first, and then the model's `init_weights` where it has one (of several nested ones,
+            the outermost).
+
+    Shared parameters stay shared. What is not on the meta device is left alone; so is a model that
+    has nothing there.
+
+    Returns:
+        `model`.
+
+    Raises:
+        LayoutError: naming each parameter and buffer that was left without values.
+    """
+    parameters, buffers = held_by(model)
+    bare = [held for held in (*parameters, *buffers) if held.tensor.is_meta]
+    specs: dict[str, Spec] = {}
+    for held in bare:
+        t = held.tensor
+        if isinstance(t, DTensor):
+            specs[held.name] = spec = t._spec
+            where = spec.wire.device if device is None else device
+            put_in_place(
+                held,
+                tagged(torch.empty(spec.local_shape, dtype=t.dtype, device=where), spec),
+                by="materialize",
+            )
+        else:
+            put_in_place(held, torch.empty_like(t, device=device or "cpu"), by="materialize")
+    versions = {id(held.tensor): _version(held.tensor) for held in bare}
+    if not bare:
+        return model
+    if init_fn is None:
+        _as_constructed(model)
+    else:
+        init_fn(model)
+    _refuse_without_values(model, versions)
+    _back_on_the_mesh(model, specs)
+    return model
+
+
+def _as_constructed(model: nn.Module) -> None:
+    """Run what the constructors of the modules ran, in their order: children come first."""
+    seen: set[nn.Module] = set()
+
+    def construct(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for child in module.children():
+            construct(child)
+        # torch's own modules call it one or the other.
+        reset = getattr(module, "reset_parameters", None) or getattr(
+            module, "_reset_parameters", None
+        )
+        if callable(reset):
+            reset()
+
+    def init(module: nn.Module) -> None:
+        own = getattr(module, "init_weights", None)
+        if callable(own):
+            own()
+            return
+        for child in module.children():
+            init(child)
+
+    construct(model)
+    init(model)
+
+
+def _version(t: torch.Tensor) -> int:
+    with Local():
+        return t._version
+
+
+def _refuse_without_values(model: nn.Module, versions: dict[int, int]) -> None:
+    left: list[Held] = []
+    for held in (found for kind in held_by(model) for found in kind):
+        t = held.tensor
+        written_unseen = "_unversioned" in t.__dict__  # through .data
+        if versions.get(id(t)) == _version(t) and not written_unseen and t.numel():
+            left.append(held)
+    if left:
+        raise LayoutError(
+            "materialize: nothing gave these a value",
+            place=user_line(),
+            operands=tuple(held.name for held in left),
+            reason="no reset_parameters and no init_weights wrote them, and memory is not zeros",
+            fixes=(
+                Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
+                Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
+            ),
+        )
+
+
+def _back_on_the_mesh(model: nn.Module, specs: dict[str, Spec]) -> None:
+    """What an init function assigned anew, instead of writing into it, goes where it was."""
+    for held in (found for kind in held_by(model) for found in kind):
+        spec = specs.get(held.name)
+        if spec is not None and not isinstance(held.tensor, DTensor):
+            put_in_place(held, spread(held.tensor, spec), by="materialize")

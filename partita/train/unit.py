@@ -1,0 +1,355 @@
+"""What happens to one block's parameters in a forward and its backward?
+
+They are gathered before its forward and released after it. Autograd wants some of them again: it
+is handed a note of where each stood, and gathers them when it reads the note. So nothing that was
+gathered is ever saved, and no graph, alias or cast can make it live longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import saved_tensors_hooks
+
+from partita.tensor.dtensor import DTensor, tagged
+
+from .blocks import Block
+from .flat import Flat
+from .nested import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from .zero import Zero
+
+__all__ = ["Unit", "in_backward"]
+
+
+def in_backward() -> bool:
+    """Is autograd at work in this thread? There is no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _saving_hooks() -> tuple[Any, Any] | None:
+    """What else packs and unpacks saved tensors now (a checkpoint, an offload).
+
+    Of nested `saved_tensors_hooks` torch calls the innermost alone, and has no public way to ask
+    for the next, to which whatever is not a gathered parameter must go.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class Unit:
+    """One block's parameters: at rest, on their way, or here.
+
+    Attributes:
+        depth: forwards of the block that have begun and not ended.
+        has_parts: do its modules have modules of their own?
+        needed: was it read in backward, as far as is known, the last time?
+        busy: the calls whose backward has begun and not ended.
+        held: whole-size gradients that were kept, by number of the flat.
+    """
+
+    def __init__(self, zero: Zero, block: Block):
+        self.zero, self.name, self.slots = zero, block.name, block.slots
+        self.depth = 0
+        self.needed = self.has_parts = any(next(m.children(), m) is not m for m in block.modules)
+        self.busy: set[Call] = set()
+        self.held: dict[int, torch.Tensor] = {}
+        self._shown = False
+        self._shards: list[DTensor] = []
+        groups: dict[torch.dtype, list[int]] = {}
+        shards = self.shards()
+        for i, p in enumerate(shards):
+            groups.setdefault(zero.precision.param_dtype or p.dtype, []).append(i)
+        self.groups = list(groups.values())
+        self.flats = []
+        for dtype, members in groups.items():
+            specs = [shards[i]._spec for i in members]
+            wholes = [zero.whole(s) for s in specs]
+            device = shards[members[0]].device
+            self.flats.append(Flat(self.name, wholes, specs, zero.axes, dtype, device))
+        for module in block.modules:
+            module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._end, always_call=True, with_kwargs=True)
+        self._open: list[_Forward | None] = []
+
+    def shards(self) -> list[DTensor]:
+        """The parameters at rest, as the modules hold them now."""
+        if not self._shown:
+            self._shards = [s[0].owner._parameters[s[0].attr] for s in self.slots]  # type: ignore[misc]
+        return self._shards
+
+    # -- where the bytes are -----------------------------------------------------------------------
+
+    @property
+    def alive(self) -> int:
+        """Bytes that are gathered, or on their way."""
+        return sum(flat.alive for flat in self.flats)
+
+    def start(self) -> None:
+        """Begin to gather."""
+        shards = self.shards()
+        for flat, members in zip(self.flats, self.groups, strict=True):
+            flat.start([shards[i] for i in members], "regather" if in_backward() else "gather")
+        self.zero.note_alive()
+
+    def gather(self) -> None:
+        """Have everything here."""
+        self.start()
+        for flat in self.flats:
+            flat.finish()
+        self.zero.note_alive()
+
+    def release(self) -> None:
+        """Free what is gathered, unless a forward or backward is using it."""
+        if not self.depth and not self.busy and not self.zero.persistent:
+            for flat in self.flats:
+                flat.release()
+
+    def settle(self) -> None:
+        """Forget a forward or a backward that broke off."""
+        self.busy.clear()
+        self._open.clear()
+        self.depth = 0
+        self._hide()
+
+    # -- what the modules see ----------------------------------------------------------------------
+
+    def _show(self, call: Call | None) -> None:
+        self.shards()
+        self._shown = True
+        with Local():
+            if call is not None and call.trains:
+                plain = _Gathered.apply(self.zero.token(self), call)
+            else:
+                plain = [v for flat in self.flats for v in flat.views()]
+        specs = [p.whole for flat in self.flats for p in flat.pieces]
+        order = [i for members in self.groups for i in members]
+        for i, t, spec in zip(order, plain, specs, strict=True):
+            whole = tagged(t, spec)
+            for slot in self.slots[i]:
+                slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
+
+    def _hide(self) -> None:
+        if self._shown:
+            for places, p in zip(self.slots, self._shards, strict=True):
+                for slot in places:
+                    slot.owner._parameters[slot.attr] = p  # type: ignore[assignment]
+            self._shown = False
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._open.append(None)
+        if self.depth:  # a tied weight's other module, or the same module again, within
+            self.depth += 1
+            return None
+        self.zero.enter_forward(self)
+        self.depth = 1
+        call = None
+        if torch.is_grad_enabled():
+            graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
+            if graded or any(p.requires_grad for p in self.shards()):
+                call = Call(self, graded)
+        self._show(call)
+        if call is not None:
+            self._open[-1] = _Forward(call)
+        dtype = self.zero.precision.param_dtype
+        cast = dtype is not None and self.zero.precision.cast_inputs
+        marks = call is not None and call.watches_inputs
+        if not cast and not marks:
+            return None
+
+        def prepared(t: torch.Tensor) -> torch.Tensor:
+            if cast and t.is_floating_point():
+                t = t.to(dtype)
+            if marks and t.requires_grad:
+                t = _leave(t, call)
+            return t
+
+        return map_tensors(prepared, args), map_tensors(prepared, kwargs)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._open:
+            return
+        forward = self._open.pop()
+        self.depth = max(0, self.depth - 1)
+        if forward is not None:
+            forward.close()
+            for t in tensors_in(output):
+                if t.requires_grad:
+                    with Local():
+                        t.register_hook(forward.call.begin_backward)
+        if not self.depth:
+            # In a recompute the backward that asked for it goes on with what is here.
+            if not in_backward():
+                self._hide()
+                self.release()
+            elif not self.busy:
+                self._hide()
+
+
+class Call:
+    """One forward of a block, as its backward sees it.
+
+    Attributes:
+        trains: does any of the block's parameters get a gradient?
+        needs: will backward read the parameters? Not of an embedding, say. What a module with
+            parts of its own saves may not all be seen here: parts may be checkpointed.
+        watches_inputs: is the block done only when its inputs' gradients are there? Only where a
+            parameter gets none: else no node reads a parameter after its own gradient is complete.
+    """
+
+    def __init__(self, unit: Unit, graded: bool):
+        self.unit = unit
+        self.needs = unit.has_parts
+        wanting = [p.requires_grad for p in unit.shards()]
+        self.trains = any(wanting)
+        self.watches_inputs = graded and not all(wanting)
+        self._to_come = {"parameters"} if self.trains else set()
+        self._to_come |= {"inputs"} if self.watches_inputs else set()
+        self._came: set[str] = set()
+
+    def begin_backward(self, *_: Any) -> None:
+        """The first gradient of an output is here."""
+        unit = self.unit
+        if self in unit.busy or not self.needs:
+            return
+        unit.zero.enter_backward(unit)
+        unit.busy.add(self)
+        if not unit._shown:
+            # A checkpoint within the block runs parts of its forward again.
+            with torch.enable_grad():
+                unit._show(Call(unit, False))
+
+    def came(self, what: str) -> None:
+        """The gradients of the "parameters", or of the "inputs", are complete."""
+        self._came.add(what)
+        if self._came >= self._to_come:
+            self._came.clear()
+            unit = self.unit
+            unit.busy.discard(self)
+            if not unit.busy and not unit.depth:
+                unit._hide()
+            unit.release()
+
+    def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of the gathered parameters, in the order of the flats."""
+        unit, zero, at = self.unit, self.unit.zero, 0
+        for k, flat in enumerate(unit.flats):
+            some = grads[at : at + len(flat.pieces)]
+            at += len(flat.pieces)
+            if all(g is None for g in some):
+                continue
+            dtype = zero.precision.grad_dtype or flat.dtype
+            sums = flat.shares(some, dtype, unit.held.pop(k, None))
+            if zero.keeps_shares:
+                unit.held[k] = sums
+            else:
+                zero.reduce(unit, k, sums)
+
+
+class _Forward:
+    """Keeps autograd from keeping what is gathered, while one forward of a block runs."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self._flats = call.unit.flats
+        self._other = _saving_hooks()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        self._hooks.__exit__(None, None, None)
+
+    def _pack(self, t: torch.Tensor) -> Any:
+        with Local():
+            for flat in self._flats:
+                if flat.holds(t):
+                    self.call.needs = self.call.unit.needed = True
+                    return _Stood(self.call.unit, flat, t)
+        return _Other(self._other, t)
+
+    @staticmethod
+    def _unpack(packed: _Stood | _Other) -> torch.Tensor:
+        return packed.tensor()
+
+
+class _Stood:
+    """Where a view of a gathered parameter stood."""
+
+    def __init__(self, unit: Unit, flat: Flat, t: torch.Tensor):
+        self.unit, self.flat = unit, flat
+        self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
+
+    def tensor(self) -> torch.Tensor:
+        self.unit.gather()
+        with Local():
+            return self.flat.view(*self.place)
+
+
+class _Other:
+    """Any other tensor: as whoever else packs saved tensors keeps it, or itself."""
+
+    def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
+        self.hooks = hooks
+        self.kept = t if hooks is None else hooks[0](t)
+        self.version = t._version
+
+    def tensor(self) -> torch.Tensor:
+        if self.hooks is not None:
+            return self.hooks[1](self.kept)
+        if self.kept._version != self.version:  # with hooks, autograd does not look
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(self.kept.shape)} is at version "
+                f"{self.kept._version}; expected version {self.version}"
+            )
+        return self.kept
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: Call) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        unit = call.unit
+        views = [v for flat in unit.flats for v in flat.views()]
+        order = [i for members in unit.groups for i in members]
+        shards = unit.shards()
+        frozen = [v for i, v in zip(order, views, strict=True) if not shards[i].requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with Local(), torch.no_grad():
+            ctx.call.reduce(grads)
+            ctx.call.came("parameters")
+        return torch.empty(0), None
+
+
+class _Left(torch.autograd.Function):
+    """The identity on an input of a block; tells when the input's gradient is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.call.came("inputs")
+        return grad, None
+
+
+def _leave(t: torch.Tensor, call: Call | None) -> torch.Tensor:
+    with Local():
+        out = _Left.apply(t, call)
+    return tagged(out, t._spec) if isinstance(t, DTensor) else out

@@ -1,0 +1,289 @@
+"""How is a model trained whose parameters no rank holds whole?
+
+At rest each rank holds its shard of every parameter. While one block computes, the next block's
+parameters are on their way, and in backward the last block's gradients are: the transpose of a
+gather is a reduce-scatter. At most two blocks are gathered at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import wire_of
+from partita.layout import Fix, LayoutError, Shard
+from partita.tensor.autograd import moved
+from partita.tensor.construct import distribute_tensor
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.spec import Spec, spec_of
+
+from .blocks import find_blocks
+from .flat import Reducing
+from .nested import map_tensors
+from .unit import Unit, in_backward
+
+__all__ = ["MixedPrecision", "Zero"]
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtypes a step works; parameters and optimizer state keep their own.
+
+    Attributes:
+        param_dtype: of gathered parameters, on their way and in use; their own where None.
+        grad_dtype: in which gradients travel; `param_dtype` where None.
+        reduce_dtype: in which gradients are summed; the parameter's own where None.
+        output_dtype: to which the model's floating outputs are cast; not at all where None.
+        cast_inputs: cast the floating inputs of each block to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+
+
+class Zero:
+    """A model whose parameters are sharded over `axes` at rest.
+
+    Attributes:
+        units: its blocks.
+        persistent: what was gathered once stays, until a parameter is changed.
+        keeps_shares: gradients stay whole-size shares on each rank, until it is False again.
+        peak: the most bytes that were gathered at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: tuple[str, ...],
+        precision: MixedPrecision,
+        blocks: Sequence[str | nn.Module] | None,
+    ):
+        self.axes, self.precision = axes, precision
+        self.persistent = self.keeps_shares = False
+        self.peak = 0
+        self._forwards = 0
+        self._token: torch.Tensor | None = None
+        self._last: Unit | None = None
+        self._next: dict[Unit, Unit] = {}
+        self._before: dict[Unit, Unit] = {}
+        self._under_way: list[tuple[Unit, int, Reducing]] = []
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        self.units = [Unit(self, block) for block in find_blocks(model, blocks)]
+        model.register_forward_hook(self._end, always_call=True)
+
+    def whole(self, spec: Spec) -> Spec:
+        """The layout of a parameter of `spec` when it is gathered."""
+        layout = spec.layout
+        shards = tuple(tuple(a for a in s if a not in self.axes) for s in layout.shards)
+        return spec_of(type(layout)(layout.shape, shards, layout.partial, layout.invariant), spec.wire)
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def _begin(self, *_: Any) -> None:
+        if not self._forwards and not in_backward():
+            self.settle()
+        self._forwards += 1
+        self._last = None
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._forwards = max(0, self._forwards - 1)
+        self._token = None
+        if not in_backward():
+            self.release()
+        dtype = self.precision.output_dtype
+        if dtype is None or output is None:
+            return None
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    def enter_forward(self, unit: Unit) -> None:
+        """Gather `unit`; what came next last time may be on its way meanwhile."""
+        unit.gather()
+        if in_backward():
+            return
+        if self._last is not None and self._last is not unit:
+            self._next[self._last] = unit
+            self._before[unit] = self._last
+        self._last = unit
+        self._prefetch(self._next.get(unit), unit)
+
+    def enter_backward(self, unit: Unit) -> None:
+        """Gather `unit`; what came before it in forward may be on its way meanwhile."""
+        unit.gather()
+        before = self._before.get(unit)
+        while before is not None and not before.needed:
+            before = self._before.get(before)
+        self._prefetch(before, unit)
+
+    def _prefetch(self, unit: Unit | None, beside: Unit) -> None:
+        if unit is not None and all(u in (unit, beside) or not u.alive for u in self.units):
+            unit.start()
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def token(self, unit: Unit) -> torch.Tensor:
+        """What ties gathered parameters to their shards: an empty tensor with a history.
+
+        One serves a whole forward of the model, so that its backward comes after every block's,
+        and there waits for all gradients that are under way. A block that is called alone has its
+        own.
+        """
+        if not self._forwards or in_backward():
+            return _Enter.apply(self, [unit], *_graded([unit]))
+        if self._token is None:
+            self._token = _Enter.apply(self, self.units, *_graded(self.units))
+        return self._token
+
+    def reduce(self, unit: Unit, k: int, sums: torch.Tensor) -> None:
+        """Begin to reduce gradients, after those that were begun before are here."""
+        dtype = self.precision.reduce_dtype or unit.shards()[unit.groups[k][0]].dtype
+        if self._under_way:
+            self._under_way[-1][2].wait()
+        self._under_way.append((unit, k, unit.flats[k].reduce(sums, dtype)))
+
+    def collect(self, units: Sequence[Unit]) -> dict[DTensor, torch.Tensor]:
+        """Wait for what is being reduced of `units`. Each parameter's gradient, plain and local."""
+        found: dict[DTensor, torch.Tensor] = {}
+        ready = [one for one in self._under_way if one[0] in units]
+        self._under_way = [one for one in self._under_way if one[0] not in units]
+        for unit, k, reducing in ready:
+            for i, g in zip(unit.groups[k], reducing.wait(), strict=True):
+                p = unit.shards()[i]
+                if p.requires_grad:
+                    g = g.to(p.dtype)
+                    found[p] = found[p] + g if p in found else g
+        return found
+
+    def send_shares(self) -> None:
+        """Reduce the shares that were kept, and add them to the parameters' gradients."""
+        for unit in self.units:
+            for k in list(unit.held):
+                self.reduce(unit, k, unit.held.pop(k))
+        with Local(), torch.no_grad():
+            for p, g in self.collect(self.units).items():
+                held = torch._C.TensorBase.grad.__get__(p)
+                if held is None:
+                    p.grad = tagged(g, p._spec.gradient)
+                else:
+                    held.add_(g)
+
+    # -- and after ---------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Free every block that is not in use."""
+        for unit in self.units:
+            unit.release()
+
+    def settle(self) -> None:
+        """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
+        under_way, self._under_way = self._under_way, []
+        for *_, reducing in under_way:
+            reducing.wait()
+        for unit in self.units:
+            unit.settle()
+        self.release()
+
+    @contextmanager
+    def keeping_shares(self) -> Iterator[None]:
+        """Send no gradients in the backward passes within; the next one outside sends them all."""
+        before, self.keeps_shares = self.keeps_shares, True
+        try:
+            yield
+        finally:
+            self.keeps_shares = before
+
+    @property
+    def alive(self) -> int:
+        """Bytes of gathered parameters that are held now."""
+        return sum(unit.alive for unit in self.units)
+
+    def note_alive(self) -> None:
+        self.peak = max(self.peak, self.alive)
+
+
+def zero(
+    model: nn.Module,
+    mesh: Any,
+    axis: str | Sequence[str] = "dp",
+    *,
+    stage: int = 3,
+    precision: MixedPrecision | torch.dtype | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    persistent: bool = False,
+) -> nn.Module:
+    """Shard a model's training state over the ranks of `axis`. In place; returns the model.
+
+    Args:
+        model: plain, or after `parallelize`; before an optimizer is made for it.
+        axis: the mesh axis, or several, whose ranks take different parts of the batch.
+        precision: dtypes to compute, to send and to sum in; a dtype alone is `param_dtype`.
+        blocks: the modules whose parameters are gathered together, themselves or as patterns of
+            names; found by themselves where not given: see `find_blocks`.
+        persistent: keep what was gathered.
+
+    Raises:
+        LayoutError: an unknown axis, a parameter that is split over it already.
+        ValueError: blocks that do not fit the model.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    wire = wire_of(mesh)
+    axes = tuple(a for a in wire.mesh.names if a in axes and wire.mesh.index(a) >= 0)
+    if isinstance(precision, torch.dtype):
+        precision = MixedPrecision(precision)
+    seen: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for attr, p in list(module._parameters.items()):
+            if p is not None:
+                if p not in seen:
+                    seen[p] = _at_rest(p, mesh, axes if stage == 3 else ())
+                setattr(module, attr, seen[p])
+    for module in model.modules():
+        for attr, b in list(module._buffers.items()):
+            if b is not None and not isinstance(b, DTensor):
+                module._buffers[attr] = distribute_tensor(b, mesh)
+    if stage < 3:
+        return model
+    model.__dict__["_zero"] = state = Zero(model, axes, precision or MixedPrecision(), blocks)
+    state.persistent = persistent
+    return model
+
+
+def _at_rest(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> nn.Parameter:
+    value = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
+    spec = value._spec
+    layout = spec.layout
+    for a in axes:
+        layout = layout.put(a, Shard(0))
+    after = spec_of(layout, spec.wire)
+    local = moved(value, spec, after, "zero", "explicit")
+    return nn.Parameter(tagged(local.contiguous(), after), p.requires_grad)
+
+
+def _graded(units: Sequence[Unit]) -> list[DTensor]:
+    return [p for unit in units for p in unit.shards() if p.requires_grad]
+
+
+class _Enter(torch.autograd.Function):
+    """From shards to the token; backward gives the shards their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, zero: Zero, units: Sequence[Unit], *shards: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.zero, ctx.units, ctx.shards = zero, units, shards
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        with Local(), torch.no_grad():
+            found = ctx.zero.collect(ctx.units)
+            ctx.zero.release()
+        return None, None, *[found.pop(p, None) for p in ctx.shards]

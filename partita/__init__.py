@@ -21,7 +21,20 @@ from .tensor import (
     zeros,
 )
 from .train import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
+from .train import plans
+from .train.activations import Inputs, Outputs
+from .train.batch import distribute_batch
+from .train.checkpoint import (
+    RandomState,
+    async_save,
+    load,
+    load_safetensors,
+    save,
+    save_safetensors,
+)
 from .train.gradients import clip_grad_norm_, reduce_gradients
+from .train.materialize import materialize
+from .train.parallelize import parallelize
 
 __version__ = "0.1.0"
 
@@ -29,31 +42,43 @@ __all__ = [
     "CacheInfo",
     "DTensor",
     "DeviceMesh",
+    "Inputs",
     "Invariant",
     "Layout",
     "LayoutError",
+    "Outputs",
     "Partial",
     "Placement",
+    "RandomState",
     "Replicate",
     "Shard",
+    "async_save",
     "cache_clear",
     "cache_info",
     "check_ranks",
     "clip_grad_norm_",
+    "distribute_batch",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "full",
     "init_device_mesh",
     "ledger",
+    "load",
+    "load_safetensors",
     "local_map",
+    "materialize",
     "ones",
+    "parallelize",
+    "plans",
     "rand",
     "randn",
     "random_mode",
     "ranks",
     "reduce_gradients",
     "rule",
+    "save",
+    "save_safetensors",
     "set_cache_limit",
     "strict",
     "zeros",

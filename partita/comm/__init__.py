@@ -1,13 +1,14 @@
 """Who carries bytes from rank to rank. The only room that knows of `torch.distributed`."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .checks import check_ranks, strict
 from .dry import DryWire, dry_mesh
-from .everyone import Aside, Decide, everyone
-from .groups import GroupWire, wire_of
+from .everyone import Aside, Decide, Everyone, everyone
+from .groups import GroupWire
 from .handle import MeshHandle
 from .ledger import Ledger, Record, ledger
+from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .ranks import World, ranks
 from .source import user_line
 from .under_way import UnderWay
@@ -19,6 +20,7 @@ __all__ = [
     "Decide",
     "DeviceMesh",
     "DryWire",
+    "Everyone",
     "GroupWire",
     "Ledger",
     "MeshHandle",
@@ -32,7 +34,9 @@ __all__ = [
     "init_device_mesh",
     "ledger",
     "ranks",
+    "saved_as",
     "strict",
     "user_line",
     "wire_of",
+    "wire_saved_as",
 ]

@@ -127,7 +127,9 @@ class SavePieces(DefaultSavePlanner):
         """
         problems = _disagreements(all_plans)
         if problems:
-            raise ValueError("\n  ".join(["the ranks hold different things by one name", *problems]))
+            raise ValueError(
+                "\n  ".join(["the ranks hold different things by one name", *problems])
+            )
         problems = _holes(all_plans)
         if problems:
             raise ValueError("\n  ".join(["parts of tensors are on no rank that saves", *problems]))
@@ -148,7 +150,9 @@ def _disagreements(plans: list[SavePlan]) -> list[str]:
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data, name = item.tensor_data, item.index.fqn
-            kind = "a value" if data is None else describe(data.size, data.properties.dtype)
+            kind = "no tensor"
+            if data is not None:
+                kind = f"{data.properties.dtype} {tuple(data.size)}"
             first, what = seen.setdefault(name, (rank, kind))
             if kind != what:
                 problems.setdefault(name, f"{name}: {what} on rank {first}, {kind} on rank {rank}")
@@ -166,12 +170,9 @@ def _holes(plans: list[SavePlan]) -> list[str]:
     totals = dict.fromkeys(sizes, 0)
     for index, count in held.items():
         totals[index.fqn] += count
-    return [f"{n}: {totals[n]} of {size} elements" for n, size in sizes.items() if totals[n] != size]
-
-
-def describe(size: Sequence[int], dtype: torch.dtype) -> str:
-    """`float32 (8, 16)`, as in errors."""
-    return f"{str(dtype).removeprefix('torch.')} {tuple(size)}"
+    return [
+        f"{n}: {totals[n]} of {size} elements" for n, size in sizes.items() if totals[n] != size
+    ]
 
 
 class Writer(FileSystemWriter):

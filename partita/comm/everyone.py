@@ -37,7 +37,7 @@ class Aside(Future[Any]):
     _asked = False
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the work, at most `timeout` seconds, and return its result or raise its error."""
+        """Wait for the work, at most `timeout` seconds; return its result or raise its error."""
         self._asked = True
         return super().result(timeout)
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from .under_way import Summed, ordered_sum
 
-__all__ = ["all_reduce", "start_reduce_scatter"]
+__all__ = ["all_reduce", "start_all_gather", "start_reduce_scatter"]
 
+_TAG = 0x7061
 _SMALL = 1 << 15
 """Bytes up to which every rank sends its whole share to all: one round instead of two."""
 
@@ -25,6 +26,31 @@ def start_reduce_scatter(group: dist.ProcessGroup, out: torch.Tensor, x: torch.T
     shares = torch.empty_like(x)
     exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
     return Summed(exchange, shares.view(group.size(), -1), out.view(-1))
+
+
+class _All:
+    """Several that are under way."""
+
+    def __init__(self, works: list[dist.Work]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> _All:
+    """Begin to fill `out` with the group's `x`, in group order, all contiguous."""
+    n, rank = group.size(), group.rank()
+    x = x.view(-1)
+    pieces = out.view(n, -1)
+    works = []
+    for i in range(1, n):
+        works.append(group.recv([pieces[(rank - i) % n]], (rank - i) % n, _TAG))
+    for i in range(1, n):
+        works.append(group.send([x], (rank + i) % n, _TAG))
+    pieces[rank].copy_(x)
+    return _All(works)
 
 
 def all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How do bytes travel over `torch.distributed`, and which wire serves which mesh?
+"""How do bytes travel over `torch.distributed`?
 
 Each call into torch that is not public API stands here once. Process groups are called directly:
 the functional collectives cost more than the whole of `carry` (a dispatcher op, an async wrapper
@@ -7,20 +7,19 @@ and its wait), and are needed only while a graph is captured.
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..layout import Coordinate, LayoutError, Mesh
+from ..layout import Coordinate, Fix, LayoutError, Mesh
 from . import gloo
-from .handle import MeshHandle
+from .source import user_line
 from .under_way import Summed, UnderWay
 from .wire import Ask, Axes, Wire
 
-__all__ = ["GroupWire", "wire_of"]
+__all__ = ["GroupWire"]
 
 _COMMON = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,17 +38,21 @@ class GroupWire(Wire):
     moved = _COMMON
     reduced = _COMMON
 
+    device_mesh: DeviceMesh
+
     def __init__(self, device_mesh: DeviceMesh):
         at = device_mesh.get_coordinate()
         if at is None:
             raise LayoutError(
                 f"rank {dist.get_rank()} is not part of {device_mesh}",
+                place=user_line(),
                 reason=f"the mesh has the ranks {device_mesh.mesh.flatten().tolist()}",
+                fixes=(Fix("if mesh.get_coordinate() is not None: ...", "on its ranks only"),),
             )
         sizes = tuple(device_mesh.mesh.shape)
         names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(len(sizes)))
         super().__init__(Mesh(tuple(names), sizes), tuple(at))
-        self._mesh_ref = weakref.ref(device_mesh)
+        self.device_mesh = device_mesh
         kind = device_mesh.device_type
         self.device = torch.device(kind)
         if kind == "cuda":
@@ -59,13 +62,6 @@ class GroupWire(Wire):
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
         self._gloo = kind == "cpu" and "cpu:gloo" in dist.get_backend_config()
-
-    @property
-    def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
-        mesh = self._mesh_ref()
-        if mesh is None:
-            raise LayoutError("the DeviceMesh of this wire is gone")
-        return mesh
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -127,6 +123,8 @@ class GroupWire(Wire):
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
+        if self._gloo:
+            return gloo.start_all_gather(self._process_groups[axes], out, x)
         return self._process_groups[axes]._allgather_base(out, x)
 
     def _start_reduce_scatter(
@@ -186,39 +184,3 @@ class GroupWire(Wire):
 
 
 _TEXT_BYTES = 1024  # of what a rank asks for; a longer text is compared as far as this
-
-# -- which wire serves which mesh ----------------------------------------------------------------
-
-_wires: dict[int, Wire] = {}
-
-
-def wire_of(device_mesh: object) -> Wire:
-    """The wire of this rank on `device_mesh`; the same one each time, as long as the mesh lives.
-
-    Args:
-        device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0",
-            "dim1", ...), or the mesh that `ranks` or `dry_mesh` gives.
-
-    Raises:
-        LayoutError: it is no mesh, this rank is not in it, or it has more ranks than the world.
-    """
-    found = _wires.get(id(device_mesh))
-    if found is not None:
-        return found
-    if isinstance(device_mesh, MeshHandle):
-        return device_mesh.wire
-    if not isinstance(device_mesh, DeviceMesh):
-        raise LayoutError(
-            f"a {type(device_mesh).__name__} is no mesh",
-            reason="make one with init_device_mesh(device, sizes, mesh_dim_names=names)",
-        )
-    if not dist.is_initialized():
-        raise LayoutError(f"{device_mesh} has no process groups", reason="none are initialized")
-    if device_mesh.size() > dist.get_world_size():
-        raise LayoutError(
-            f"{device_mesh} has {device_mesh.size()} ranks in a world of {dist.get_world_size()}"
-        )
-    wire = GroupWire(device_mesh)
-    _wires[id(device_mesh)] = wire
-    weakref.finalize(device_mesh, _wires.pop, id(device_mesh), None)
-    return wire

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ..layout import Coordinate, LayoutError, Mesh
+from .source import user_line
 from .wire import Wire
 
 __all__ = ["MeshHandle"]
@@ -52,6 +53,11 @@ class MeshHandle:
     def shape(self) -> tuple[int, ...]:
         return self._layout.sizes
 
+    @property
+    def number(self) -> int:
+        """Under which `find_handle` finds it in this process."""
+        return self._number
+
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks along one axis, by number or by name; of all ranks where None."""
         return self._layout.size() if mesh_dim is None else self.shape[self._dim(mesh_dim)]
@@ -77,7 +83,7 @@ class MeshHandle:
         if names == self.mesh_dim_names:
             return self
         if names not in self._parts:
-            where = [self._layout.index(a) for a in names]
+            where = [self._dim(a) for a in names]
             part = Mesh(names, tuple(self.shape[i] for i in where))
             line = tuple(slice(None) if i in where else self._at[i] for i in range(self.ndim))
             kept = sorted(where)  # indexing leaves the axes in the order of this mesh
@@ -87,7 +93,12 @@ class MeshHandle:
         return self._parts[names]
 
     def _dim(self, mesh_dim: int | str) -> int:
-        return self._layout.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim
+        if isinstance(mesh_dim, int) and -self.ndim <= mesh_dim < self.ndim:
+            return mesh_dim
+        try:
+            return self._layout.index(mesh_dim)  # type: ignore[arg-type]  # a bad one is named
+        except LayoutError as error:
+            raise error.located(user_line()) from None
 
     def __copy__(self) -> MeshHandle:
         return self

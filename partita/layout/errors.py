@@ -47,6 +47,12 @@ class LayoutError(ValueError):
         lines += [f"  {'either' if i == 0 else 'or    '}  {fix}" for i, fix in enumerate(fixes)]
         super().__init__("\n".join(lines))
 
+    def located(self, place: str) -> LayoutError:
+        """This error with a `place`, for one who knows it; itself where it has one already."""
+        if self.place or not place:
+            return self
+        return _rebuild(self.fact, place, self.operands, self.reason, self.fixes)
+
     # An error crosses process boundaries whole.
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self.fact, self.place, self.operands, self.reason, self.fixes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from .errors import LayoutError
+from .errors import Fix, LayoutError
 
 __all__ = ["Coordinate", "Mesh"]
 
@@ -45,13 +45,20 @@ class Mesh:
         try:
             return self._size_of[axis]
         except KeyError:
-            raise LayoutError(f"no axis {axis!r} on mesh {self}") from None
+            raise self._no_axis(axis) from None
 
     def index(self, axis: str) -> int:
         """The position of `axis` among the axes."""
         if axis not in self._size_of:
-            raise LayoutError(f"no axis {axis!r} on mesh {self}")
+            raise self._no_axis(axis)
         return self.names.index(axis)
+
+    def _no_axis(self, axis: object) -> LayoutError:
+        return LayoutError(
+            f"no axis {axis!r} on mesh {self}",
+            reason="an axis is called by the name that the mesh was made with",
+            fixes=tuple(Fix(repr(name), f"{n} ranks") for name, n in self._size_of.items()),
+        )
 
     def coordinates(self) -> tuple[Coordinate, ...]:
         """Every rank's coordinate, in rank order."""

@@ -1,6 +1,6 @@
 """What users hold: the tensor, its dispatch, its random numbers."""
 
-from . import custom_function, methods, module_hooks  # noqa: F401  they take their places
+from . import copies, custom_function, lists, methods, module_hooks  # noqa: F401  they take places
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import (
     distribute_module,

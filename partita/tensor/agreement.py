@@ -1,54 +1,135 @@
-"""Do the local tensors that the ranks bring go together as one global tensor?"""
+"""Do the local tensors that the ranks bring go together as one global tensor?
+
+What one rank finds it can tell only itself. With `run_check` the ranks first tell each other, and
+then all raise the same error, or none.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
 import torch
 
-from partita.comm import user_line
-from partita.layout import Fix, LayoutError
+from partita.comm import Wire, user_line
+from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial
 
-from .plain import checksum
+from .checksum import checksum
 from .spec import Spec
 
-__all__ = ["compare", "does_not_fit"]
+__all__ = ["alike", "compare", "does_not_fit"]
+
+_TEXT_BYTES = 512  # of what a rank brings, as the others are told it
 
 
-def does_not_fit(local: torch.Tensor, spec: Spec, rank: int | None = None) -> LayoutError:
-    whose = "this rank" if rank is None else f"rank {rank}"
+def does_not_fit(
+    shape: Sequence[int], layout: Layout, wire: Wire, at: Coordinate, *, told: Fix | None = None
+) -> LayoutError:
+    """The piece of `shape` that the rank at `at` brings is not the one that `layout` gives it."""
+    rank, due = wire.mesh.coordinates().index(at), layout.local_shape(wire.mesh, at)
     return LayoutError(
-        f"from_local: {whose}'s piece does not fit the stated shape {tuple(spec.shape)}",
+        f"from_local: the piece of rank {rank} does not fit the stated shape {layout.shape}",
         place=user_line(),
         operands=(
-            f"local  {tuple(local.shape)}",
-            f"layout {spec.layout.brief()} gives rank {spec.wire.rank} {tuple(spec.local_shape)}",
+            f"local_tensor  {tuple(shape)}",
+            f"layout {layout.brief()} on {wire.mesh} gives rank {rank} {due}",
         ),
         reason="pieces are cut as torch.chunk cuts: equal ones first, then the rest",
-        fixes=(Fix("pass shape= the true global shape"), Fix("pass the pieces that it asks for")),
+        fixes=(told or Fix(f"a piece of shape {due}", f"on rank {rank}"),),
     )
 
 
-def compare(local: torch.Tensor, spec: Spec, fits: bool) -> None:
+def compare(local: torch.Tensor, spec: Spec) -> None:
     """Compare what the ranks hold, and raise on all of them alike if it does not go together."""
-    wire = spec.wire
-    told = wire.gather_ints((int(fits), *checksum(local)))
-    for rank, (ok, *_) in enumerate(told):
-        if not ok:
-            raise does_not_fit(local, spec, rank)
-    whole = [a for a in wire.mesh.names if spec.layout.placement(a).is_replicate()]
-    whole += list(spec.layout.invariant)
-    at = {c: told[i] for i, c in enumerate(wire.mesh.coordinates())}
-    for axis in whole:
+    wire, layout = spec.wire, spec.layout
+    fits = local.shape == spec.local_shape
+    said = f"{layout} of {local.dtype}"
+    told = wire.gather_ints((_digest(said), int(fits), *checksum(local)))
+    if len({digest for digest, *_ in told}) > 1 or not all(ok for _, ok, *_ in told):
+        raise _disagreement(local, layout, said, wire)
+    at = {c: tuple(told[i][2:]) for i, c in enumerate(wire.mesh.coordinates())}
+    for axis in wire.mesh.names:
+        placement = layout.placement(axis)
+        if placement.is_shard() or placement.is_partial():
+            continue
         i = wire.mesh.index(axis)
         for c, mine in at.items():
             first = at[c[:i] + (0,) + c[i + 1 :]]
             if mine != first:
+                shares = [Partial() if a == axis else layout.placement(a) for a in wire.mesh.names]
                 raise LayoutError(
                     f"from_local: the ranks along {axis} do not hold the same value",
                     place=user_line(),
-                    operands=(f"at {c}: checksum {mine[-1]:x}, first rank's {first[-1]:x}",),
-                    reason=f"{spec.layout.placement(axis)} says that they do; nothing was changed",
+                    operands=(
+                        f"layout {layout.brief()} on {wire.mesh}",
+                        f"at {c} the checksum is {mine[-1]:x}, of the first along {axis} "
+                        f"{first[-1]:x}",
+                    ),
+                    reason=f"{placement} on {axis} says that they do; nothing was changed",
                     fixes=(
                         Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
-                        Fix(f"another placement on {axis}"),
+                        Fix(f"placements={shares}", "if they are shares of a sum"),
                     ),
                 )
+
+
+def alike(what: str, said: str, wire: Wire) -> None:
+    """Raise on every rank, with what two of them say, unless all say the same of `what`."""
+    if wire.mesh.size() > 1 and len(set(wire.gather_ints((_digest(said),)))) > 1:
+        raise _differ(what, _texts(said, wire))
+
+
+def _differ(what: str, said: list[str], *fixes: Fix) -> LayoutError:
+    rank = next(i for i, text in enumerate(said) if text != said[0])
+    return LayoutError(
+        f"{what}: the ranks do not ask for the same",
+        place=user_line(),
+        operands=(f"rank 0  {said[0]}", f"rank {rank}  {said[rank]}"),
+        reason="a global tensor is one thing, of which each rank has a part",
+        fixes=fixes or (Fix("pass the same on every rank"),),
+    )
+
+
+def _disagreement(local: torch.Tensor, layout: Layout, said: str, wire: Wire) -> LayoutError:
+    """What to raise where pieces do not fit; every rank comes here."""
+    told = [json.loads(t) for t in _texts(json.dumps([said, list(local.shape)]), wire)]
+    texts, shapes = [t for t, _ in told], [tuple(shape) for _, shape in told]
+    at = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
+    true = _made_by(at, layout, wire)
+    fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
+    if len(set(texts)) > 1:
+        return _differ("from_local", texts, *([fix] if fix else []))
+    wrong = next(c for c, s in at.items() if s != layout.local_shape(wire.mesh, c))
+    return does_not_fit(at[wrong], layout, wire, wrong, told=fix)
+
+
+def _made_by(
+    at: dict[Coordinate, tuple[int, ...]], layout: Layout, wire: Wire
+) -> tuple[int, ...] | None:
+    """The shape of the tensor that is cut into just these pieces, if there is one."""
+    if any(len(shape) != len(layout.shape) for shape in at.values()):
+        return None
+    shape = []
+    for dim, axes in enumerate(layout.shards):
+        first = [c for c in at if all(i == 0 or a in axes for a, i in _named(c, wire))]
+        shape.append(sum(at[c][dim] for c in first))
+    whole = Layout(tuple(shape), layout.shards)
+    fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in at.items())
+    return tuple(shape) if fits and math.prod(shape) else None
+
+
+def _named(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:
+    return list(zip(wire.mesh.names, at, strict=True))
+
+
+def _digest(text: str) -> int:
+    """63 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _texts(text: str, wire: Wire) -> list[str]:
+    """Every rank's text, in mesh order."""
+    mine = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    return [bytes(row).decode(errors="replace").rstrip() for row in wire.gather_ints(tuple(mine))]

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire
 from partita.redistribute import Plan, plan
 
-from .spec import Spec
+from .spec import Spec, two_meshes
 
 __all__ = ["carry_all", "convert_gradient", "moved"]
 
@@ -56,8 +56,10 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
     Differentiable. Never `x` itself: where nothing has to move the result is an alias.
     """
     with Local():
-        if before is after or before.layout == after.layout:
+        if before is after or (before.layout == after.layout and before.wire is after.wire):
             return x.view_as(x)
+        if before.wire is not after.wire:
+            raise two_meshes(op, before.wire, after.wire)
         moves = plan(before.layout, after.layout, before.wire.mesh, x.element_size())
         return _moved(x, moves, before.wire, op, reason)
 

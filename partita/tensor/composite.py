@@ -68,12 +68,18 @@ def _copy(func: types.FunctionType, space: dict[str, Any], closure: Any = None) 
     return copy
 
 
-def _entered_cell(cell: types.CellType) -> types.CellType:
-    """A closure's cell; a function in it that asks is entered too (`boolean_dispatch` has two)."""
+def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellType:
+    """A cell of `func`'s closure; a function in it that asks is entered too.
+
+    `boolean_dispatch` makes functions that hold two others, of which one may be such a one again.
+    """
     try:
         held = cell.cell_contents
     except ValueError:  # nothing in it yet
         return cell
+    again = isinstance(held, types.FunctionType) and held.__code__ is func.__code__
+    if again and held is not func:
+        return types.CellType(entered(held))
     return types.CellType(_copy(held, _space_of(held))) if _asks(held) else cell
 
 
@@ -86,5 +92,5 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python."""
     if not isinstance(func, types.FunctionType):
         return None
-    closure = func.__closure__ and tuple(map(_entered_cell, func.__closure__))
+    closure = func.__closure__ and tuple(_entered_cell(c, func) for c in func.__closure__)
     return _copy(func, _space_of(func), closure)

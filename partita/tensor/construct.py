@@ -37,8 +37,8 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
         if length != part.shape[dim]:
             part = part.narrow(dim, offset, length)
     part = part.contiguous()
-    if part.data_ptr() == whole.data_ptr() or part is whole:
-        part = part.clone()
+    if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        part = part.clone()  # a piece that shares memory would keep the whole value alive
     mesh, at = spec.wire.mesh, spec.wire.at
     if any(op == "sum" and at[mesh.index(axis)] for axis, op in spec.layout.partial):
         part.zero_()

@@ -21,7 +21,7 @@ from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 from .agreement import compare, does_not_fit
 from .autograd import convert_gradient, moved
 from .pieces import piece_held
-from .spec import Spec, placed, spec_of
+from .spec import Spec, laid_out, placed, spec_of
 
 __all__ = ["DTensor", "short_dtype", "tagged"]
 
@@ -135,11 +135,10 @@ class DTensor(torch.Tensor):
                 for n, axes in zip(local_tensor.shape, probe.layout.shards, strict=True)
             ]
         spec = placed(device_mesh, shape, placements)
-        fits = local_tensor.shape == spec.local_shape
         if run_check:
-            compare(local_tensor, spec, fits)
-        elif not fits:
-            raise does_not_fit(local_tensor, spec)
+            compare(local_tensor, spec)
+        elif local_tensor.shape != spec.local_shape:
+            raise does_not_fit(local_tensor.shape, spec.layout, spec.wire, spec.wire.at)
         with Local():
             return tagged(local_tensor.view_as(local_tensor), spec)
 
@@ -156,10 +155,10 @@ class DTensor(torch.Tensor):
             if grad_placements is None:
                 return self.view_as(self)
             wire = spec.wire
-            given = Layout.of(wire.mesh, spec.layout.shape, grad_placements)
-            if spec_of(given, wire) is spec.gradient:
+            given = laid_out(wire, spec.layout.shape, grad_placements)
+            if given is spec.gradient:
                 return self.view_as(self)
-            return convert_gradient(self, spec_of(given, wire), spec.gradient)
+            return convert_gradient(self, given, spec.gradient)
 
     def redistribute(
         self,
@@ -196,7 +195,7 @@ class DTensor(torch.Tensor):
                 fixes=(Fix("x.to(dtype).redistribute(placements=...)"),),
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
-        after = spec_of(Layout.of(spec.wire.mesh, spec.layout.shape, placements), spec.wire)
+        after = laid_out(spec.wire, spec.layout.shape, placements)
         return tagged(moved(x, spec, after, "redistribute", "explicit"), after)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -216,7 +215,7 @@ class DTensor(torch.Tensor):
         out = moved(self, spec, after, "full_tensor", "explicit")
         if grad_placements is None:
             return out
-        given = spec_of(Layout.of(wire.mesh, spec.layout.shape, grad_placements), wire)
+        given = laid_out(wire, spec.layout.shape, grad_placements)
         return convert_gradient(out, given, after)
 
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------

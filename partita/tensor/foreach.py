@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import Wire
+
 from . import cache
 from .autograd import moved
+from .buckets import pending_gradients, settle
 from .dtensor import DTensor, tagged
 from .keys import operand_kind
 from .miss import make_plan
@@ -31,18 +34,19 @@ class _ListPlan:
     """The plans of each place of a foreach call.
 
     Attributes:
+        wires: of each place, where they are not all of one mesh; None for plain tensors.
         places: for each place its plan; None where the op has to be run by itself.
         clean: nothing moves, no kernel of our own: run the native one.
         specs: the specs of the results.
     """
 
-    __slots__ = ("clean", "hits", "places", "specs")
+    __slots__ = ("clean", "hits", "places", "specs", "wires")
 
-    def __init__(self, places: list[CallPlan | None]):
+    def __init__(self, places: list[CallPlan | None], wires: Sequence[Wire | None] = ()):
         self.hits = 0
-        self.places = places
+        self.places, self.wires = places, wires
         self.specs: list[Spec] | None = None
-        self.clean = all(
+        self.clean = not wires and all(
             p is not None and not p.targets and p.kernel is None and p.rewrite is None
             for p in places
         )
@@ -59,11 +63,15 @@ def run_foreach(
     plan = op.plans.get(key) or op.plans.recall(key)
     if plan is None:
         cache.note_miss()
-        plan = _ListPlan([_plan_of(i, func, args, kwargs, op) for i in range(len(args[0]))])
+        wires = [_wire_of_place(i, args) for i in range(len(args[0]))]
+        if len(set(wires)) > 1:
+            plan = _ListPlan([], wires)
+        else:
+            plan = _ListPlan([_plan_of(i, func, args, kwargs, op) for i in range(len(args[0]))])
         op.plans.remember(key, plan)
     plan.hits += 1
     if not plan.clean:
-        return _one_by_one(plan, args, kwargs, op)
+        return _not_clean(plan, func, args, kwargs, op)
     with Local():
         out = func(*args, **kwargs)
     if op.form.inplace or out is None:
@@ -74,6 +82,43 @@ def run_foreach(
     for t, spec in zip(out, plan.specs, strict=True):
         tagged(t, spec)
     return out
+
+
+def _not_clean(
+    plan: _ListPlan, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
+) -> Any:
+    """Where something has to move, or the places are not of one mesh."""
+    if plan.wires:
+        return _by_wire(plan.wires, func, args, kwargs)
+    moving = [i for i, p in enumerate(plan.places) if p is None or p.targets or p.rewrite]
+    lists = [a for a in args if type(a) in (list, tuple)]
+    waiting = pending_gradients(a[i] for a in lists for i in moving)
+    if waiting:  # together, and for good
+        settle(waiting)
+        return run_foreach(func, args, kwargs, op)
+    return _one_by_one(plan, args, kwargs, op)
+
+
+def _by_wire(
+    wires: Sequence[Wire | None], func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Call `func` once for each mesh, and once for the plain tensors."""
+    found: list[Any] = [None] * len(wires)
+    for wire in dict.fromkeys(wires):
+        mine = [i for i, w in enumerate(wires) if w is wire]
+        outs = func(
+            *[[a[i] for i in mine] if type(a) in (list, tuple) else a for a in args], **kwargs
+        )
+        for i, out in zip(mine, outs or (), strict=False):
+            found[i] = out
+    return None if outs is None else found
+
+
+def _wire_of_place(i: int, args: Sequence[Any]) -> Wire | None:
+    for a in args:
+        if type(a) in (list, tuple) and type(a[i]) is DTensor:
+            return a[i]._spec.wire
+    return None
 
 
 def _kinds(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from partita.comm import Wire, user_line, wire_of
-from partita.layout import Fix, Layout, LayoutError, Placement
+from partita.layout import Fix, LayoutError, Placement
 
 from .dtensor import DTensor
 from .miss import one_wire
 from .plan import tensors_of
-from .spec import Spec
+from .spec import Spec, laid_out
 
 __all__ = ["local_map"]
 
@@ -102,7 +102,7 @@ def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
         return out
     shape = None
     if not even and any(p.is_shard() for p in placements):
-        layout = Layout.of(wire.mesh, out.shape, placements)
+        layout = laid_out(wire, out.shape, placements).layout
         told = dict(zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True))
         shape = [
             sum(

@@ -33,7 +33,7 @@ from .dtensor import DTensor
 from .names import Form, parameter_names
 from .plain import admit
 from .plan import CallPlan, Path, Target, replaced
-from .spec import Spec, spec_of
+from .spec import Spec, spec_of, two_meshes
 from .view_writes import is_view_of, written_through
 
 __all__ = ["gathered", "in_order", "make_plan", "one_wire"]
@@ -138,19 +138,7 @@ def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
     for t in tensors:
         if isinstance(t, DTensor):
             if wire is not None and t._spec.wire is not wire:
-                raise LayoutError(
-                    f"{op}: two meshes in one operation",
-                    place=user_line(),
-                    operands=(
-                        f"mesh {wire.mesh} at rank {wire.rank}",
-                        f"mesh {t._spec.wire.mesh} at rank {t._spec.wire.rank}",
-                    ),
-                    reason="moves are planned along the axes of one mesh",
-                    fixes=(
-                        Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
-                        Fix("build both tensors on one mesh with all the axes"),
-                    ),
-                )
+                raise two_meshes(op, wire, t._spec.wire)
             wire = t._spec.wire
     if wire is None:
         raise TypeError(f"{op}: no DTensor among the operands")

@@ -8,12 +8,13 @@ first time that each place of the user's program does this (each time under `che
 from __future__ import annotations
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, user_line
 from partita.layout import Fix, LayoutError
 
-__all__ = ["admit", "checksum"]
+from .checksum import checksum
+
+__all__ = ["admit"]
 
 
 def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
@@ -48,15 +49,15 @@ def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
     seen = wire.__dict__.setdefault("plain_seen", set())
     if (place, op) in seen and scope.check is None:
         return
-    mine = checksum(value)
-    for rank, theirs in enumerate(wire.gather_ints(mine)):
-        if theirs != mine:
+    told = wire.gather_ints(checksum(value))
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
             raise LayoutError(
                 f"{op}: a plain tensor next to a DTensor differs between ranks",
                 place=place,
                 operands=(
-                    f"rank {wire.rank}: shape {tuple(value.shape)}, checksum {mine[-1]:x}",
-                    f"rank {rank}: checksum {theirs[-1]:x}",
+                    f"rank 0  {told[0][0]} dimensions, checksum {told[0][-1]:x}",
+                    f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
                 ),
                 reason="a plain tensor is taken as one whole value, the same on every rank",
                 fixes=(
@@ -65,20 +66,3 @@ def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
                 ),
             )
     seen.add((place, op))
-
-
-def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Dimensions, elements and a sum over the bytes in which their places count, in 63 bits."""
-    with Local(), torch.no_grad():
-        flat = value.detach().contiguous().view(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
-        if flat.numel() == 0:
-            return value.dim(), 0, 0
-        data = flat.view(torch.uint8).to(torch.int64)
-        weights = torch.arange(data.numel(), device=data.device).mul_(2654435761).remainder_(65521)
-        total = int(((data + 1) * (weights + 1)).sum())
-        shape = 0
-        for n in value.shape:
-            shape = (shape * 1000003 + n) & 0x7FFFFFFF
-        return value.dim(), shape, total & 0x7FFFFFFFFFFFFFFF

@@ -14,6 +14,7 @@ from partita.layout import Layout, LayoutError
 from partita.rules import Bound
 
 from .autograd import moved
+from .buckets import pending_gradients, settle
 from .choose import Choice
 from .dtensor import DTensor, tagged
 from .plain import admit
@@ -91,6 +92,8 @@ class CallPlan:
         for target in self.targets:
             value = at_path(args, kwargs, target.path)
             if target.plain is None:
+                if value._spec.is_pending and not target.spec.is_pending:
+                    settle(pending_gradients((value,)))  # its owner's, for good
                 new[target.path] = _moved_once(value, target.spec, self.op)
             else:
                 admit(value, self.wire, self.op)

@@ -8,6 +8,7 @@ carries nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +22,47 @@ from .autograd import carry_all, moved
 from .dtensor import DTensor, tagged
 from .spec import Spec
 
-__all__ = ["allowed_gradient", "mark_settled", "settled_spec"]
+__all__ = ["Rest", "allowed_gradient", "hold", "mark_settled", "settled_spec", "update_spec"]
 
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
-def settled_spec(spec: Spec) -> Spec:
-    """Where the gradient of a value of `spec` rests once it is settled: where the value does."""
-    return spec
+@dataclass(frozen=True)
+class Rest:
+    """Where the gradient and the update of a whole tensor are, where that is not where it is.
+
+    Attributes:
+        gradient: the spec of the gradient, once it is settled.
+        update: the spec of the optimizer's state and of the part that it updates.
+        owner: who settles the gradient early and gathers what was updated.
+    """
+
+    gradient: Spec
+    update: Spec
+    owner: Any
+
+
+def settled_spec(x: DTensor) -> Spec:
+    """Where x's gradient rests once it is settled: where x does, or where ZeRO says."""
+    rest = x.__dict__.get("_rest")
+    return x._spec if rest is None else rest.gradient
+
+
+def update_spec(x: DTensor) -> Spec:
+    """Where an optimizer updates x and keeps its state: where x is, or where ZeRO says."""
+    rest = x.__dict__.get("_rest")
+    return x._spec if rest is None else rest.update
+
+
+def hold(x: DTensor, grad: DTensor) -> None:
+    """Make `grad` x's gradient, though its local shape is another than x's."""
+    with Local(), torch.no_grad():
+        whole = x.data
+        if whole.shape != grad.shape:
+            # torch looks at the shape when a gradient is set, and not again.
+            x.data = whole.new_empty(grad.shape)
+        _grad.__set__(x, grad)
+        x.data = whole
 
 
 def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
@@ -46,8 +80,9 @@ def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
         )
     if grad._spec is spec.gradient:
         return grad
-    if grad._spec is not spec:
-        grad = tagged(moved(grad, grad._spec, spec, "grad", "explicit"), spec)
+    rests = settled_spec(x)
+    if grad._spec is not rests:
+        grad = tagged(moved(grad, grad._spec, rests, "grad", "explicit"), rests)
     mark_settled(x)
     return grad
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from partita.comm import Wire, user_line, wire_of
-from partita.layout import Layout, LayoutError, Placement, Replicate
+from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-__all__ = ["Spec", "placed", "spec_of"]
+__all__ = ["Spec", "laid_out", "placed", "spec_of", "two_meshes"]
 
 
 class Spec:
@@ -98,12 +98,32 @@ def placed(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | No
     Raises:
         LayoutError: placements that do not fit the mesh or the shape, naming the user's line.
     """
-    wire = wire_of(mesh)
+    try:
+        wire = wire_of(mesh)
+    except LayoutError as error:
+        raise error.located(user_line()) from None
     if placements is None:
         placements = [Replicate()] * wire.mesh.ndim
+    return laid_out(wire, shape, placements)
+
+
+def laid_out(wire: Wire, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
+    """The Spec of a global `shape` in `placements` that a user gave. Raises as `placed`."""
     try:
         return spec_of(Layout.of(wire.mesh, shape, placements), wire)
     except LayoutError as error:
-        raise LayoutError(
-            error.fact, place=user_line(), reason=error.reason, fixes=error.fixes
-        ) from None
+        raise error.located(user_line()) from None
+
+
+def two_meshes(op: str, one: Wire, other: Wire) -> LayoutError:
+    """What to raise where `op` would take tensors of two meshes."""
+    return LayoutError(
+        f"{op}: two meshes in one operation",
+        place=user_line(),
+        operands=(f"mesh {one.mesh}", f"mesh {other.mesh}"),
+        reason="moves are planned along the axes of one mesh",
+        fixes=(
+            Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
+            Fix("build both tensors on one mesh with all the axes"),
+        ),
+    )

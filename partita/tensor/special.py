@@ -5,7 +5,7 @@ Each entry says what a name means for a DTensor; all other functions are ops and
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +20,11 @@ from .composite import entered
 from .dtensor import DTensor, tagged
 from .setitem import set_item
 from .spec import Spec, spec_of
-from .view_writes import written_through
 
-__all__ = ["OURS", "PASS", "SPECIAL", "passes", "seeded"]
+__all__ = ["OURS", "PASS", "SPECIAL", "gradient_of", "means", "passes", "seeded"]
 
 T = torch.Tensor
-OURS = frozenset(("_spec", "_reopens", "_settled", "_kept", "_unversioned", "_origin"))
+OURS = frozenset("_spec _reopens _settled _kept _unversioned _origin _rest _gradient_of".split())
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
@@ -47,7 +46,9 @@ def passes(func: Callable[..., Any]) -> bool:
     return name in PASS or name in ("__get__", "__set__", "__delete__")
 
 
-def _means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what functions of torch mean where a DTensor is among their arguments."""
+
     def register(f: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
             SPECIAL[function] = f
@@ -65,23 +66,27 @@ def _getter(name: str) -> Any:
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
-@_means(_getter("grad"))
-def _get_grad(x: DTensor) -> DTensor | None:
+@means(_getter("grad"))
+def gradient_of(x: DTensor) -> DTensor | None:
     """The gradient, typed by duality. Typed once: later reads give the same object."""
     with Local():
         grad = _grad.__get__(x)
-        if grad is None or isinstance(grad, DTensor):
-            return grad  # type: ignore[no-any-return]
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor):
+            grad.__dict__.setdefault("_gradient_of", weakref.ref(x))
+            return grad
         spec = x._spec.gradient
         typed = tagged(grad.detach(), spec)
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.
             return tagged(grad.view_as(grad), spec)
+        typed.__dict__["_gradient_of"] = weakref.ref(x)
         _grad.__set__(x, typed)
         return typed
 
 
-@_means(T.grad.__set__)
+@means(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     if grad is not None:
         if not isinstance(x, DTensor):
@@ -104,7 +109,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         _grad.__set__(x, grad)
 
 
-@_means(T.grad.__delete__)
+@means(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
     with Local():
         _grad.__delete__(x)
@@ -154,7 +159,7 @@ def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
 
 
-@_means(T.backward)
+@means(T.backward)
 def _backward(
     x: torch.Tensor,
     gradient: torch.Tensor | None = None,
@@ -169,7 +174,7 @@ _plain_backward = entered(torch.autograd.backward)
 assert _plain_backward is not None
 
 
-@_means(torch.autograd.backward)
+@means(torch.autograd.backward)
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward, from DTensors or towards them."""
     roots, seeds = _seeds(tensors, grad_tensors)
@@ -197,7 +202,7 @@ _plain_grad = entered(torch.autograd.grad)
 assert _plain_grad is not None
 
 
-@_means(torch.autograd.grad)
+@means(torch.autograd.grad)
 def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -213,7 +218,7 @@ def _autograd_grad(
     return tuple(result)
 
 
-@_means(T.register_hook)
+@means(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """The hook gets a typed gradient and may return one."""
     spec = x._spec
@@ -236,7 +241,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
-@_means(_getter("data"))
+@means(_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version: x must not be remembered elsewhere.
     x.__dict__["_unversioned"] = True
@@ -244,7 +249,7 @@ def _get_data(x: DTensor) -> DTensor:
         return tagged(_data.__get__(x), x._spec)
 
 
-@_means(T.data.__set__)
+@means(T.data.__set__)
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
         with Local():
@@ -262,12 +267,12 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     )
 
 
-@_means(_getter("T"))
+@means(_getter("T"))
 def _transposed(x: DTensor) -> Any:
     return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
 
 
-@_means(_getter("mT"), _getter("H"), _getter("mH"))
+@means(_getter("mT"), _getter("H"), _getter("mH"))
 def _matrix_transposed(x: DTensor) -> Any:
     out = x.transpose(-2, -1)
     return out
@@ -282,7 +287,7 @@ SPECIAL[_getter("real")] = lambda x: torch.real(x)
 SPECIAL[_getter("imag")] = lambda x: torch.imag(x)
 
 
-@_means(torch.numel)
+@means(torch.numel)
 def _global_numel(x: DTensor) -> int:
     return x._spec.shape.numel()
 
@@ -317,7 +322,7 @@ for _name in (
     _by_value(_name)
 
 
-@_means(T.numpy, T.__array__)
+@means(T.numpy, T.__array__)
 def _numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     if x.requires_grad:
         raise RuntimeError(
@@ -326,7 +331,7 @@ def _numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     return _whole(x, "numpy").numpy()
 
 
-@_means(T.__format__)
+@means(T.__format__)
 def _format(x: DTensor, spec: str) -> str:
     if x.ndim == 0:
         return format(_whole(x, "format").item(), spec)
@@ -354,83 +359,7 @@ for _name in ("set_", "resize_", "resize_as_", "as_strided_", "apply_", "map_", 
     )
 
 
-# -- copies ----------------------------------------------------------------------------------------
-
-
-@_means(T.copy_)
-def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
-    if not isinstance(x, DTensor):
-        raise LayoutError(
-            "copy_ of a DTensor into a plain tensor",
-            place=user_line(),
-            reason="a plain tensor has no layout that says which part it should hold",
-            fixes=(
-                Fix("t.copy_(x.full_tensor())", "the whole value"),
-                Fix("t.copy_(x.to_local())", "this rank's piece"),
-            ),
-        )
-    spec = x._spec
-    if spec.is_copy:
-        return written_through(T.copy_, x, src, non_blocking)
-    if not isinstance(src, DTensor):
-        from .plain import admit
-
-        admit(src, spec.wire, "copy_")
-        src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
-    if src._spec.shape != spec.shape:
-        src = src.expand(spec.shape)
-    with Local():
-        local = src if src._spec is spec else moved(src, src._spec, spec, "copy_", "implicit")
-        torch._C.TensorBase.copy_(x, local, non_blocking)
-    return x
-
-
 SPECIAL[T.__setitem__] = set_item
-
-
-@_means(T.__deepcopy__)
-def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
-    if id(x) in memo:
-        return memo[id(x)]  # type: ignore[no-any-return]
-    with Local(), torch.no_grad():
-        if not x.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment."
-            )
-        new = tagged(x.detach().clone(), x._spec)
-        new.requires_grad_(x.requires_grad)
-        if x.grad is not None:
-            grad = _get_grad(x)
-            assert grad is not None
-            new.grad = tagged(T.clone(grad), grad._spec)
-    for name, value in x.__dict__.items():
-        if name not in OURS:
-            new.__dict__[name] = copy.deepcopy(value, memo)
-    memo[id(x)] = new
-    return new
-
-
-def _rebuild(local: torch.Tensor, mesh: Any, layout: str, names: dict[str, Any]) -> DTensor:
-    """What pickle calls; at module level, so that `weights_only=True` can allow it."""
-    from partita.comm import wire_of
-
-    spec: Spec = spec_of(Layout.parse(layout), wire_of(mesh))
-    out = tagged(local.detach(), spec).requires_grad_(local.requires_grad)
-    out.__dict__.update(names)
-    return out
-
-
-torch.serialization.add_safe_globals([_rebuild])
-
-
-@_means(T.__reduce_ex__)
-def _reduce(x: DTensor, protocol: Any) -> Any:
-    with Local():
-        local = x.detach().requires_grad_(x.requires_grad)
-    names = {k: v for k, v in x.__dict__.items() if k not in OURS}
-    return _rebuild, (local, x.device_mesh, str(x._spec.layout), names)
 
 
 # -- attributes that are read often skip __torch_function__ too ------------------------------------
@@ -453,4 +382,4 @@ def _reads(name: str) -> property:
 
 for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
     setattr(DTensor, _name, _reads(_name))
-DTensor.grad = property(_get_grad, _set_grad, _del_grad)  # type: ignore[assignment]
+DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]

@@ -64,11 +64,15 @@ def distribute_batch(
     tensors = _tensors(batch)
     if each_rank_has == "whole":
         specs = [_spec(tuple(t.shape), places, wire) for t in tensors]
-        spread = [tagged(piece_of(t.detach(), s), s) for t, s in zip(tensors, specs, strict=True)]
+        pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
         shapes = _shapes(tensors, places, wire)
         specs = [_spec(shape, places, wire) for shape in shapes]
-        spread = [tagged(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
+        pieces = [t.detach() for t in tensors]
+    spread = [
+        tagged(piece, spec).requires_grad_(t.requires_grad)
+        for t, piece, spec in zip(tensors, pieces, specs, strict=True)
+    ]
     return _with(batch, iter(spread))
 
 

@@ -67,7 +67,7 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in model.modules():
         for attr, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter.ndim:
                 slots.setdefault(parameter, []).append(Slot(module, attr))
     blocks: dict[tuple[nn.Module, ...], Block] = {}
     for places in slots.values():

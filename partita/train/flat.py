@@ -95,11 +95,12 @@ class Flat:
         if self.here or self._arriving is not None:
             return
         with Local(), torch.no_grad():
-            mine = torch.zeros(self.length, dtype=self.dtype, device=self.device)
-            into = [
-                mine[p.start : p.start + s.numel()].view(s.shape)
-                for p, s in zip(self.pieces, shards, strict=True)
-            ]
+            mine = torch.empty(self.length, dtype=self.dtype, device=self.device)
+            into = []
+            for p, s in zip(self.pieces, shards, strict=True):
+                into.append(mine[p.start : p.start + s.numel()].view(s.shape))
+                if s.numel() < p.length:
+                    mine[p.start + s.numel() : p.start + p.length] = 0
             torch._foreach_copy_(into, list(shards))
             if self.n == 1 or len(self.pieces) == 1:
                 self._allocate()
@@ -113,17 +114,40 @@ class Flat:
         """Wait until everything is here."""
         if self._arriving is None:
             return
-        work, _, out = self._arriving
-        self._arriving = None
-        work.wait()
+        out = self._arrived()
         if out is not self._full:
+            self._allocate()
+            whole = [self._full[self.n * p.start : self.n * (p.start + p.length)] for p in self.pieces]
             with torch.no_grad():
-                self._allocate()
                 torch._foreach_copy_(
-                    [self._of(self._full, p).view(self.n, -1) for p in self.pieces],
+                    [w.view(self.n, -1) for w in whole],
                     [self._of_each(out, p) for p in self.pieces],
                 )
         self.here = True
+
+    def finish_into(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Wait, and write each parameter into memory of the caller's; nothing is kept here."""
+        out = self._arrived()
+        to, come = [], []
+        for w, p in zip(wholes, self.pieces, strict=True):
+            if p.length:
+                rows = self._of_each(out, p)
+                full, rest = divmod(w.numel(), p.length)
+                flat = w.view(-1)
+                to.append(flat[: full * p.length].view(full, p.length))
+                come.append(rows[:full])
+                if rest:
+                    to.append(flat[full * p.length :])
+                    come.append(rows[full, :rest])
+        torch._foreach_copy_(to, come)
+        self.release()
+
+    def _arrived(self) -> torch.Tensor:
+        assert self._arriving is not None
+        work, _, out = self._arriving
+        work.wait()
+        self._arriving = None
+        return out
 
     def views(self) -> list[torch.Tensor]:
         """Each parameter, plain, in its true local shape. Made afresh, with no common history."""
@@ -135,9 +159,7 @@ class Flat:
     def release(self) -> None:
         """Free what was gathered, through every view."""
         if self._arriving is not None:
-            work, *_ = self._arriving
-            self._arriving = None
-            work.wait()
+            self._arrived()
         self.here = False
         self._full.untyped_storage().resize_(0)
 
@@ -165,9 +187,6 @@ class Flat:
         storage = self._full.untyped_storage()
         storage.resize_(self.nbytes)
         self._full.set_(storage, 0, (self.n * self.length,))
-
-    def _of(self, full: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return full[self.n * piece.start : self.n * (piece.start + piece.length)]
 
     def _of_each(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]

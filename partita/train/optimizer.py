@@ -10,6 +10,8 @@ op by op.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.settled import settled_spec, update_spec
 
 from .gradients import reduce_gradients
+from .parameters import refuse_given_up
 
 __all__ = ["ELEMENTWISE"]
 
@@ -42,16 +46,19 @@ may do more and are not in it."""
 
 
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_given_up(params)
     spread = [p for p in params if type(p) is DTensor]
     if not spread:
         return None
-    alike = _lie_alike(optimizer, spread)
+    owners = {p.__dict__["_rest"].owner: None for p in spread if "_rest" in p.__dict__}
+    alike = not owners and _lie_alike(optimizer, spread)
     if not alike:
         reduce_gradients(spread)
     # A closure computes new gradients, which only the step itself sees.
@@ -60,7 +67,10 @@ def _before_step(
         return None
     if not alike and not _lie_alike(optimizer, spread):
         return None
-    _step_as_plain(optimizer, spread, args, kwargs)
+    with _narrowed([p for p in spread if update_spec(p) is not p._spec]):
+        _step_as_plain(optimizer, spread, args, kwargs)
+    for owner in owners:
+        owner.updated()
     idle = copy.copy(optimizer)
     idle.param_groups = []
     return (idle, *args[1:]), kwargs
@@ -94,7 +104,30 @@ def _step_as_plain(
         for name, value in state[p].items() if p in state else ():
             # Only the count of steps is a scalar that belongs to no element.
             if type(value) is torch.Tensor and name != "step":
-                tagged(value, p._spec)
+                tagged(value, update_spec(p))
+
+
+@contextmanager
+def _narrowed(params: list[DTensor]) -> Iterator[None]:
+    """Within, each of `params` and its gradient is the part that this rank updates."""
+    before = []
+    with Local(), torch.no_grad():
+        for p in params:
+            whole, grad = p.data, _grad(p)
+            mine, held = update_spec(p).region[0], p._spec.region[0]
+            p.data = part = whole.narrow(0, mine[0] - held[0], mine[1])
+            before.append((p, whole, grad))
+            if grad is not None and grad.shape != part.shape:
+                _set_grad(p, grad.detach().narrow(0, mine[0] - held[0], mine[1]))
+    try:
+        yield
+    finally:
+        with Local(), torch.no_grad():
+            for p, whole, grad in before:
+                if grad is not None and grad.shape != p.shape:
+                    p.data = whole
+                    _set_grad(p, grad)
+                p.data = whole
 
 
 def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
@@ -104,14 +137,14 @@ def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
     with Local():
         grads = [_grad(p) for p in params]
     for p, grad in zip(params, grads, strict=True):
-        if grad is not None and (type(grad) is not DTensor or grad._spec is not p._spec):
+        if grad is not None and (type(grad) is not DTensor or grad._spec is not settled_spec(p)):
             return False
     states = optimizer.state
     for p in params:
         if p._spec.is_pending:
             return False
         for value in states[p].values() if p in states else ():
-            if type(value) is DTensor and value._spec is not p._spec:
+            if type(value) is DTensor and value._spec is not update_spec(p):
                 return False
     return True
 

@@ -1,38 +1,23 @@
-"""How does a model come onto a mesh? Each parameter goes where a plan says, in place.
-
-A plan maps patterns of names to placements. All of it is read, and all that is wrong with it is
-said, before anything changes.
-"""
+"""How does a model come onto a mesh? Each parameter goes where a plan says, in place."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from partita.comm import Wire, user_line, wire_of
-from partita.layout import Layout, LayoutError, Partial, Placement
+from partita.comm import wire_of
 from partita.tensor.autograd import moved
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec, spec_of
 
-from .activations import Inputs, Outputs, Places, arguments, in_range, watch
-from .parameters import Held, has_hooks, held_by, plain_name, put_in_place
+from .activations import watch
+from .parameters import put_in_place
+from .reading import Plan, Reading
 
-__all__ = ["Plan", "parallelize"]
-
-Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
-"""By pattern: placements of the parameters of that name, or the doors of the modules of that name.
-
-`*` stands for any characters, dots too; `?` for one; `[ab]` for one of these (as `fnmatch`).
-"""
+__all__ = ["parallelize"]
 
 
 def parallelize(
@@ -78,7 +63,7 @@ def parallelize(
             has a gradient or hooks already.
     """
     wire = wire_of(device_mesh)
-    reading = _Reading(model, wire, dict(plan or {}))
+    reading = Reading(model, wire, dict(plan or {}))
     reading.complain()
     for held, layout in reading.layouts:
         old, spec = held.tensor, spec_of(layout, wire)
@@ -96,185 +81,3 @@ def _moved(x: DTensor, spec: Spec) -> DTensor:
         return tagged(torch.empty(spec.local_shape, dtype=x.dtype, device="meta"), spec)
     with torch.no_grad():
         return tagged(moved(x, x._spec, spec, "parallelize", "explicit"), spec)
-
-
-# -- what the plan says ----------------------------------------------------------------------------
-
-
-@dataclass
-class _Reading:
-    """A plan, read for a model.
-
-    Attributes:
-        layouts: where each parameter and buffer is to live.
-        doors: the modules that get a hook, by name.
-        wrong: all that does not fit, a line each.
-    """
-
-    model: nn.Module
-    wire: Wire
-    plan: dict[str, Any]
-    layouts: list[tuple[Held, Layout]] = field(default_factory=list)
-    doors: list[tuple[nn.Module, str, Inputs | Outputs]] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        places: dict[str, Places] = {}
-        doors: dict[str, list[Inputs | Outputs]] = {}
-        for pattern, value in self.plan.items():
-            if isinstance(value, Mapping):
-                if self._fit(pattern, value):
-                    places[pattern] = value
-            else:
-                each = [value] if isinstance(value, (Inputs, Outputs)) else value
-                if not isinstance(each, (list, tuple)) or not all(
-                    isinstance(v, (Inputs, Outputs)) for v in each
-                ):
-                    self.wrong.append(
-                        f"{pattern!r}: {value!r} is neither placements by axis, as "
-                        '{"tp": Shard(0)}, nor Inputs or Outputs'
-                    )
-                elif all(self._fit(pattern, p) for v in each for p in _all_places(v)):
-                    doors[pattern] = list(each)
-        self._read_parameters(places)
-        self._read_doors(doors)
-
-    def complain(self) -> None:
-        """Raise all that is wrong, if anything is."""
-        if self.wrong:
-            one = len(self.wrong) == 1
-            raise LayoutError(
-                "parallelize: "
-                + ("this does not fit" if one else f"these {len(self.wrong)} do not fit"),
-                place=user_line(),
-                operands=tuple(self.wrong),
-                reason="the model is as it was",
-            )
-
-    def _fit(self, pattern: str, places: Places) -> bool:
-        """Are these placements, on axes that the mesh has?"""
-        before = len(self.wrong)
-        for axis, placement in places.items():
-            if axis not in self.wire.mesh.names:
-                self.wrong.append(f"{pattern!r}: the mesh ({self.wire.mesh}) has no axis {axis!r}")
-            if not isinstance(placement, Placement):
-                self.wrong.append(f"{pattern!r}: {placement!r} on {axis!r} is no placement")
-        return len(self.wrong) == before
-
-    # -- parameters --------------------------------------------------------------------------------
-
-    def _read_parameters(self, plan: dict[str, Places]) -> None:
-        parameters, buffers = held_by(self.model)
-        used: set[str] = set()
-        for held in parameters:
-            matching = [p for p in plan if _matches(p, held.names)]
-            used.update(matching)
-            layouts = {p: self._layout(held, p, plan[p]) for p in matching}
-            wanted = {p: layout for p, layout in layouts.items() if layout is not None}
-            if len(set(wanted.values())) > 1:
-                said = " and ".join(f"{p!r} {dict(plan[p])}" for p in wanted)
-                self.wrong.append(f"{held.name}: {said} disagree")
-            elif wanted or not matching:
-                self._take(held, next(iter(wanted.values()), _start(held)))
-        for held in buffers:
-            self._take(held, _start(held))
-        known = [name for held in parameters for name in held.names]
-        for pattern in plan:
-            if pattern not in used:
-                self._unmatched(pattern, "parameter", known, [h.name for h in buffers])
-
-    def _layout(self, held: Held, pattern: str, places: Places) -> Layout | None:
-        layout = _start(held)
-        for axis, placement in places.items():
-            if isinstance(placement, Partial):
-                self.wrong.append(
-                    f"{pattern!r}: {held.name} cannot be {placement} on {axis!r}: a parameter is a "
-                    "value, not shares of one"
-                )
-                return None
-            try:
-                placement = in_range(placement, layout.shape, axis)
-            except LayoutError as error:
-                self.wrong.append(f"{pattern!r}: {held.name}: {error.fact}")
-                return None
-            if layout.placement(axis) != placement:
-                layout = layout.put(axis, placement)
-        return layout
-
-    def _take(self, held: Held, layout: Layout) -> None:
-        """Note where a tensor goes, unless something would be lost that hangs on it."""
-        t = held.tensor
-        self.layouts.append((held, layout))
-        if isinstance(t, DTensor) and t._spec.wire is not self.wire:
-            self.wrong.append(
-                f"{held.name} is a DTensor on another mesh: {t._spec.layout.brief()} on "
-                f"{t._spec.wire.mesh}"
-            )
-        elif nn.parameter.is_lazy(t):
-            self.wrong.append(f"{held.name} has no shape yet: run the model once before")
-        elif not isinstance(t, DTensor) or t._spec.layout != layout:
-            if t.grad is not None:
-                self.wrong.append(f"{held.name} has a gradient, which would be lost: zero_grad()")
-            if has_hooks(t):
-                self.wrong.append(f"{held.name} has hooks, which would be lost: add them after")
-
-    # -- modules -----------------------------------------------------------------------------------
-
-    def _read_doors(self, plan: dict[str, list[Inputs | Outputs]]) -> None:
-        names: dict[nn.Module, list[str]] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            names.setdefault(module, []).append(plain_name(name))
-        used: set[str] = set()
-        for module, its in names.items():
-            said: dict[type, tuple[str, Inputs | Outputs]] = {}
-            for pattern, doors in plan.items():
-                if not _matches(pattern, its):
-                    continue
-                used.add(pattern)
-                for door in doors:
-                    first = said.setdefault(type(door), (pattern, door))
-                    if first[1] != door:
-                        self.wrong.append(
-                            f"{its[0]}: {first[0]!r} {first[1]} and {pattern!r} {door} disagree"
-                        )
-            for _, door in said.values():
-                try:
-                    if isinstance(door, Inputs):
-                        arguments(module, its[0], door)
-                    self.doors.append((module, its[0], door))
-                except ValueError as error:
-                    self.wrong.append(str(error))
-        for pattern in plan:
-            if pattern not in used:
-                self._unmatched(pattern, "module", [n for its in names.values() for n in its], [])
-
-    def _unmatched(self, pattern: str, what: str, known: list[str], others: list[str]) -> None:
-        if any(fnmatchcase(name, pattern) for name in others):
-            self.wrong.append(f"{pattern!r} matches buffers only, which are whole on every rank")
-            return
-        near = _near(pattern, known)
-        hint = f"; near: {', '.join(near)}" if near else ""
-        self.wrong.append(f"{pattern!r} matches no {what}{hint}")
-
-
-def _all_places(door: Inputs | Outputs) -> Iterable[Places]:
-    return [p for p in (*door.places, *door.named.values()) if p is not None]
-
-
-def _start(held: Held) -> Layout:
-    """Where it is: on this mesh already, or nowhere, which is to become everywhere."""
-    t = held.tensor
-    return t._spec.layout if isinstance(t, DTensor) else Layout(tuple(t.shape))
-
-
-# -- names -----------------------------------------------------------------------------------------
-
-
-def _matches(pattern: str, names: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _near(pattern: str, known: Sequence[str]) -> list[str]:
-    """Up to three known names like `pattern`; where they differ in numbers only, as one pattern."""
-    general = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known))
-    return difflib.get_close_matches(pattern, general, n=3, cutoff=0.5)

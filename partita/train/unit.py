@@ -110,6 +110,11 @@ class Unit:
             for flat in self.flats:
                 flat.release()
 
+    def drop(self) -> None:
+        """Free what is gathered, persistent or not: the shards have changed."""
+        for flat in self.flats:
+            flat.release()
+
     def settle(self) -> None:
         """Forget a forward or a backward that broke off."""
         self.busy.clear()

@@ -21,9 +21,11 @@ from partita.layout import Fix, LayoutError, Shard
 from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.settled import Rest
 from partita.tensor.spec import Spec, spec_of
 
-from .blocks import find_blocks
+from .blocks import Block, find_blocks
+from .early import Early
 from .flat import Reducing
 from .nested import map_tensors
 from .unit import Unit, in_backward
@@ -65,7 +67,7 @@ class Zero:
         model: nn.Module,
         axes: tuple[str, ...],
         precision: MixedPrecision,
-        blocks: Sequence[str | nn.Module] | None,
+        blocks: Sequence[Block],
     ):
         self.axes, self.precision = axes, precision
         self.persistent = self.keeps_shares = False
@@ -77,7 +79,7 @@ class Zero:
         self._before: dict[Unit, Unit] = {}
         self._under_way: list[tuple[Unit, int, Reducing]] = []
         model.register_forward_pre_hook(self._begin, prepend=True)
-        self.units = [Unit(self, block) for block in find_blocks(model, blocks)]
+        self.units = [Unit(self, block) for block in blocks if block.slots]
         model.register_forward_hook(self._end, always_call=True)
 
     def whole(self, spec: Spec) -> Spec:
@@ -162,7 +164,12 @@ class Zero:
                     found[p] = found[p] + g if p in found else g
         return found
 
-    def send_shares(self) -> None:
+    def updated(self) -> None:
+        """An optimizer has stepped: what is gathered is out of date."""
+        for unit in self.units:
+            unit.drop()
+
+    def finish(self) -> None:
         """Reduce the shares that were kept, and add them to the parameters' gradients."""
         for unit in self.units:
             for k in list(unit.held):
@@ -241,28 +248,45 @@ def zero(
     seen: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for attr, p in list(module._parameters.items()):
-            if p is not None:
+            if p is not None:  # a 0-d one stays whole: its gradient settles with the others
                 if p not in seen:
-                    seen[p] = _at_rest(p, mesh, axes if stage == 3 else ())
+                    seen[p] = _placed(p, mesh, axes if stage == 3 and p.ndim else ())
                 setattr(module, attr, seen[p])
     for module in model.modules():
         for attr, b in list(module._buffers.items()):
             if b is not None and not isinstance(b, DTensor):
                 module._buffers[attr] = distribute_tensor(b, mesh)
-    if stage < 3:
-        return model
-    model.__dict__["_zero"] = state = Zero(model, axes, precision or MixedPrecision(), blocks)
-    state.persistent = persistent
+    found = find_blocks(model, blocks)
+    if stage == 3:
+        state: Zero | Early = Zero(model, axes, precision or MixedPrecision(), found)
+        state.persistent = persistent
+        for p in seen.values():
+            p.__dict__["_rest"] = Rest(p._spec, p._spec, state)
+    else:
+
+        def shard(spec: Spec) -> Spec:
+            return _sharded(spec, axes)
+
+        parts = []
+        for block in found:
+            params = [s[0].owner._parameters[s[0].attr] for s in block.slots]
+            parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
+        state = Early(parts, axes, stage, shard)
+    model.__dict__["_zero"] = state
     return model
 
 
-def _at_rest(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> nn.Parameter:
-    value = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
-    spec = value._spec
+def _sharded(spec: Spec, axes: tuple[str, ...]) -> Spec:
     layout = spec.layout
     for a in axes:
         layout = layout.put(a, Shard(0))
-    after = spec_of(layout, spec.wire)
+    return spec_of(layout, spec.wire)
+
+
+def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> nn.Parameter:
+    value = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
+    spec = value._spec
+    after = _sharded(spec, axes)
     local = moved(value, spec, after, "zero", "explicit")
     return nn.Parameter(tagged(local.contiguous(), after), p.requires_grad)
 

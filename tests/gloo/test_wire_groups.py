@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import time
-import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from partita import comm
@@ -107,16 +107,36 @@ def outside(rank):
         comm.wire_of(mesh)
     except LayoutError as error:
         return str(error)
-    kept = weakref.ref(comm.wire_of(mesh))
-    del mesh
-    gc.collect()
-    return kept() is None
+    return True
 
 
-def test_a_rank_outside_a_mesh_is_told_and_a_wire_dies_with_its_mesh():
+def test_a_rank_outside_a_mesh_is_told():
     inside, message = run_ranks(outside, 2)
     assert inside is True
     assert "rank 1 is not part of" in message and "the mesh has the ranks [0]" in message
+
+
+def made_and_lost(rank, folder):
+    wire = comm.wire_of(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    gc.collect()  # nobody but the wire holds the mesh
+    again = comm.wire_of(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    other = comm.wire_of(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    dist.destroy_process_group()
+    try:
+        comm.wire_of(wire.device_mesh)
+    except LayoutError as error:
+        said = str(error)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    later = comm.wire_of(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    return again is wire, other is wire, later is wire, said, later.gather_ints((rank,))
+
+
+def test_equal_meshes_share_a_wire_as_long_as_the_process_groups_live(tmp_path):
+    for again, other, later, said, told in run_ranks(made_and_lost, 2, str(tmp_path)):
+        assert again and not other and not later
+        assert "has no process groups" in said
+        assert told == [(0,), (1,)]
 
 
 def fails(rank, how):

@@ -152,7 +152,7 @@ NN = """F.scaled_dot_product_attention({0}, {0}, {0})|F.scaled_dot_product_atten
 F.scaled_dot_product_attention({0}, {0}, {1}, is_causal=True)|F.conv1d({0}, {1})|F.conv2d({0}, {1})
 F.conv1d({0}, {1}, padding=1)|F.group_norm({0}, 1)|F.group_norm({0}, {0}.size(1))
 F.batch_norm({0}, None, None, training=True)|F.instance_norm({0})|F.avg_pool1d({0}, 2, 1)
-F.max_pool1d({0}, 2)|F.max_pool2d({0}, 2, 1)|F.adaptive_avg_pool1d({0}, 2)|F.cdist({0}, {1})
+F.max_pool1d({0}, 2)|F.max_pool2d({0}, 2, 1)|F.adaptive_avg_pool1d({0}, 2)|F.dropout1d({0})
 F.cross_entropy({0}, torch.arange({0}.size(0)) % {0}.size(1), label_smoothing=0.1)
 F.nll_loss(F.log_softmax({0}, 1), {0}.argmax(1))|F.cross_entropy({0}, torch.softmax({1}, 1))
 F.embedding(torch.arange(4) % {0}.size(0), {0})|F.embedding({1}.argmax(0), {0})|F.prelu({0}, {1})
@@ -166,7 +166,7 @@ torch.cov({0})|torch.corrcoef({0})|torch.trace({0})|torch.block_diag({0}, {1})|t
 torch.cartesian_prod({0}, {1})|torch.linalg.matrix_norm({0})|torch.vander({0}, 3)|{0}.cummax(0)[0]
 torch.searchsorted({0}.sort().values, {1})|torch.bucketize({0}, torch.tensor([0.1, 0.5]))
 torch.histc({0}, 4, -1, 1)|torch.logcumsumexp({0}, 0)|torch.renorm({0}, 2, 0, 0.9)
-torch.randn_like({0})|torch.bernoulli(torch.sigmoid({0}))|torch.rand_like({0}) * {0}|F.dropout1d({0})
+torch.randn_like({0})|torch.bernoulli(torch.sigmoid({0}))|torch.rand_like({0}) * {0}
 torch.count_nonzero({0} > 0.1)|torch.nonzero({0} > 0.1)|({0} > 0.1).any()|torch.unique({0} > 0)"""
 
 # Tensors that have no layout, and other dtypes. What is cast to float32 is exact in it.
@@ -181,7 +181,7 @@ torch.stack([torch.ones({0}.shape, dtype=torch.float64), {0}])|{0}.new_ones(2, {
 (({0} * 8).round() / 8).to(torch.float32) + {1}|{0}.argsort(-1)|{0}.argmax() + {1}|{0}.bool() * {1}
 ({0} > 0.1).to({1}.dtype) * {1}|({0} > 0).float().mean()|({0} > 0).int().cumsum(-1) * {1}
 torch.complex({0}, {1}).abs()|{0}.argmin(-1).to({1}.dtype)|{0}.sign().to(torch.int8) * {1}
-({0} * 3).round().half().to(torch.float64)|torch.result_type({0}, 1) and {0}|{0}.isfinite() * {0}"""
+({0} * 3).round().half().to(torch.float64)|{0}.long().double()|{0}.isfinite() * {0}"""
 
 POOLS = [
     p.replace("\n", "|").split("|")

@@ -40,7 +40,8 @@ def _new(*functions: Kernel, pending: bool = False) -> None:
         size = sizes if size is None else (size,)
         one = len(size) >= 1 and isinstance(size[0], list | tuple)
         shape = tuple(size[0]) if one else tuple(n for n in size if type(n) is int)
-        return Like(shape, pending, _local(1 if one else len(shape)))
+        # Whether the sizes came one by one or as one tuple: nothing positional follows them.
+        return Like(shape, pending, _local(len(shape) + 1))
 
     rule(*functions)(derive)
 

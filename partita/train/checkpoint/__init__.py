@@ -1,7 +1,17 @@
 """How does a run outlive its processes? In a folder that any mesh can load."""
 
-from .load import Loaded, load
+from .fitting import Loaded
+from .loading import load
 from .random_state import RandomState
-from .save import async_save, save
+from .safetensors_file import load_safetensors, save_safetensors
+from .saving import async_save, save
 
-__all__ = ["Loaded", "RandomState", "async_save", "load", "save"]
+__all__ = [
+    "Loaded",
+    "RandomState",
+    "async_save",
+    "load",
+    "load_safetensors",
+    "save",
+    "save_safetensors",
+]

@@ -13,11 +13,20 @@ import shutil
 import uuid
 from pathlib import Path
 
-__all__ = ["begin", "discard", "publish", "standing"]
+__all__ = ["begin", "beside", "discard", "publish", "standing"]
+
+
+def beside(home: Path) -> Path:
+    """A new name beside `home` to write it under; what killed saves left there is removed."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    for other in home.parent.iterdir():
+        if other.name.startswith(_saving(home)):
+            discard(other)
+    return home.parent / (_saving(home) + uuid.uuid4().hex[:8])
 
 
 def begin(home: Path) -> Path:
-    """An empty folder to write the checkpoint `home` into; what killed saves left is removed.
+    """An empty folder to write the checkpoint `home` into.
 
     Raises:
         ValueError: there is something at `home` that is no checkpoint.
@@ -25,33 +34,33 @@ def begin(home: Path) -> Path:
     """
     if home.exists() and not (home / ".metadata").is_file() and not _is_empty(home):
         raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
-    home.parent.mkdir(parents=True, exist_ok=True)
     if _previous(home).exists():
         if home.exists():
             shutil.rmtree(_previous(home))
         else:
             os.rename(_previous(home), home)
-    for other in home.parent.iterdir():
-        if other.name.startswith(_saving(home)):
-            shutil.rmtree(other)
-    folder = home.parent / (_saving(home) + uuid.uuid4().hex[:8])
+    folder = beside(home)
     folder.mkdir()
     return folder
 
 
-def publish(folder: Path, home: Path) -> None:
-    """Give `folder`, of which every file has been brought to the disk, the name `home`."""
-    _sync(folder)
-    if home.exists():
-        os.rename(home, _previous(home))
-    os.rename(folder, home)
+def publish(written: Path, home: Path) -> None:
+    """Give what was `written`, and brought to the disk, the name `home`: a folder or a file."""
+    if written.is_dir():
+        _sync(written)
+        if home.exists():
+            os.rename(home, _previous(home))
+    os.replace(written, home)
     _sync(home.parent)
     shutil.rmtree(_previous(home), ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    """Remove what an error has left."""
-    shutil.rmtree(folder, ignore_errors=True)
+def discard(written: Path) -> None:
+    """Remove what an error or a killed save has left."""
+    if written.is_dir():
+        shutil.rmtree(written, ignore_errors=True)
+    else:
+        written.unlink(missing_ok=True)
 
 
 def standing(home: Path) -> Path:

@@ -52,7 +52,9 @@ class Staged:
     def fingerprints(self) -> dict[str, str]:
         """By name, what must be equal on all ranks that have it, since one of them writes it."""
         found = {name: _digest(self.pieces[name].local) for name in self.plain}
-        return found | {n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()}
+        return found | {
+            n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()
+        }
 
 
 def staged(state: State, memory: Memory | None) -> Staged:
@@ -158,8 +160,10 @@ def _digest(x: torch.Tensor) -> str:
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as long as the tensor lives."""
+    """The memory of a contiguous tensor on the CPU."""
     size = x.numel() * x.element_size()
     if size == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(x.data_ptr())).cast("B")
+    memory = (ctypes.c_char * size).from_address(x.data_ptr())
+    memory.owner = x  # type: ignore[attr-defined]  the view keeps the array, and that the tensor
+    return memoryview(memory).cast("B")

@@ -20,7 +20,7 @@ from .named_optimizer import named_parameters_of, opened_optimizer, without_wrap
 if TYPE_CHECKING:
     from partita.comm.dcp import Metadata
 
-__all__ = ["Leaf", "State", "opened"]
+__all__ = ["Leaf", "Path", "State", "opened", "opened_module"]
 
 Path = tuple[str | int, ...]
 
@@ -85,7 +85,7 @@ def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> State:
             value, close = opened_optimizer(value, names, path, stored)
             out.closing.append(close)
         elif isinstance(value, torch.nn.Module):
-            value, close = _opened_module(value)
+            value, close = opened_module(value)
             out.closing.append(close)
         elif _is_stateful(value):
             owner, value = value, value.state_dict()
@@ -141,7 +141,7 @@ def _modules(value: Any, path: Path) -> Iterator[tuple[Path, torch.nn.Module]]:
             yield from _modules(v, (*path, i))
 
 
-def _opened_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
+def opened_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
     """Its state dict, under the names that it has without torch.compile."""
     own = module.state_dict()
     names = {name: without_wrapper(name) for name in own}

@@ -35,17 +35,27 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCAB, bias=False)
-        cos, sin = rotary_table(context, width // heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self._init(layers)
+        self.register_buffer("cos", torch.empty(context, width // heads), persistent=False)
+        self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
+        self.init_weights()
 
-    def _init(self, layers: int) -> None:
-        """GPT-2's: normal of deviation 0.02, less where a block adds to the residual stream."""
+    def init_weights(self) -> None:
+        """Write every parameter and buffer, as after `to_empty`. As GPT-2 has it.
+
+        Normal of deviation 0.02, less where a block adds to the residual stream; biases 0.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 adds = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
+                less = math.sqrt(2 * len(self.blocks)) if adds else 1
+                nn.init.normal_(parameter, std=0.02 / less)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)
+        cos, sin = rotary_table(*self.cos.shape, device=self.cos.device)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Bytes (b, t), int64, t at most `context` -> logits (b, t, 256)."""
@@ -96,10 +106,12 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x_btw)))
 
 
-def rotary_table(context: int, size: int) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    context: int, size: int, *, base: float = 10_000.0, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """The cosines and sines (context, size) of rotary positions (Su et al., arXiv 2104.09864)."""
-    frequency = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-    angle = torch.outer(torch.arange(context), frequency)
+    frequency = base ** (-torch.arange(0, size, 2, device=device) / size)
+    angle = torch.outer(torch.arange(context, device=device), frequency)
     angle_td = torch.cat([angle, angle], dim=1)
     return angle_td.cos(), angle_td.sin()
 

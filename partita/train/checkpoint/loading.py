@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +15,17 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import everyone, user_line
-from partita.layout import Fix, LayoutError
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
+from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
 from .folder import standing
 from .state import State, opened
 
 if TYPE_CHECKING:
     from partita.comm.dcp import Metadata, Piece
 
-__all__ = ["Loaded", "load"]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What `load(strict=False)` passed over, on this rank.
-
-    Attributes:
-        missing_keys: names in the state that the checkpoint does not have.
-        unexpected_keys: names in the checkpoint that the state does not have.
-    """
-
-    missing_keys: tuple[str, ...] = ()
-    unexpected_keys: tuple[str, ...] = ()
+__all__ = ["load"]
 
 
 def load(
@@ -76,21 +62,17 @@ def load(
     all_ranks = everyone()
     all_ranks.wait()
     line = user_line()
+    found: Misfits | Exception
     try:
         reader = Reader(standing(Path(os.path.abspath(path))))
         metadata = reader.read_metadata()
         inside = opened(state, metadata)
-        passed_over, found = _compared(inside, metadata, strict)
+        held = {name: leaf.value for name, leaf in inside.leaves.items()}
+        there = {name: _described(one) for name, one in metadata.state_dict_metadata.items()}
+        found = misfits(held, there, strict)
     except Exception as error:
         found = error
-
-    def agree(brought: list[list[str]]) -> list[None]:
-        lines = tuple(dict.fromkeys(line for one in brought for line in one))
-        if lines:
-            raise _does_not_fit(path, line, lines, strict)
-        return [None] * len(brought)
-
-    all_ranks.decide(found, agree)
+    passed_over = agreed(all_ranks, found, os.fspath(path), line)
     failed: Exception | None = None
     try:
         pieces, values = _destinations(inside, metadata)
@@ -131,45 +113,9 @@ def _destinations(state: State, metadata: Metadata) -> tuple[dict[str, Piece], l
     return pieces, values
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+def _described(stored: Any) -> str:
+    from partita.comm.dcp import TensorStorageMetadata
 
-
-def _compared(state: State, metadata: Metadata, strict: bool) -> tuple[Loaded, list[str]]:
-    stored = metadata.state_dict_metadata
-    missing = tuple(name for name in state.leaves if name not in stored)
-    extra = tuple(name for name in stored if name not in state.leaves)
-    problems = []
-    for name, leaf in state.leaves.items():
-        if name in stored:
-            there, here = _described(stored[name]), _described(leaf.value)
-            if there != here:
-                problems.append(f"{name}: {there} in the checkpoint, {here} in the state")
-            elif isinstance(leaf.value, torch.Tensor) and leaf.value.is_meta:
-                problems.append(f"{name}: on the meta device, where there is nothing to load into")
-    if strict:
-        problems += [f"{name}: in the state, not in the checkpoint" for name in missing]
-        problems += [f"{name}: in the checkpoint, not in the state" for name in extra]
-    return Loaded(missing, extra), problems
-
-
-def _described(thing: Any) -> str:
-    """A stored or a given thing, in words that are equal if one can become the other."""
-    from partita.comm.dcp import TensorStorageMetadata, describe
-
-    if isinstance(thing, TensorStorageMetadata):
-        return describe(thing.size, thing.properties.dtype)
-    if isinstance(thing, torch.Tensor):
-        return describe(thing.shape, thing.dtype)
-    return "no tensor"
-
-
-def _does_not_fit(path: Any, line: str, lines: tuple[str, ...], strict: bool) -> LayoutError:
-    fixes = [Fix("load into a state of the shapes and dtypes that were saved, and cast then")]
-    if strict:
-        fixes.append(Fix("pt.load(state, path, strict=False)", "loads the names that both have"))
-    return LayoutError(
-        f"the checkpoint {os.fspath(path)} does not fit the state",
-        place=line,
-        operands=lines,
-        fixes=tuple(fixes),
-    )
+    if isinstance(stored, TensorStorageMetadata):
+        return described_tensor(stored.size, stored.properties.dtype)
+    return NO_TENSOR

@@ -41,7 +41,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks = everyone()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
-    _Save(all_ranks.rank, _stage(state, None), _absolute(path)).run(all_ranks.decide)
+    _Save(all_ranks.size, _stage(state, None), _absolute(path)).run(all_ranks.decide)
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
@@ -57,7 +57,7 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
     all_ranks = everyone()
     all_ranks.wait()
     brought = _stage(state, _memory.setdefault(all_ranks, {}))
-    return all_ranks.aside(_Save(all_ranks.rank, brought, _absolute(path)).run)
+    return all_ranks.aside(_Save(all_ranks.size, brought, _absolute(path)).run)
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
@@ -74,8 +74,8 @@ def _stage(state: Mapping[str, Any], memory: Memory | None) -> Staged | Exceptio
 class _Save:
     """One save, as one rank sees it."""
 
-    def __init__(self, rank: int, brought: Staged | Exception, home: Path):
-        self._rank, self._brought, self._home = rank, brought, home
+    def __init__(self, ranks: int, brought: Staged | Exception, home: Path):
+        self._ranks, self._brought, self._home = ranks, brought, home
         self._folder: Path | None = None  # on rank 0, while there is something to remove
 
     def run(self, decide: Decide) -> None:
@@ -107,7 +107,7 @@ class _Save:
             if plan.items:
                 folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
                 results = Writer(folder, self._home).write_data(plan, self._planner).wait()
-            return results, self._brought.fingerprints()
+            return results, self._brought.fingerprints() if self._ranks > 1 else {}
         except Exception as error:
             return error
 

@@ -1,0 +1,157 @@
+"""Which wire serves which mesh, and does a mesh fit the job that it is made in?"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
+
+from ..layout import Fix, LayoutError
+from .groups import GroupWire
+from .handle import MeshHandle, find_handle
+from .source import user_line
+from .wire import Wire
+
+__all__ = ["init_device_mesh", "saved_as", "wire_of", "wire_saved_as"]
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: dict[Any, Any] | None = None,
+) -> DeviceMesh:
+    """As torch's: a mesh over all ranks of the job, whose process groups it begins if need be.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        mesh_shape: ranks along each axis, outermost first; together the ranks of the job.
+        mesh_dim_names: a name for each axis.
+        backend_override: as torch's.
+
+    Raises:
+        LayoutError: on every rank, if the mesh has more or fewer places than the job has ranks. A
+            mesh over a part of the ranks is a `DeviceMesh(device_type, ranks)`.
+    """
+    world = _world_size()
+    if world is not None and world != math.prod(mesh_shape):
+        wanted = math.prod(mesh_shape)
+        sizes = " x ".join(map(str, mesh_shape))
+        raise LayoutError(
+            f"init_device_mesh: a mesh of {sizes} has {wanted} places, and the job {world} ranks",
+            place=user_line(),
+            operands=(f"mesh_shape  {tuple(mesh_shape)}", f"mesh_dim_names  {mesh_dim_names}"),
+            reason="each place is one rank, and each rank has one",
+            fixes=(
+                Fix(f"mesh_shape={_fitting(tuple(mesh_shape), world)}"),
+                Fix(f"torchrun --nproc-per-node {wanted} ..."),
+            ),
+        )
+    options = {} if backend_override is None else {"backend_override": backend_override}
+    return _init_device_mesh(
+        device_type, tuple(mesh_shape), mesh_dim_names=mesh_dim_names, **options
+    )
+
+
+def _world_size() -> int | None:
+    """The ranks of the job; None where torch will have to say that there is none."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(told) if told.isdigit() else None
+
+
+def _fitting(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
+    """`sizes` with one of them changed so that they make `world`; else all in the first."""
+    for i in range(len(sizes)):
+        rest = math.prod(sizes[:i] + sizes[i + 1 :])
+        if rest and world % rest == 0:
+            return sizes[:i] + (world // rest,) + sizes[i + 1 :]
+    return (world,) + (1,) * (len(sizes) - 1)
+
+
+# -- wires -----------------------------------------------------------------------------------------
+
+_wires: dict[DeviceMesh, GroupWire] = {}
+"""By the mesh's own equality: meshes that arrange the same ranks alike are one mesh. They are kept,
+with their wires, as long as their process groups: whether two ranks use the same groups must not
+depend on when either collects its garbage."""
+_world: object = None
+
+
+def wire_of(device_mesh: object) -> Wire:
+    """The wire of this rank on `device_mesh`: one for all meshes that are equal.
+
+    Args:
+        device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0",
+            "dim1", ...), or the mesh that `ranks` or `dry_mesh` gives.
+
+    Raises:
+        LayoutError: it is no mesh, this rank is not in it, or it has more ranks than the world.
+    """
+    global _world
+    if isinstance(device_mesh, MeshHandle):
+        return device_mesh.wire
+    if not isinstance(device_mesh, DeviceMesh):
+        raise LayoutError(
+            f"device_mesh is {device_mesh!r}, which is no mesh",
+            place=user_line(),
+            fixes=(Fix("pt.init_device_mesh(device, sizes, mesh_dim_names=names)"),),
+        )
+    if not dist.is_initialized():
+        raise LayoutError(
+            f"{device_mesh} has no process groups: none are initialized",
+            place=user_line(),
+            fixes=(Fix("pt.init_device_mesh(...)", "begins them where torchrun started the rank"),),
+        )
+    if _world is not dist.group.WORLD:  # groups that were destroyed took theirs with them
+        _wires.clear()
+        _world = dist.group.WORLD
+    found = _wires.get(device_mesh)
+    if found is None:
+        found = _wires[device_mesh] = GroupWire(device_mesh)
+    return found
+
+
+def saved_as(wire: Wire) -> tuple[Any, ...]:
+    """What a file says of the mesh of a tensor in it: plain values, which `wire_saved_as` reads."""
+    mesh = wire.device_mesh
+    if isinstance(mesh, MeshHandle):
+        return ("here", mesh.number)
+    assert isinstance(mesh, DeviceMesh)
+    return (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
+
+
+def wire_saved_as(saved: tuple[Any, ...]) -> Wire:
+    """The wire of the mesh that `saved_as` described, which this process must have made already.
+
+    Raises:
+        LayoutError: it has no such mesh. Making one is for all ranks to do together, so that is
+            not done here.
+    """
+    if saved[0] == "here":
+        return find_handle(saved[1]).wire
+    kind, ranks, names = saved
+    for mesh, wire in _wires.items():
+        if (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (kind, ranks, names):
+            return wire
+    sizes = _sizes(ranks)
+    raise LayoutError(
+        f"a tensor was saved on a mesh that this rank is not on: {names or 'no names'} {sizes}",
+        place=user_line(),
+        operands=(f"ranks  {ranks}",),
+        reason="a mesh is made by all ranks together, before a tensor on it is loaded",
+        fixes=(
+            Fix(f"pt.init_device_mesh({kind!r}, {sizes}, mesh_dim_names={names})", "before"),
+            Fix("pt.load(state, path)", "to load on another mesh what pt.save has saved"),
+        ),
+    )
+
+
+def _sizes(ranks: Any) -> tuple[int, ...]:
+    return (len(ranks), *_sizes(ranks[0])) if isinstance(ranks, list) else ()

@@ -1,0 +1,130 @@
+"""How do pending gradients become whole? Together, in as few collectives as their buckets allow.
+
+A gradient object that is settled keeps its identity, not its memory: what else looks at that memory
+(a view that somebody took before) goes on holding shares, which are right as shares.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import Wire
+from partita.layout import Layout
+from partita.redistribute import plan
+
+from .autograd import moved
+from .dtensor import DTensor
+from .settled import mark_settled, settled_spec
+
+__all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
+
+BUCKET_BYTES = 64 << 20
+"""One all-reduce settles at most about this many bytes of gradients."""
+
+_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+
+def owner_of(grad: torch.Tensor) -> DTensor | None:
+    """The tensor whose gradient this object is at present, if it is one's."""
+    known: weakref.ref[DTensor] | None = grad.__dict__.get("_gradient_of")
+    owner = None if known is None else known()
+    return owner if owner is not None and owner.grad is grad else None
+
+
+def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
+    """The tensors whose gradients are among `values` and are pending, each once, in order."""
+    owners: dict[int, DTensor] = {}
+    for value in values:
+        if type(value) is DTensor and value._spec.is_pending:
+            owner = owner_of(value)
+            if owner is not None:
+                owners[id(owner)] = owner
+    return list(owners.values())
+
+
+def settle(params: Iterable[DTensor]) -> None:
+    """Reduce the pending gradients of `params`: each then lies where it rests, as its parameter.
+
+    One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".
+    Gradients that are not pending are left alone; for those that are under way it waits.
+    """
+    params = list({id(p): p for p in params}.values())
+    rests = [p.__dict__["_rest"] for p in params if "_rest" in p.__dict__]
+    for owner in dict.fromkeys(rest.owner for rest in rests):
+        owner.finish()
+    groups: dict[Any, list[DTensor]] = {}
+    for p in params:
+        grad = p.grad
+        if grad is None or not grad._spec.is_pending:
+            continue
+        if settled_spec(p) is not p._spec:
+            _settle_into_shard(p, grad)
+            continue
+        key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
+        groups.setdefault(key, []).append(p)
+    for (wire, partial, _, _), group in groups.items():
+        for bucket in _buckets(group):
+            _settle(bucket, wire, partial)
+
+
+def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
+    """Where ZeRO leaves each rank a shard of the gradient."""
+    wanted = settled_spec(p)
+    with torch.no_grad():
+        shard = moved(grad, grad._spec, wanted, "gradients", "settle")
+    with Local():
+        _data.__set__(grad, shard)
+    grad._spec = wanted
+    mark_settled(p)
+
+
+def _buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
+    bucket: list[DTensor] = []
+    size = 0
+    for p in params:
+        # The largest piece, not this rank's: every rank cuts the same buckets.
+        nbytes = p._spec.largest * p.element_size()
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _settle(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], ...]) -> None:
+    """One all-reduce of a flat buffer, in which the gradients then live."""
+    mesh = wire.mesh
+    pending = {axis for axis, _ in partial}
+    others = tuple(a for a in mesh.names if a not in pending)
+    # The flat buffers of ranks that hold other shards may differ in size where shards are uneven;
+    # the first rank's is the largest, and all are made as long, so that all make one move.
+    longest = sum(p._spec.largest for p in params)
+    copies = math.prod([mesh.size(a) for a in others])
+    before = Layout((longest * copies,), (others,), partial)
+    after = Layout((longest * copies,), (others,))
+    grads: list[Any] = [p.grad for p in params]
+    with Local(), torch.no_grad():
+        rows = [g.reshape(-1) for g in grads]
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+        used = flat.numel()
+        if used < longest:
+            flat = torch.nn.functional.pad(flat, (0, longest - used))
+        for move in plan(before, after, mesh, flat.element_size()).moves:
+            flat = wire.carry(move, flat, op="gradients", reason="settle")
+        pieces = flat[:used].split([g.numel() for g in grads])
+        for g, piece in zip(grads, pieces, strict=True):
+            whole = piece.view(g.shape)
+            if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
+                whole = torch.empty_like(g).copy_(whole)
+            _data.__set__(g, whole)
+    for p, g in zip(params, grads, strict=True):
+        g._spec = p._spec
+        mark_settled(p)

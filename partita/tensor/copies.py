@@ -1,0 +1,124 @@
+"""How is a DTensor copied: into another, in memory, and into a file?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import saved_as, user_line, wire_saved_as
+from partita.layout import Fix, Layout, LayoutError
+
+from .autograd import moved
+from .dtensor import DTensor, tagged
+from .plain import admit
+from .spec import spec_of
+from .special import OURS, gradient_of, means
+from .view_writes import written_through
+
+__all__: list[str] = []
+
+T = torch.Tensor
+
+
+@means(T.copy_)
+def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            "copy_ of a DTensor into a plain tensor",
+            place=user_line(),
+            reason="a plain tensor has no layout that says which part it should hold",
+            fixes=(
+                Fix("t.copy_(x.full_tensor())", "the whole value"),
+                Fix("t.copy_(x.to_local())", "this rank's piece"),
+            ),
+        )
+    spec = x._spec
+    if spec.is_copy:
+        return written_through(T.copy_, x, src, non_blocking)
+    if not isinstance(src, DTensor):
+        admit(src, spec.wire, "copy_")
+        src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
+    if src._spec.shape != spec.shape:
+        src = src.expand(spec.shape)
+    with Local():
+        local = src if src._spec is spec else moved(src, src._spec, spec, "copy_", "implicit")
+        torch._C.TensorBase.copy_(x, local, non_blocking)
+    return x
+
+
+@means(T.__deepcopy__)
+def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
+    if id(x) in memo:
+        return memo[id(x)]  # type: ignore[no-any-return]
+    with Local(), torch.no_grad():
+        if not x.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        new = tagged(x.detach().clone(), x._spec)
+        new.requires_grad_(x.requires_grad)
+        if x.grad is not None:
+            grad = gradient_of(x)
+            assert grad is not None
+            new.grad = tagged(T.clone(grad), grad._spec)
+    for name, value in x.__dict__.items():
+        if name not in OURS:
+            new.__dict__[name] = copy.deepcopy(value, memo)
+    memo[id(x)] = new
+    return new
+
+
+def _rebuild(
+    local: torch.Tensor,
+    mesh: tuple[Any, ...],
+    layout: str,
+    at: tuple[int, ...],
+    names: dict[str, Any],
+) -> DTensor:
+    """What pickle calls; at module level, so that `weights_only=True` can allow it.
+
+    Raises:
+        LayoutError: this rank has no such mesh, or `local` is another rank's piece.
+    """
+    spec = spec_of(Layout.parse(layout), wire_saved_as(mesh))
+    where = spec.wire.mesh
+    elsewhere = [
+        a
+        for a in where.names
+        if at[where.index(a)] != spec.wire.at[where.index(a)]
+        and (spec.layout.placement(a).is_shard() or spec.layout.placement(a).is_partial())
+    ]
+    if elsewhere:
+        raise LayoutError(
+            f"the piece of another rank of axis {elsewhere[0]} was loaded",
+            place=user_line(),
+            operands=(
+                f"{spec.layout.brief()} on {where}, saved at {at}, loaded at {spec.wire.at}",
+            ),
+            reason="torch.save writes the piece of one rank, and only that rank can take it back",
+            fixes=(
+                Fix("torch.save(..., f'{rank}.pt')", "a file for each rank"),
+                Fix("pt.save(state, path)", "one folder for all, on any mesh"),
+                Fix("torch.save(x.full_tensor(), path)", "the whole value"),
+            ),
+        )
+    out = tagged(local.detach(), spec).requires_grad_(local.requires_grad)
+    out.__dict__.update(names)
+    return out
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+@means(T.__reduce_ex__)
+def _reduce(x: DTensor, protocol: Any) -> Any:
+    with Local():
+        local = x.detach().requires_grad_(x.requires_grad)
+    names = {k: v for k, v in x.__dict__.items() if k not in OURS}
+    spec = x._spec
+    return _rebuild, (local, saved_as(spec.wire), str(spec.layout), spec.wire.at, names)

@@ -1,0 +1,139 @@
+"""Which functions of a list of tensors need the other ranks once, not once for each tensor?
+
+The norms of all gradients are one small all-reduce, whatever the gradients' layouts; so is the look
+for infinities that a GradScaler takes. Both read gradients: those that are pending are settled
+first, in buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _in_clip
+
+from partita.comm import Wire
+from partita.layout import Layout
+from partita.redistribute import plan
+
+from .autograd import moved
+from .buckets import pending_gradients, settle
+from .dispatch import op_of
+from .dtensor import DTensor, tagged
+from .foreach import run_foreach
+from .spec import spec_of
+from .special import SPECIAL
+
+__all__ = ["norms"]
+
+
+def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tensor]:
+    """The norm of each tensor, DTensors on any meshes and plain ones: plain scalars, no gradient.
+
+    Equal on every rank, and in float32 at least. Costs one small all-reduce for each mesh over
+    which any of the tensors is split. None of them may be pending.
+    """
+    with Local(), torch.no_grad():
+        parts = [_norm(t, ord) for t in tensors]
+        split: dict[Wire, list[int]] = {}
+        for i, t in enumerate(tensors):
+            if type(t) is DTensor and t._spec.is_sharded:
+                split.setdefault(t._spec.wire, []).append(i)
+        for wire, places in split.items():
+            layouts = [tensors[i]._spec.layout for i in places]  # type: ignore[attr-defined]
+            axes = {a for layout in layouts for stack in layout.shards for a in stack}
+            dtype = torch.float64 if any(parts[i].dtype == torch.float64 for i in places) else None
+            values = torch.stack([parts[i].to(dtype or torch.float32) for i in places])
+            if not math.isinf(ord):
+                # Of the ranks that hold the same piece, the first speaks for it.
+                at = dict(zip(wire.mesh.names, wire.at, strict=True))
+                speaks = [
+                    all(at[a] == 0 or layout.placement(a).is_shard() for a in axes)
+                    for layout in layouts
+                ]
+                values = torch.where(torch.tensor(speaks, device=values.device), values, 0)
+                values = values if ord in (0, 1) else values**ord
+            whole = _reduced(values, wire, axes, ord, "norms")
+            whole = whole if math.isinf(ord) or ord in (0, 1) else whole ** (1 / ord)
+            for i, value in zip(places, whole, strict=True):
+                parts[i] = value.to(parts[i].dtype)
+    return parts
+
+
+def _norm(piece: torch.Tensor, ord: float) -> torch.Tensor:
+    real = torch.empty((), dtype=piece.dtype).abs().dtype  # of a complex number, too
+    dtype = real if real in (torch.float32, torch.float64) else torch.float32
+    if piece.numel() == 0:  # has no largest and no smallest element
+        return torch.full((), math.inf if ord == -math.inf else 0.0, dtype=dtype).to(piece.device)
+    return torch.linalg.vector_norm(piece.abs() if piece.is_complex() else piece, ord, dtype=dtype)
+
+
+def _reduced(
+    values: torch.Tensor, wire: Wire, axes: set[str], ord: float, asked: str
+) -> torch.Tensor:
+    op = "sum" if not math.isinf(ord) else "max" if ord > 0 else "min"
+    shape = tuple(values.shape)
+    before = Layout(shape, partial=tuple((a, op) for a in wire.mesh.names if a in axes))
+    for move in plan(before, Layout(shape), wire.mesh, values.element_size()).moves:
+        values = wire.carry(move, values, op=asked, reason="settle")
+    return values
+
+
+# -- torch's own functions -------------------------------------------------------------------------
+
+
+def _foreach_norm(
+    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> Sequence[torch.Tensor]:
+    """torch._foreach_norm. Where the tensors live on several meshes the norms are plain."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        given = {} if dtype is None else {"dtype": dtype}
+        return run_foreach(torch._foreach_norm, (tensors, ord), given, op_of(torch._foreach_norm))
+    settle(pending_gradients(tensors))
+    tensors = [_reduced_shares(t) for t in tensors]
+    found = [
+        n.to(dtype or torch.empty((), dtype=t.dtype).abs().dtype)
+        for n, t in zip(norms(tensors, ord), tensors, strict=True)
+    ]
+    wires = {t._spec.wire if type(t) is DTensor else None for t in tensors}
+    (wire, *others) = wires
+    if wire is None or others:
+        return tuple(found)
+    spec = spec_of(Layout(()), wire)
+    return tuple(tagged(n, spec) for n in found)
+
+
+def _reduced_shares(t: torch.Tensor) -> torch.Tensor:
+    """What is pending and nobody's gradient, reduced."""
+    if type(t) is not DTensor or not t._spec.is_pending:
+        return t
+    layout = t._spec.layout
+    after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), t._spec.wire)
+    return tagged(moved(t, t._spec, after, "norms", "implicit"), after)
+
+
+def _check_and_unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """What a GradScaler does to gradients; all ranks find what any of them finds."""
+    settle(pending_gradients(grads))
+    with Local():
+        mine = torch.zeros_like(found_inf)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)
+        wires = dict.fromkeys(t._spec.wire for t in grads if type(t) is DTensor)
+        for wire in wires:
+            mine = _reduced(mine, wire, set(wire.mesh.names), math.inf, "GradScaler")
+        found_inf.copy_(torch.maximum(found_inf, mine))
+
+
+SPECIAL[torch._foreach_norm] = _foreach_norm
+SPECIAL[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
+
+# torch's clip and optimizers use foreach functions for the types in these lists. They are private;
+# torch's own DTensor enters itself in the same way.
+for _types in (_in_optimizers, _in_clip):
+    if DTensor not in _types:
+        _types.append(DTensor)

@@ -1,0 +1,104 @@
+"""What of a checkpoint does not fit the state that it is to be loaded into?
+
+Found before anything is read, and raised as one error, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from partita.comm import Everyone
+from partita.layout import Fix, LayoutError
+
+__all__ = ["NO_TENSOR", "Loaded", "Misfits", "agreed", "described_tensor", "misfits"]
+
+NO_TENSOR = "no tensor"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load(strict=False)` passed over, on this rank.
+
+    Attributes:
+        missing_keys: names in the state that the checkpoint does not have.
+        unexpected_keys: names in the checkpoint that the state does not have.
+    """
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """What one rank found.
+
+    Attributes:
+        values: tensors of another shape or dtype, tensors for values, a line each.
+        keys: names that only one side has, where that is an error, a line each.
+        passed_over: the same names, where it is none.
+    """
+
+    values: tuple[str, ...]
+    keys: tuple[str, ...]
+    passed_over: Loaded
+
+
+def described_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
+    """`float32 (8, 16)`."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(size)}"
+
+
+def misfits(held: Mapping[str, Any], there: Mapping[str, str], strict: bool) -> Misfits:
+    """Compare what is held with what is there.
+
+    Args:
+        held: by name, the tensors and values of the state.
+        there: by name, `described_tensor` of what the checkpoint has, or NO_TENSOR.
+    """
+    values = []
+    for name, value in held.items():
+        if name not in there:
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        here = described_tensor(value.shape, value.dtype) if is_tensor else NO_TENSOR
+        if here != there[name]:
+            values.append(f"{name}: {there[name]} in the checkpoint, {here} in the state")
+        elif is_tensor and value.is_meta:
+            values.append(f"{name}: on the meta device, where there is nothing to load into")
+    missing = tuple(name for name in held if name not in there)
+    extra = tuple(name for name in there if name not in held)
+    keys = [f"{name}: in the state, not in the checkpoint" for name in missing]
+    keys += [f"{name}: in the checkpoint, not in the state" for name in extra]
+    return Misfits(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra))
+
+
+def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) -> Loaded:
+    """What this rank passes over, if all ranks can load.
+
+    Raises:
+        LayoutError: what does not fit on any rank; on every rank.
+    """
+
+    def merge(brought: list[Misfits]) -> list[Loaded]:
+        values = tuple(dict.fromkeys(one for rank in brought for one in rank.values))
+        keys = tuple(dict.fromkeys(one for rank in brought for one in rank.keys))
+        fixes = []
+        if values:
+            fixes.append(Fix("load into the shapes and dtypes that were saved, then cast"))
+        if keys:
+            fixes.append(Fix("strict=False", "loads the names that both have"))
+        if fixes:
+            raise LayoutError(
+                f"the checkpoint {path} does not fit the state",
+                place=line,
+                operands=values + keys,
+                fixes=tuple(fixes),
+            )
+        return [rank.passed_over for rank in brought]
+
+    result: Loaded = ranks.decide(found, merge)
+    return result

@@ -1,0 +1,221 @@
+"""How does a whole model become one safetensors file, and a file the shards of a model?
+
+The file is eight bytes with the length of a header, the header (JSON: of each name the dtype, the
+shape and the place of its bytes) and the bytes (https://github.com/huggingface/safetensors). It is
+written tensor by tensor, which the safetensors package does not offer, and read with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from partita.comm import everyone, user_line
+from partita.tensor import DTensor
+from partita.tensor.pieces import piece_held
+
+from .fitting import Loaded, Misfits, agreed, described_tensor, misfits
+from .folder import beside, discard, publish
+from .staging import bytes_of
+from .state import opened, opened_module
+
+__all__ = ["load_safetensors", "save_safetensors"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write all tensors of `model` into the file `path`, whole, as any program can read them.
+
+    Every rank calls this; rank 0 writes. Tensors are gathered one after the other, so that no rank
+    holds more than one whole tensor beside its own shards. The file appears when it is complete.
+
+    Args:
+        model: a module, or nested dicts of tensors, whose names are joined by dots.
+
+    Raises:
+        ValueError: something that is no tensor, or of a dtype that the format does not have.
+        OSError: the disk; on every rank.
+    """
+    ranks, home = everyone(), Path(os.path.abspath(path))
+    tensors = _tensors(model)
+    # Wide elements first: each tensor then lies at a multiple of its own element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    problem = next((p for name in order if (p := _problem(name, tensors[name]))), None)
+
+    def begun(brought: list[None]) -> list[Path]:
+        return [beside(home)] * len(brought)
+
+    written: Path = ranks.decide(ValueError(problem) if problem else None, begun)
+    file = _File(written if ranks.rank == 0 else None)
+    file.write(_header({name: tensors[name] for name in order}))
+    for name in order:
+        file.write(bytes_of(_whole(tensors[name])))
+    file.close()
+
+    def finished(brought: list[None]) -> list[None]:
+        publish(written, home)
+        return brought
+
+    try:
+        ranks.decide(file.failed, finished)
+    finally:
+        if ranks.rank == 0:
+            discard(written)
+
+
+def load_safetensors(
+    model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, strict: bool = True
+) -> Loaded:
+    """Read the file `path` into the tensors of `model`, in place; each rank reads its pieces.
+
+    Every rank calls this. Needs the package safetensors (`pip install partita[train]`).
+
+    Args:
+        model: a module, or nested dicts of tensors, whose names are joined by dots.
+        strict: whether names that only one side has are errors.
+
+    Returns:
+        The names that were passed over.
+
+    Raises:
+        LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
+        OSError: there is no such file.
+        ValueError: it is no safetensors file; a tensor of `model` is pending.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    ranks, line = everyone(), user_line()
+    tensors = _tensors(model)
+    failed: Exception | None = None
+    try:
+        file = safe_open(os.fspath(path), framework="pt")
+        there = {name: _described(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+        found: Misfits | Exception = misfits(tensors, there, strict)
+        pieces = {name: piece_held(x) for name, x in tensors.items() if name in there}
+    except SafetensorError as error:
+        found = ValueError(f"{os.fspath(path)} is no safetensors file: {error}")
+    except Exception as error:
+        found = error
+    passed_over = agreed(ranks, found, os.fspath(path), line)
+    try:
+        with torch.no_grad():
+            for name, piece in pieces.items():
+                if not piece.shape:
+                    piece.local.copy_(file.get_tensor(name))
+                elif piece.local.numel():
+                    box = tuple(slice(at, at + length) for at, length in piece.region)
+                    piece.local.copy_(file.get_slice(name)[box])
+    except Exception as error:
+        failed = error
+    ranks.decide(failed, lambda brought: brought)
+    return passed_over
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+class _File:
+    """A file that writes no more after an error, so that this rank goes on and can tell the others.
+
+    On the ranks that do not write, `path` is None.
+    """
+
+    def __init__(self, path: Path | None):
+        self.failed: OSError | None = None
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            self._try(lambda: self.__dict__.update(_file=open(path, "wb")))  # noqa: SIM115
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._file is not None:
+            file = self._file
+            self._try(lambda: file.write(data))
+
+    def close(self) -> None:
+        """Bring it to the disk."""
+        if self._file is not None:
+            file = self._file
+            self._try(file.flush)
+            self._try(lambda: os.fsync(file.fileno()))
+            self._try(file.close)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        if self.failed is None:
+            try:
+                act()
+            except OSError as error:
+                self.failed = error
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, x in tensors.items():
+        start, end = end, end + x.numel() * x.element_size()
+        header[name] = {
+            "dtype": _NAMES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _described(there: Any) -> str:
+    dtype = _DTYPES.get(there.get_dtype())
+    if dtype is None:
+        return f"{there.get_dtype()} {tuple(there.get_shape())}"
+    return described_tensor(there.get_shape(), dtype)
+
+
+# -- the tensors -----------------------------------------------------------------------------------
+
+
+def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(model, nn.Module):
+        return opened_module(model)[0]
+    return {name: leaf.value for name, leaf in opened(model).leaves.items()}
+
+
+def _problem(name: str, x: Any) -> str | None:
+    if not isinstance(x, torch.Tensor):
+        return f"{name} is a {type(x).__name__}: a safetensors file has tensors only"
+    if x.is_meta:
+        return f"{name} is on the meta device: it has no values to save"
+    if x.dtype not in _NAMES:
+        return f"{name}: a safetensors file has no {x.dtype}"
+    return None
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x = x.detach()
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        return x.cpu().contiguous()

@@ -1,0 +1,189 @@
+"""How are gradients settled while backward still runs?
+
+The parameters of a block lie whole on every rank of the data axis (ZeRO stages 0 to 2). When the
+last of the block's gradients is there, its shares begin to be reduced, and the block before it goes
+on computing. Until they have come, and are written back, the gradients are what they were: pending.
+Should anything change one meanwhile, what was sent for it is dropped, and it is settled later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.layout import Replicate, Shard
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.settled import Rest, hold, mark_settled
+from partita.tensor.spec import Spec, spec_of
+
+from .flat import Flat, Reducing
+
+__all__ = ["Early"]
+
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+
+
+class _Bucket:
+    """One block's parameters of one dtype, and how far their gradients are."""
+
+    def __init__(self, params: list[DTensor], flat: Flat):
+        self.params, self.flat = params, flat
+        self.ready: set[int] = set()
+        self.sent: list[tuple[torch.Tensor, int]] = []
+        self.reducing: Reducing | None = None
+
+    def grads(self) -> list[torch.Tensor]:
+        return [_grad(p) for p in self.params]  # type: ignore[misc]
+
+
+class Early:
+    """Settles the gradients of blocks as their backward ends.
+
+    Args:
+        blocks: a name and the trained parameters of each.
+        axes: the mesh axes over which gradients are pending.
+        stage: 0, 1 (each rank updates its shard) or 2 (and holds its shard of a gradient only).
+        shard: the layout of a shard of a whole parameter.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[tuple[str, list[DTensor]]],
+        axes: tuple[str, ...],
+        stage: int,
+        shard: Callable[[Spec], Spec],
+    ):
+        self.axes, self.stage, self.waits = axes, stage, False
+        self._buckets: list[_Bucket] = []
+        self._under_way: list[_Bucket] = []
+        for name, params in blocks:
+            groups: dict[torch.dtype, list[DTensor]] = {}
+            for p in params:
+                groups.setdefault(p.dtype, []).append(p)
+            for dtype, group in groups.items():
+                pieces = [shard(p._spec) for p in group]
+                flat = Flat(name, [p._spec for p in group], pieces, axes, dtype, group[0].device)
+                bucket = _Bucket(group, flat)
+                self._buckets.append(bucket)
+                for i, p in enumerate(group):
+                    rest = Rest(
+                        gradient=pieces[i] if stage == 2 else p._spec,
+                        update=pieces[i] if stage else p._spec,
+                        owner=self,
+                    )
+                    p.__dict__["_rest"] = rest
+                    p.register_post_accumulate_grad_hook(self._hook(bucket, i))
+
+    def _hook(self, bucket: _Bucket, i: int) -> Any:
+        def ready(_: Any) -> None:
+            bucket.ready.add(i)
+            if len(bucket.ready) == len(bucket.params) and not self.waits:
+                bucket.ready.clear()
+                self._send(bucket)
+
+        return ready
+
+    # -- on their way ------------------------------------------------------------------------------
+
+    def _send(self, bucket: _Bucket) -> None:
+        if bucket in self._under_way:  # of an earlier backward, and out of date
+            self._finish(bucket)
+        with Local(), torch.no_grad():
+            grads = bucket.grads()
+            shares = bucket.flat.shares(grads, bucket.flat.dtype)
+            bucket.sent = [(g, g._version) for g in grads]
+            for other in list(self._under_way):
+                self._advance(other)
+            bucket.reducing = bucket.flat.reduce(shares, bucket.flat.dtype)
+            self._under_way.append(bucket)
+
+    def _advance(self, bucket: _Bucket) -> None:
+        """One step further: the shares are here, or what was gathered of their sums is."""
+        params, flat = bucket.params, bucket.flat
+        if not self._is_current(bucket):
+            if bucket.reducing is not None:
+                bucket.reducing.wait()
+            flat.release()
+        elif bucket.reducing is not None:
+            pieces = bucket.reducing.wait()
+            bucket.reducing = None
+            if self.stage < 2:
+                flat.start(pieces, "settle")
+                return
+            for p, piece in zip(params, pieces, strict=True):
+                hold(p, tagged(piece, self._after(p)))
+                mark_settled(p)
+        else:
+            flat.finish_into(bucket.grads())
+            for p, g in zip(params, bucket.grads(), strict=True):
+                tagged(g, self._after(p))
+                mark_settled(p)
+        bucket.reducing, bucket.sent = None, []
+        self._under_way.remove(bucket)
+
+    def _after(self, p: DTensor) -> Spec:
+        """The spec of a gradient that is summed over our axes; others may be pending yet."""
+        layout = p._spec.gradient.layout
+        for a in self.axes:
+            layout = layout.put(a, Shard(0) if self.stage == 2 else Replicate())
+        return spec_of(layout, p._spec.wire)
+
+    def _is_current(self, bucket: _Bucket) -> bool:
+        return all(
+            g is sent and g._version == version
+            for g, (sent, version) in zip(bucket.grads(), bucket.sent, strict=True)
+        )
+
+    def _finish(self, bucket: _Bucket) -> None:
+        while bucket in self._under_way:
+            self._advance(bucket)
+
+    def finish(self) -> None:
+        """Wait for all that is under way. What it leaves pending was never sent."""
+        with Local(), torch.no_grad():
+            while self._under_way:
+                for bucket in list(self._under_way):
+                    self._advance(bucket)
+
+    # -- after an optimizer has updated shards -----------------------------------------------------
+
+    def updated(self) -> None:
+        """Give every rank the parameters of which each rank has updated its shard."""
+        if self.stage == 0:
+            return
+        with Local(), torch.no_grad():
+            before: _Bucket | None = None
+            for bucket in self._buckets:
+                flat = bucket.flat
+                whole = [p.detach() for p in bucket.params]
+                flat.start(
+                    [
+                        w.narrow(0, *_rows(p))
+                        for w, p in zip(whole, bucket.params, strict=True)
+                    ],
+                    "update",
+                )
+                if before is not None:
+                    before.flat.finish_into([p.detach() for p in before.params])
+                before = bucket
+            if before is not None:
+                before.flat.finish_into([p.detach() for p in before.params])
+
+    @contextmanager
+    def keeping_shares(self) -> Any:
+        """Send nothing in the backward passes within."""
+        before, self.waits = self.waits, True
+        try:
+            yield
+        finally:
+            self.waits = before
+
+
+def _rows(p: DTensor) -> tuple[int, int]:
+    """Which rows of its own piece of `p` this rank updates: (first, count)."""
+    mine, whole = p.__dict__["_rest"].update.region[0], p._spec.region[0]
+    return mine[0] - whole[0], mine[1]

@@ -1,0 +1,136 @@
+"""What is the other model? A small Llama, in ordinary PyTorch: it knows nothing of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .gpt import rotary_table, rotate
+
+__all__ = ["Llama"]
+
+
+class Llama(nn.Module):
+    """A decoder-only transformer as Llama 3 is: RMSNorm, rotary positions, grouped heads, SwiGLU.
+
+    (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783.)
+
+    Args:
+        layers: the number of blocks.
+        width: the size of the residual stream, a multiple of `heads`.
+        heads: heads of queries per block; each is `width // heads` wide, an even number.
+        groups: heads of keys and values, which `heads // groups` heads of queries share.
+        context: the longest sequence, in tokens.
+        vocab: the number of tokens; bytes by default.
+        hidden: the width inside the MLP; 8/3 of `width` by default, a multiple of 16.
+        tied: the head uses the embedding's weight.
+
+    Raises:
+        ValueError: `width` does not divide into `heads` of an even size, or `heads` into `groups`.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        groups: int,
+        context: int,
+        vocab: int = 256,
+        hidden: int | None = None,
+        tied: bool = False,
+    ):
+        super().__init__()
+        if width % (2 * heads):
+            raise ValueError(f"width {width} does not divide into {heads} heads of an even size")
+        if heads % groups:
+            raise ValueError(f"{heads} heads do not divide into {groups} groups")
+        hidden = 16 * math.ceil(width / 6) if hidden is None else hidden
+        self.context = context
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width, heads, groups, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("cos", torch.empty(context, width // heads), persistent=False)
+        self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Write every parameter and buffer, as after `to_empty`.
+
+        Normal of deviation 0.02, less where a block adds to the residual stream; norms 1.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)
+                continue
+            adds = name.endswith(("o.weight", "down.weight"))
+            less = math.sqrt(2 * len(self.blocks)) if adds else 1
+            nn.init.normal_(parameter, std=0.02 / less)
+        cos, sin = rotary_table(*self.cos.shape, base=500_000.0, device=self.cos.device)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Tokens (b, t), int64, t at most `context` -> logits (b, t, vocab)."""
+        t = tokens_bt.shape[1]
+        cos_td, sin_td = self.cos[:t], self.sin[:t]
+        x_btw = self.embed(tokens_bt)
+        for block in self.blocks:
+            x_btw = block(x_btw, cos_td, sin_td)
+        return self.head(self.norm(x_btw))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, groups: int, hidden: int):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(width, eps=1e-5)
+        self.attention = Attention(width, heads, groups)
+        self.norm2 = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = SwiGLU(width, hidden)
+
+    def forward(self, x_btw: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
+        x_btw = x_btw + self.attention(self.norm1(x_btw), cos_td, sin_td)
+        return x_btw + self.mlp(self.norm2(x_btw))
+
+
+class Attention(nn.Module):
+    """Each head of keys and values serves `heads // groups` heads of queries."""
+
+    def __init__(self, width: int, heads: int, groups: int):
+        super().__init__()
+        self.heads, self.groups, size = heads, groups, width // heads
+        self.q = nn.Linear(width, heads * size, bias=False)
+        self.k = nn.Linear(width, groups * size, bias=False)
+        self.v = nn.Linear(width, groups * size, bias=False)
+        self.o = nn.Linear(heads * size, width, bias=False)
+
+    def forward(self, x_btw: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
+        b, t, _ = x_btw.shape
+        q_bhtd = self.q(x_btw).view(b, t, self.heads, -1).transpose(1, 2)
+        k_bgtd = self.k(x_btw).view(b, t, self.groups, -1).transpose(1, 2)
+        v_bgtd = self.v(x_btw).view(b, t, self.groups, -1).transpose(1, 2)
+        q_bhtd, k_bgtd = rotate(q_bhtd, cos_td, sin_td), rotate(k_bgtd, cos_td, sin_td)
+        y_bhtd = F.scaled_dot_product_attention(
+            q_bhtd, k_bgtd, v_bgtd, is_causal=True, enable_gqa=True
+        )
+        return self.o(y_bhtd.transpose(1, 2).reshape(b, t, -1))
+
+
+class SwiGLU(nn.Module):
+    """Shazeer, arXiv 2002.05202."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_btw: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_btw)) * self.up(x_btw))

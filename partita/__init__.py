@@ -35,6 +35,7 @@ from .train.checkpoint import (
 from .train.gradients import clip_grad_norm_, reduce_gradients
 from .train.materialize import materialize
 from .train.parallelize import parallelize
+from .train.zero import MixedPrecision, no_sync, zero
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "Invariant",
     "Layout",
     "LayoutError",
+    "MixedPrecision",
     "Outputs",
     "Partial",
     "Placement",
@@ -68,6 +70,7 @@ __all__ = [
     "load_safetensors",
     "local_map",
     "materialize",
+    "no_sync",
     "ones",
     "parallelize",
     "plans",
@@ -81,5 +84,6 @@ __all__ = [
     "save_safetensors",
     "set_cache_limit",
     "strict",
+    "zero",
     "zeros",
 ]

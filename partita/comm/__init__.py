@@ -7,7 +7,7 @@ from .dry import DryWire, dry_mesh
 from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
 from .handle import MeshHandle
-from .ledger import Ledger, Record, ledger
+from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .ranks import World, ranks
 from .source import user_line
@@ -34,6 +34,7 @@ __all__ = [
     "init_device_mesh",
     "ledger",
     "ranks",
+    "recomputing",
     "saved_as",
     "strict",
     "user_line",

@@ -11,6 +11,7 @@ import copy
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -85,19 +86,13 @@ class Everyone:
         Every rank calls this. Within `run`, only the given `decide` reaches the other ranks.
         """
         self.wait()
-        decide, outcome = self._decide_aside(), Aside()
-
-        def work() -> None:
-            try:
-                with torch.no_grad():
-                    result = run(lambda mine, answer: _opened(decide(mine, answer)))
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(result)
-
-        self._aside = outcome
-        threading.Thread(target=work, name=f"partita, beside rank {self.rank}").start()
+        decide = self._decide_aside()
+        self._aside = outcome = Aside()
+        threading.Thread(
+            target=_work,
+            args=(run, lambda mine, answer: _opened(decide(mine, answer)), outcome),
+            name=f"partita, beside rank {self.rank}",
+        ).start()
         self._all_have_started()
         return outcome
 
@@ -119,6 +114,18 @@ class Everyone:
         """A rank may now block until its thread ends, though ranks take turns."""
 
 
+def _work(run: Callable[[Decide], Any], decide: Decide, outcome: Aside | None) -> None:
+    assert outcome is not None
+    try:
+        with torch.no_grad():
+            result = run(decide)
+    except BaseException as error:
+        outcome.set_exception(error)
+        outcome = None  # the error's traceback has this frame, which must not have the error
+    else:
+        outcome.set_result(result)
+
+
 class _OfGroups(Everyone):
     """The ranks of the default process group, over a Gloo group of their own.
 
@@ -127,17 +134,29 @@ class _OfGroups(Everyone):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", group_desc="partita everyone")
+        # Groups are torch's to keep: one that lived on would hold its threads until the very end.
+        self._world = weakref.ref(dist.group.WORLD)
+        self._group = weakref.ref(dist.new_group(backend="gloo", group_desc="partita everyone"))
+
+    @property
+    def stands(self) -> bool:
+        """Are the process groups still those for which this was made?"""
+        return self._world() is dist.group.WORLD
 
     def _decide(self, mine: Any, answer: Answer) -> Any:
-        first = self.rank == 0
-        brought: list[Any] | None = [None] * self.size if first else None
-        dist.gather_object(_portable(mine), brought, dst=0, group=self._group)
-        answers = [_portable(a) for a in _outcomes(brought, answer)] if brought else None
-        got = [None]
-        dist.scatter_object_list(got, answers, src=0, group=self._group)
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process groups were destroyed before all ranks had agreed")
+        brought: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        answers, got = None, [None]
+        try:
+            dist.gather_object(_portable(mine), brought, dst=0, group=group)
+            if brought is not None:
+                answers = [_portable(a) for a in _outcomes(brought, answer)]
+            dist.scatter_object_list(got, answers, src=0, group=group)
+        except RuntimeError as error:  # of Gloo: `answer`'s own are outcomes
+            raise RuntimeError("another rank has ended, or cannot be reached") from error
         return got[0]
 
 
@@ -204,10 +223,10 @@ def _outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
 
 def _opened(outcome: Any) -> Any:
     if isinstance(outcome, _Failed):
-        error = outcome.error
+        error, line = outcome.error, outcome.error.__traceback__
         with contextlib.suppress(Exception):  # some errors cannot be copied
-            error = copy.copy(error)  # a traceback of its own for each rank
-        raise error from None
+            error = copy.copy(error)  # each rank adds its own lines to the traceback
+        raise error.with_traceback(line) from None
     return outcome
 
 
@@ -243,6 +262,6 @@ def everyone() -> Everyone:
         return _alone
     if dist.get_backend() == "fake":
         raise LayoutError("the ranks of the fake backend cannot agree: there is only this one")
-    if _of_groups is None or _of_groups.world is not dist.group.WORLD:
+    if _of_groups is None or not _of_groups.stands:
         _of_groups = _OfGroups()
     return _of_groups

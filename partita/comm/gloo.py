@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .under_way import Summed, ordered_sum
+from .under_way import Summed, UnderWay
 
-__all__ = ["all_reduce", "start_all_gather", "start_reduce_scatter"]
+__all__ = ["start_all_gather", "start_all_reduce", "start_reduce_scatter"]
 
 _TAG = 0x7061
 _SMALL = 1 << 15
@@ -53,21 +53,32 @@ def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tenso
     return _All(works)
 
 
-def all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> None:
-    """Put the sum of the group's contiguous `x` into `x`."""
+def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> UnderWay:
+    """Begin to put the sum of the group's contiguous `x` into `x`."""
     n, size = group.size(), x.numel()
     flat = x.view(-1)
     if x.nbytes <= _SMALL:
         shares = x.new_empty(n * size)
-        group._allgather_base(shares, flat).wait()
-        ordered_sum(shares.view(n, size), flat)
-    elif n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much
-        group.allreduce([x], dist.ReduceOp.SUM).wait()
-    else:
-        whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
-        piece = x.new_empty(whole.numel() // n)
-        start_reduce_scatter(group, piece, whole).wait()
-        out = whole if whole is flat else torch.empty_like(whole)
-        group._allgather_base(out, piece).wait()
-        if out is not flat:
-            flat.copy_(out[:size])
+        return Summed(group._allgather_base(shares, flat), shares.view(n, size), flat)
+    if n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much
+        return group.allreduce([x], dist.ReduceOp.SUM)
+    whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
+    piece = x.new_empty(whole.numel() // n)
+    return _Gathering(start_reduce_scatter(group, piece, whole), group, piece, flat)
+
+
+class _Gathering:
+    """A reduce-scatter that is under way, and then the gather that makes it an all-reduce."""
+
+    def __init__(
+        self, scatter: Summed, group: dist.ProcessGroup, piece: torch.Tensor, out: torch.Tensor
+    ):
+        self._scatter, self._group, self._piece, self._out = scatter, group, piece, out
+
+    def wait(self) -> None:
+        self._scatter.wait()
+        n, size, out = self._group.size(), self._piece.numel(), self._out
+        whole = out if out.numel() == n * size else out.new_empty(n * size)
+        start_all_gather(self._group, whole, self._piece).wait()
+        if whole is not out:
+            out.copy_(whole[: out.numel()])

@@ -116,7 +116,7 @@ class GroupWire(Wire):
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         group = self._process_groups[axes]
         if reduce_op == "sum" and self._gloo:
-            gloo.all_reduce(group, x)
+            gloo.start_all_reduce(group, x).wait()
             return
         group.allreduce([x], _OPS[reduce_op]).wait()
 
@@ -126,6 +126,10 @@ class GroupWire(Wire):
         if self._gloo:
             return gloo.start_all_gather(self._process_groups[axes], out, x)
         return self._process_groups[axes]._allgather_base(out, x)
+
+    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
+        group = self._process_groups[axes]
+        return gloo.start_all_reduce(group, x) if self._gloo else group.allreduce([x])
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Ledger", "Record", "Scope", "ledger", "scope"]
+__all__ = ["Ledger", "Record", "Scope", "ledger", "recomputing", "scope"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Record:
             move that stays on the rank.
         op: the operation that needed it, such as "matmul".
         source: the user's "file:line", or "" where there is none.
-        reason: "explicit", "implicit", "gradient", "regather" or "settle".
+        reason: "explicit", "implicit", "gradient", "regather" or "settle"; "recompute" where a
+            region is run again in backward.
         rank: the rank, counted along the mesh.
         before, after: the layouts, in brief.
     """
@@ -111,11 +112,12 @@ class Scope:
     for the same rank as the main thread does.
     """
 
-    __slots__ = ("busy", "check", "ledgers", "strict")
+    __slots__ = ("busy", "check", "ledgers", "recomputing", "strict")
 
     def __init__(self) -> None:
         self.ledgers: tuple[Ledger, ...] = ()
         self.strict = False
+        self.recomputing = False
         self.check: Any = None
         self.busy = False  # one look per move tells whether any of the above is set
 
@@ -140,6 +142,17 @@ def scope() -> Scope:
 def enter_rank_thread(own: Scope) -> None:
     """From now on this thread is a rank of its own."""
     _thread.scope = own
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """What is carried inside was carried before, and is again: noted with this reason."""
+    here = scope()
+    before, here.recomputing = here.recomputing, True
+    try:
+        yield
+    finally:
+        here.recomputing = before
 
 
 @contextmanager

@@ -112,10 +112,11 @@ class Wire:
     def start(
         self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str
     ) -> UnderWay:
-        """Begin a gather or a reduce-scatter of flat buffers; the rank goes on meanwhile.
+        """Begin a collective over flat buffers; the rank goes on meanwhile.
 
         Args:
-            move: an all_gather or reduce_scatter of one dimension that splits evenly.
+            move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
+                all_reduce, for which `out` is `x`.
             x: this rank's part of `move.before`, contiguous; to be left alone until the wait.
             out: memory for this rank's part of `move.after`, contiguous. Where its dtype is not
                 x's, x travels as it is and is summed in the dtype of `out`.
@@ -129,8 +130,11 @@ class Wire:
         ask = Ask(move.kind, move, op)
         with torch.no_grad():
             if len(members) == 1:
-                out.view(-1).copy_(x.view(-1))
+                if out is not x:
+                    out.view(-1).copy_(x.view(-1))
                 return Done()
+            if move.kind == "all_reduce":
+                return self._start_all_reduce(x, axes, ask)
             if move.kind == "all_gather":
                 return self._start_all_gather(out, x, axes, ask)
             return self._start_reduce_scatter(out, x, axes, ask)
@@ -146,6 +150,8 @@ class Wire:
 
     def _note(self, move: Move, x: torch.Tensor, op: str, reason: str) -> None:
         nbytes = bytes_sent(move, self.mesh, x.element_size())
+        if self.scope.recomputing and reason in ("explicit", "implicit"):
+            reason = "recompute"
         if self.scope.strict and reason == "implicit" and move.sends:
             refuse_implicit(move, op, nbytes)
         line = user_line()
@@ -325,6 +331,10 @@ class Wire:
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
         self._all_gather(out, x, axes, ask)
+        return Done()
+
+    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
+        self._all_reduce(x, axes, "sum", ask)
         return Done()
 
     def _start_reduce_scatter(

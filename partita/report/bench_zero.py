@@ -65,9 +65,7 @@ def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    base = GPT(
-        layers=shape.layers, width=shape.width, heads=shape.heads, context=shape.context
-    )
+    base = GPT(layers=shape.layers, width=shape.width, heads=shape.heads, context=shape.context)
     rows = torch.randint(0, 256, (2, ranks * shape.batch, shape.context))
     x, y = (part.chunk(ranks)[rank].contiguous() for part in rows)
     mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
@@ -84,9 +82,7 @@ def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str
 
     ways: dict[str, Callable[[], Step]] = {
         "alone": lambda: _loop(copy.deepcopy(base), x, y),
-        "partita dp": lambda: _loop(
-            zero(copy.deepcopy(base), mesh, stage=0), spread(x), spread(y)
-        ),
+        "partita dp": lambda: _loop(zero(copy.deepcopy(base), mesh, stage=0), spread(x), spread(y)),
         "partita zero 3": lambda: _loop(
             zero(copy.deepcopy(base), mesh, stage=3), spread(x), spread(y)
         ),
@@ -99,11 +95,11 @@ def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str
     return found
 
 
-def _rank(end: Any, store: str, rank: int, ranks: int, rounds: int, shape: Shape, only: Any) -> None:
+def _rank(
+    end: Any, store: str, rank: int, ranks: int, rounds: int, shape: Shape, only: Any
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     steps = _steps(rank, ranks, shape, only)
     for step in steps.values():
         for _ in range(2):

@@ -16,11 +16,18 @@ from .rule import Call, Kernel
 __all__ = ["nothing", "of_none", "own", "unless_empty"]
 
 
-def own(index: Any, piece: tuple[int, int, int]) -> tuple[Any, Any]:
-    """`(index within this rank's piece, which of them are not here)`."""
+def own(index: Any, piece: tuple[int, int, int], *, from_end: bool = False) -> tuple[Any, Any]:
+    """`(index within this rank's piece, which of them are other ranks')`.
+
+    A place that no rank has stays one that this rank has not: the kernel that reads it says so.
+
+    Args:
+        from_end: negative places count from the end.
+    """
     offset, length, size = piece
-    at = torch.where(index < 0, index + size, index) - offset
-    away = (at < 0) | (at >= length)
+    at = torch.where(index < 0, index + size, index) if from_end else index
+    at = at - offset
+    away = ((at < 0) | (at >= length)) & (at >= -offset) & (at < size - offset)
     return at.masked_fill(away, 0), away
 
 

@@ -1,6 +1,15 @@
 """What users hold: the tensor, its dispatch, its random numbers."""
 
-from . import copies, custom_function, lists, methods, module_hooks  # noqa: F401  they take places
+# They take their places in torch.
+from . import (  # noqa: F401
+    bypass,
+    checkpoint_inputs,
+    copies,
+    custom_function,
+    lists,
+    methods,
+    module_hooks,
+)
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import (
     distribute_module,

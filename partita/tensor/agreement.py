@@ -94,10 +94,14 @@ def _differ(what: str, said: list[str], *fixes: Fix) -> LayoutError:
 
 def _disagreement(local: torch.Tensor, layout: Layout, said: str, wire: Wire) -> LayoutError:
     """What to raise where pieces do not fit; every rank comes here."""
-    told = [json.loads(t) for t in _texts(json.dumps([said, list(local.shape)]), wire)]
-    texts, shapes = [t for t, _ in told], [tuple(shape) for _, shape in told]
+    mine = [said, f"{layout.shards} {local.dtype}", list(local.shape)]
+    told = [json.loads(t) for t in _texts(json.dumps(mine), wire)]
+    texts = [text for text, _, _ in told]
+    shapes = [tuple(shape) for _, _, shape in told]
     at = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
-    true = _made_by(at, layout, wire)
+    # Only where the ranks agree on all but the shape can the pieces say which it is.
+    cut_alike = len({cut for _, cut, _ in told}) == 1
+    true = _made_by(at, layout, wire) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
         return _differ("from_local", texts, *([fix] if fix else []))

@@ -14,13 +14,22 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire
 from partita.redistribute import Plan, plan
 
+from .origin import current
 from .spec import Spec, two_meshes
+from .watch import HERE
 
 __all__ = ["carry_all", "convert_gradient", "moved"]
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
     """Carry local `x` along each move of a plan, without autograd."""
+    watcher = HERE.watcher
+    if watcher is not None and reason != "gradient":
+        return watcher.carried(op, reason, moves, x, lambda: _carry(moves, x, wire, op, reason))
+    return _carry(moves, x, wire, op, reason)
+
+
+def _carry(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
     for move in moves.moves:
         x = wire.carry(move, x, op=op, reason=reason)
     return x
@@ -55,6 +64,8 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
 
     Differentiable. Never `x` itself: where nothing has to move the result is an alias.
     """
+    if before.is_copy:
+        x = current(x)
     with Local():
         if before is after or (before.layout == after.layout and before.wire is after.wire):
             return x.view_as(x)

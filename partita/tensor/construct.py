@@ -10,6 +10,7 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 
+from .agreement import alike
 from .dtensor import DTensor, tagged
 from .spec import Spec, placed
 
@@ -65,8 +66,8 @@ def distribute_tensor(
         A leaf that requires grad if `tensor` does.
 
     Raises:
-        LayoutError: placements that do not fit the mesh or the shape; a tensor with a history; a
-            DTensor on another mesh.
+        LayoutError: placements that do not fit the mesh or the shape; ranks that pass different
+            shapes, dtypes or placements; a tensor with a history; a DTensor on another mesh.
     """
     if isinstance(tensor, DTensor):
         if device_mesh is not None and wire_of(device_mesh) is not tensor._spec.wire:
@@ -86,6 +87,16 @@ def distribute_tensor(
             ),
         )
     spec = placed(device_mesh, tensor.shape, placements)
+    if src_data_rank is not None:
+        alike("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
+        if not 0 <= src_data_rank < spec.wire.mesh.size():
+            raise LayoutError(
+                f"distribute_tensor: src_data_rank={src_data_rank} is no rank of the mesh",
+                place=user_line(),
+                operands=(f"mesh {spec.wire.mesh} has ranks 0 to {spec.wire.mesh.size() - 1}",),
+                reason="ranks are counted along the mesh, row by row",
+                fixes=(Fix("src_data_rank=0"), Fix("src_data_rank=None", "each rank's own value")),
+            )
     return spread(tensor, spec, src_data_rank).requires_grad_(tensor.requires_grad)
 
 

@@ -24,11 +24,19 @@ from .autograd import moved
 from .dtensor import DTensor, tagged
 from .plain import admit
 from .spec import Spec, spec_of
+from .watch import HERE
 
 __all__ = ["typed_function"]
 
 _apply = Function.apply.__func__  # type: ignore[attr-defined]
 _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
+
+
+def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    watcher = HERE.watcher
+    if watcher is None:
+        return _apply_to_dtensors(cls, *args, **kwargs)
+    return watcher.applied(cls, args, kwargs, lambda: _apply_to_dtensors(cls, *args, **kwargs))
 
 
 def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -134,4 +142,4 @@ def _laid_out(grad: Any, spec: Spec | None, name: str) -> Any:
 
 
 # A Function is applied by a class method of its base; torch asks no override about it.
-Function.apply = classmethod(_apply_to_dtensors)  # type: ignore[assignment]
+Function.apply = classmethod(_apply_watched)  # type: ignore[assignment]

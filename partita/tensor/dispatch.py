@@ -21,6 +21,7 @@ from .foreach import run_foreach, run_fused
 from .miss import gathered, in_order, make_plan
 from .names import form_of
 from .op import Op, Run
+from .out import into_out
 from .plan import CallPlan
 from .special import SPECIAL, passes
 
@@ -35,6 +36,8 @@ def _run_of(op: Op) -> Run | None:
         return _meaning(SPECIAL.get(op.func))
     if op.form.name.startswith("_fused_"):
         return run_fused
+    if op.form.operator is not None and op.form.operator.is_torchs:
+        return _run_operator
     if op.form.rule is None:
         return _without_rule(op.func)
     return run_foreach if op.form.foreach else None
@@ -55,7 +58,30 @@ def _without_rule(func: Callable[..., Any]) -> Run:
     body = entered(func)
     if body is not None:
         return lambda func, args, kwargs, op: body(*args, **kwargs)
-    return lambda func, args, kwargs, op: gathered(func, args, kwargs, op.form)
+    return _run_gathered
+
+
+def _run_gathered(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    if kwargs.get("out") is not None:
+        return _into_out(op, args, kwargs, kwargs["out"])
+    return gathered(func, args, kwargs, op.form)
+
+
+def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    """One of torch's own operators. In backward, which is local, a TorchDispatchMode may call it:
+    on pieces of gradients, and on DTensors that forward saved."""
+    if torch._C._current_graph_task_id() != -1:
+        with Local():
+            return func(*args, **kwargs)
+    if op.form.rule is None:
+        return _run_gathered(func, args, kwargs, op)
+    return _run_planned(func, args, kwargs, op)
+
+
+def _into_out(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    func = op.func if op.form.operator is None else op.form.operator.packet
+    return into_out(out, func, args, kwargs)
 
 
 OPS: dict[Callable[..., Any], Op] = {}
@@ -97,9 +123,13 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     op = op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs, op)
+    return _run_planned(func, args, kwargs, op)
+
+
+def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
     args, kwargs, out = in_order(op.form, args, kwargs)
     if out is not None:
-        return SPECIAL[_Tensor.copy_](out, call(func, args, kwargs))
+        return _into_out(op, args, kwargs, out)
     try:
         key = op.key(*args, **kwargs)
     except TypeError:

@@ -20,6 +20,7 @@ from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 from .agreement import compare, does_not_fit
 from .autograd import convert_gradient, moved
+from .origin import current
 from .pieces import piece_held
 from .spec import Spec, laid_out, placed, spec_of
 
@@ -150,15 +151,15 @@ class DTensor(torch.Tensor):
                 gradient of this tensor is: Shard for Shard, Partial for Replicate, Replicate for
                 Partial.
         """
-        spec = self._spec
+        spec, x = self._spec, current(self)
         with Local():
             if grad_placements is None:
-                return self.view_as(self)
+                return x.view_as(x)  # type: ignore[no-any-return]
             wire = spec.wire
             given = laid_out(wire, spec.layout.shape, grad_placements)
             if given is spec.gradient:
-                return self.view_as(self)
-            return convert_gradient(self, given, spec.gradient)
+                return x.view_as(x)  # type: ignore[no-any-return]
+            return convert_gradient(x, given, spec.gradient)
 
     def redistribute(
         self,
@@ -238,9 +239,9 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Layout and values: a pending value is reduced first, a sharded one shows its piece."""
-        value = self
+        value = current(self)
         if self._spec.is_pending:
-            value = self.redistribute(
+            value = value.redistribute(
                 placements=[Replicate() if p.is_partial() else p for p in self.placements]
             )
         with Local():

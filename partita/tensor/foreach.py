@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import increment_version
 
 from partita.comm import Wire
 
@@ -47,7 +48,7 @@ class _ListPlan:
         self.places, self.wires = places, wires
         self.specs: list[Spec] | None = None
         self.clean = not wires and all(
-            p is not None and not p.targets and p.kernel is None and p.rewrite is None
+            p is not None and not p.targets and p.kernel is None and not (p.rewrite or p.renews)
             for p in places
         )
 
@@ -173,4 +174,8 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
                 admit(value, target.wire, op.form.name)
     args, kwargs = replaced(args, kwargs, new)
     with Local():
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        # These kernels do not count what they change, and we keep what is made of tensors by count.
+        lists = [a for a in args if type(a) in (list, tuple)]
+        increment_version([x for a in lists for x in a if isinstance(x, torch.Tensor)])
+        return out

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 # Not public, but where torch keeps the types of what `torch.ops.a.b` and `.default` are.
 from torch._ops import OpOverload, OpOverloadPacket
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _in_clip
 
@@ -123,6 +124,7 @@ def _check_and_unscale(
     with Local():
         mine = torch.zeros_like(found_inf)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)
+        increment_version(grads)  # the kernel does not count what it changes
         wires = dict.fromkeys(t._spec.wire for t in grads if type(t) is DTensor)
         for wire in wires:
             mine = _reduced(mine, wire, set(wire.mesh.names), math.inf, "GradScaler")

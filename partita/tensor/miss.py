@@ -29,12 +29,11 @@ from partita.rules import (
 
 from .autograd import moved
 from .choose import Choice, choose
-from .dtensor import DTensor
+from .dtensor import DTensor, tagged
 from .names import Form, parameter_names
-from .plain import admit
-from .plan import CallPlan, Path, Target, replaced
+from .plan import CallPlan, Path, Target, at_path, replaced
 from .spec import Spec, spec_of, two_meshes
-from .view_writes import is_view_of, written_through
+from .view_writes import is_view_of, reshaped, written_through
 
 __all__ = ["gathered", "in_order", "make_plan", "one_wire"]
 
@@ -163,7 +162,9 @@ def make_plan(
     if form.inplace and not isinstance(args[0], DTensor):
         raise _into_plain(form.name, args[0])
     if _writes_copy(form, args):
-        return CallPlan(form.name, wire, rewrite=partial(written_through, func))
+        way = reshaped if form.reshapes else written_through
+        return CallPlan(form.name, wire, rewrite=partial(way, func))
+    renews = _copies_among(tensors)
     local = None
     if rule.derive is None:
         operands = _operands_of_call(form, args, kwargs)
@@ -172,7 +173,7 @@ def make_plan(
         positional, named, operands = _declared(form, args, kwargs)
         try:
             said = rule.derive(*map(_seen, positional), **{k: _seen(v) for k, v in named.items()})
-        except (ValueError, IndexError, TypeError):
+        except (ValueError, IndexError, TypeError, ArithmeticError):
             _let_torch_complain(func, args, kwargs)
             raise
         if said is None:
@@ -181,14 +182,18 @@ def make_plan(
             rewrite = _into_first(said.run, form) if form.inplace else said.run
             # What the ops inside do to make a view is not known: what is split is taken as copied.
             copies = _is_view(form, args) and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
-            return CallPlan(form.name, wire, rewrite=rewrite, copies=copies)
+            return CallPlan(form.name, wire, rewrite=rewrite, copies=copies, renews=renews)
         if isinstance(said, Like):
             return _like(form.name, func, wire, args[0]._spec, said)
         text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
     paths = {path for path, _ in operands}
     if any(path not in paths for path, _ in tensors):
         return None  # a tensor where the rule declares none: nothing is known of it
-    sentence = parse(text)
+    try:
+        sentence = parse(text)
+    except SentenceError:  # made of sizes that torch would refuse, or the rule's own mistake
+        _let_torch_complain(func, args, kwargs)
+        raise
     values = [value for _, value in operands]
     try:
         bound = bind(sentence, tuple(_operand(v) for v in values))
@@ -209,8 +214,12 @@ def make_plan(
         if not isinstance(value, DTensor):
             targets.append(Target(path, spec_of(after, wire), spec_of(before, wire)))
         elif before != after:
+            if form.reshapes and path == (0,):
+                raise _changes_layout(form.name, value)
             targets.append(Target(path, spec_of(after, wire)))
-    kernel = None
+    kernel = form.local if form.operator is not None else None
+    if form.operator is not None and {t.path for t in targets} & _written(form, args, kwargs):
+        return None  # what is written keeps its layout
     if local is not None:
         kernel = local(_call(form.local or func, bound, choice, wire))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
@@ -228,6 +237,7 @@ def make_plan(
         choice=choice,
         retags=form.reshapes,
         copies=copies,
+        renews=renews,
     )
 
 
@@ -249,13 +259,20 @@ def _is_view(form: Form, args: Sequence[Any]) -> bool:
     """Would the result share its operand's memory on one device?"""
     if form.inplace or not args or not isinstance(args[0], DTensor):
         return False
+    if form.func is torch.nn.functional.unfold:  # Tensor.unfold is a view, this one copies
+        return False
     return is_view_of(form.name, args)
+
+
+def _copies_among(tensors: Sequence[tuple[Path, Any]]) -> tuple[Path, ...]:
+    """Where the operands stand that are copies of what would be views on one device."""
+    return tuple(path for path, t in tensors if isinstance(t, DTensor) and t._spec.is_copy)
 
 
 def _writes_copy(form: Form, args: Sequence[Any]) -> bool:
     """Is this an op in place on a copy of what would be a view on one device?"""
     first = args[0] if args else None
-    return form.inplace and not form.reshapes and type(first) is DTensor and first._spec.is_copy
+    return form.inplace and type(first) is DTensor and first._spec.is_copy
 
 
 def _seen(value: Any) -> Any:
@@ -358,48 +375,49 @@ def gathered(
     def whole(shape: Sequence[int]) -> Spec:
         return spec_of(Layout(tuple(shape), invariant=invariant), wire)
 
-    if form.inplace and not isinstance(args[0], DTensor):
-        raise _into_plain(form.name, args[0])
-    if _writes_copy(form, args):
+    written = _written(form, args, kwargs)
+    if _writes_copy(form, args) and written == {(0,)}:
         return written_through(func, *args, **kwargs)
-    first = args[0] if args and isinstance(args[0], DTensor) else None
-    writes = form.inplace and first is not None
+    copies = {}
     targets = []
     for path, t in tensors:
         after = whole(t.shape)
-        if isinstance(t, DTensor):
-            if t._spec is not after:
-                targets.append(Target(path, after))
-        else:
+        if not isinstance(t, DTensor):
+            if path in written:
+                raise _into_plain(form.name, t)
             targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
+        elif t._spec is not after:
+            if path not in written:
+                targets.append(Target(path, after))
+            else:
+                with Local():
+                    copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
     plan = CallPlan(
         form.name,
         wire,
         targets=tuple(targets),
+        kernel=form.local,
         fresh=lambda out: whole(out.shape),
         copies=bool(targets) and _is_view(form, args),
+        renews=_copies_among(tensors),
     )
-    if not writes or first._spec is whole(first.shape):  # type: ignore[union-attr]
+    if not copies:
         return plan.run(func, args, kwargs)
-    assert first is not None
-    with Local():
-        copy = moved(first, first._spec, whole(first._spec.shape), form.name, "implicit").clone()
-        new = {(0,): copy}
-        for target in targets:
-            if target.path != (0,):
-                value = dict(tensors)[target.path]
-                if target.plain is not None:
-                    admit(value, wire, form.name)
-                new[target.path] = moved(
-                    value, target.plain or value._spec, target.spec, form.name, "implicit"
-                )
-        new_args, new_kwargs = replaced(args, kwargs, new)
-        out = func(*new_args, **new_kwargs)
-        if out.shape != first._spec.shape:
-            raise _changes_layout(form.name, first)
-        back = moved(out, whole(out.shape), first._spec, form.name, "implicit")
-        torch.Tensor.copy_(first, back)
-    return first
+    out = plan.run(func, *replaced(args, kwargs, copies))
+    for path, copy in copies.items():
+        x = at_path(args, kwargs, path)
+        if copy.shape != x.shape:
+            raise _changes_layout(form.name, x)
+        x.copy_(tagged(copy, whole(x.shape)))
+    return args[0] if form.inplace else out
+
+
+def _written(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Path]:
+    """Where the operands stand that the op writes."""
+    if form.operator is None:
+        return {(0,)} if form.inplace else set()
+    places: list[Path] = [(i,) if i < len(args) else (n,) for i, n in form.operator.writes]
+    return {path for path, _ in _all_tensors(args, kwargs) if path[:1] in places}
 
 
 def _into_plain(name: str, x: Any) -> LayoutError:

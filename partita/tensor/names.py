@@ -16,6 +16,8 @@ import torch
 
 from partita.rules import RULES, Rule
 
+from .library import Operator, on_pieces, operator_of
+
 __all__ = ["Form", "form_of", "parameter_names", "rule_named"]
 
 _DUNDERS = {
@@ -83,6 +85,7 @@ class Form:
         reshapes: in place, and the first operand's shape changes.
         foreach: lists of operands, one call of the op for each place.
         local: what runs on the shard; the function itself where None.
+        operator: what its schema tells of an operator of torch.library; None of other functions.
     """
 
     func: Callable[..., Any]
@@ -92,6 +95,7 @@ class Form:
     reshapes: bool = False
     foreach: bool = False
     local: Callable[..., Any] | None = None
+    operator: Operator | None = None
 
 
 @cache
@@ -100,6 +104,9 @@ def form_of(func: Callable[..., Any]) -> Form:
 
     A function written in Python has only a rule of its own; without one it is entered.
     """
+    operator = operator_of(func)
+    if operator is not None:
+        return _form_of_operator(func, operator)
     name = getattr(func, "__name__", "")
     own = RULES.get(func)
     if name.startswith("_foreach_"):
@@ -128,6 +135,19 @@ def form_of(func: Callable[..., Any]) -> Form:
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
     return Form(func, op, rule_named(op) or rule_named(name), inplace, name in _RESHAPING)
+
+
+def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
+    """One of torch's own is known as the torch function of its name; another by its own rule,
+    which may have been given for its packet or for what `torch.library.custom_op` returned."""
+    name = operator.name
+    if operator.is_torchs:
+        op = name.rstrip("_")
+        rule = rule_named(op) or rule_named(name)
+        return Form(func, op, rule, op != name, name in _RESHAPING, operator=operator)
+    same = (func, operator.packet)
+    rule = next((r for f, r in RULES.items() if getattr(f, "_opoverload", f) in same), None)
+    return Form(func, name, rule, local=on_pieces(func), operator=operator)
 
 
 def _builtin_twin(op: str) -> Callable[..., Any] | None:

@@ -8,13 +8,28 @@ first time that each place of the user's program does this (each time under `che
 from __future__ import annotations
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from partita.comm import Wire, user_line
 from partita.layout import Fix, LayoutError
 
 from .checksum import checksum
 
-__all__ = ["admit"]
+__all__ = ["admit", "refuse_transform"]
+
+
+def refuse_transform(name: str) -> LayoutError:
+    """What to raise where a function transform would get hold of a DTensor."""
+    return LayoutError(
+        f"torch.func: {name} cannot take a DTensor",
+        place=user_line(),
+        reason="it would run the function on this rank's piece as if that were the whole tensor",
+        fixes=(
+            Fix("torch.autograd.grad(f(x), x)", "for gradients: it knows of layouts"),
+            Fix("x.full_tensor()", "to transform a function of the whole value"),
+            Fix(f"pt.local_map(torch.func.{name}(f), placements)", "if f is meant for the pieces"),
+        ),
+    )
 
 
 def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
@@ -22,8 +37,10 @@ def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
 
     Raises:
         LayoutError: it requires grad (its gradient would have no layout); it differs between
-            ranks; `strict()` is on; or it met a DTensor inside a backward function.
+            ranks; `strict()` is on; or a torch.func transform is at work on it.
     """
+    if is_functorch_wrapped_tensor(value):
+        raise refuse_transform("grad" if value.requires_grad else "vmap")
     if value.requires_grad and torch.is_grad_enabled():
         raise LayoutError(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",

@@ -17,11 +17,12 @@ from .autograd import moved
 from .buckets import pending_gradients, settle
 from .choose import Choice
 from .dtensor import DTensor, tagged
+from .origin import current
 from .plain import admit
 from .spec import Spec, spec_of
 from .view_writes import mark_copies
 
-__all__ = ["CallPlan", "Path", "Target", "replaced", "tensors_of"]
+__all__ = ["CallPlan", "Path", "Target", "at_path", "replaced", "tensors_of"]
 
 Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list."""
@@ -52,6 +53,7 @@ class CallPlan:
         bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
         retags: the op changes its operand's shape in place, so the operand is tagged anew.
         copies: the op is a view on one device, but here its result has memory of its own.
+        renews: the operands that are such results, and may have to be taken again.
         fresh: called with a result, gives its spec anew each time (shapes that depend on data).
         hits: calls that found this plan.
     """
@@ -69,11 +71,15 @@ class CallPlan:
     choice: Choice | None = None
     retags: bool = False
     copies: bool = False
+    renews: tuple[Path, ...] = ()
     fresh: Callable[[torch.Tensor], Spec] | None = None
     hits: int = field(default=0)
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do what was decided, and tag what comes out."""
+        if self.renews:
+            now = {path: current(at_path(args, kwargs, path)) for path in self.renews}
+            args, kwargs = replaced(args, kwargs, now)
         if self.rewrite is not None:
             out = self.rewrite(*args, **kwargs)
             return mark_copies(out, func, args, kwargs) if self.copies else out
@@ -168,7 +174,7 @@ class CallPlan:
         self.outputs = tuple(specs)  # one of them may come alone in a tuple too: x.chunk(1)
         if len(specs) == 1:
             self.spec, self.local_shape = specs[0]
-            self.direct = not (self.targets or self.retags or self.copies)
+            self.direct = not (self.targets or self.retags or self.copies or self.renews)
 
     def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
         promise = (

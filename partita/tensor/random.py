@@ -131,7 +131,7 @@ for _name in "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ rando
     _register_fill(_name)
 
 
-def _register_like(name: str, draw_name: str) -> None:
+def _register_like(function: Callable[..., Any]) -> None:
     def derive(x: Any) -> Said:
         names = tuple(x.names)
 
@@ -140,24 +140,23 @@ def _register_like(name: str, draw_name: str) -> None:
                 return None
 
             def kernel(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                kwargs.pop("memory_format", None)
-                kind = torch.empty((), dtype=kwargs.pop("dtype", None) or input.dtype)
                 requires = kwargs.pop("requires_grad", False)
-                like = torch.empty_like(input, dtype=kind.dtype)
+                kwargs.pop("memory_format", None)
 
                 def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-                    return getattr(out, draw_name)(*args, generator=generator, **kwargs)
+                    own = {} if generator is None else {"generator": generator}
+                    return call.run(out, *args, **kwargs | own)  # type: ignore[no-any-return]
 
                 with torch.no_grad():
-                    out = _drawn(call, names, like, draw)
+                    out = _drawn(call, names, input, draw)
                 return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
 
             return kernel
 
         return Said(f"{x.names} -> {x.names}", local)
 
-    rule(getattr(torch, name))(derive)
+    rule(function)(derive)
 
 
-_register_like("rand_like", "uniform_")
-_register_like("randn_like", "normal_")
+for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
+    _register_like(_function)

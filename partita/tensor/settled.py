@@ -20,7 +20,7 @@ from partita.redistribute import plan
 
 from .autograd import carry_all, moved
 from .dtensor import DTensor, tagged
-from .spec import Spec
+from .spec import Spec, two_meshes
 
 __all__ = ["Rest", "allowed_gradient", "hold", "mark_settled", "settled_spec", "update_spec"]
 
@@ -72,11 +72,14 @@ def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
         LayoutError: another shape or mesh.
     """
     spec = x._spec
-    if grad._spec.shape != spec.shape or grad._spec.wire is not spec.wire:
+    if grad._spec.wire is not spec.wire:
+        raise two_meshes("x.grad = g", spec.wire, grad._spec.wire)
+    if grad._spec.shape != spec.shape:
         raise LayoutError(
             f"a gradient of shape {tuple(grad._spec.shape)} for a tensor of {tuple(spec.shape)}",
             place=user_line(),
-            fixes=(Fix("assign a gradient of the same shape on the same mesh"),),
+            operands=(f"x  {spec.layout.brief()}", f"gradient  {grad._spec.layout.brief()}"),
+            fixes=(Fix(f"g.reshape({tuple(spec.shape)})", "if it has as many elements"),),
         )
     if grad._spec is spec.gradient:
         return grad

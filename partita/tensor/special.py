@@ -5,6 +5,7 @@ Each entry says what a name means for a DTensor; all other functions are ops and
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,11 @@ from partita.layout import Fix, Layout, LayoutError
 from .autograd import moved
 from .composite import entered
 from .dtensor import DTensor, tagged
+from .origin import current
 from .setitem import set_item
 from .spec import Spec, spec_of
 
-__all__ = ["OURS", "PASS", "SPECIAL", "gradient_of", "means", "passes", "seeded"]
+__all__ = ["BROKEN_OFF", "OURS", "PASS", "SPECIAL", "gradient_of", "means", "passes", "seeded"]
 
 T = torch.Tensor
 OURS = frozenset("_spec _reopens _settled _kept _unversioned _origin _rest _gradient_of".split())
@@ -121,6 +123,7 @@ def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, 
     A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
     it whole, which needs no communication.
     """
+    root = current(root)
     spec = root._spec
     if any(op != "sum" for _, op in spec.layout.partial):
         layout = Layout(spec.layout.shape, spec.layout.shards, (), spec.layout.invariant)
@@ -170,6 +173,14 @@ def _backward(
     _autograd_backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
+class _BrokenOff(threading.local):
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+BROKEN_OFF = _BrokenOff()
+"""Whose `settle()` is called when a backward pass of this thread raises: autograd tells nobody."""
+
 _plain_backward = entered(torch.autograd.backward)
 assert _plain_backward is not None
 
@@ -178,7 +189,12 @@ assert _plain_backward is not None
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward, from DTensors or towards them."""
     roots, seeds = _seeds(tensors, grad_tensors)
-    _plain_backward(roots, seeds, *args, **kwargs)
+    try:
+        _plain_backward(roots, seeds, *args, **kwargs)
+    except BaseException:
+        for watcher in list(BROKEN_OFF.watchers):
+            watcher.settle()
+        raise
 
 
 def _seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:

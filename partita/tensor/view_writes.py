@@ -3,8 +3,8 @@
 `x[1].fill_(0)`, `x.view(-1).add_(1)`: on one device the result of a view op shares x's memory.
 Where a layout had to change to make it, or a rank holds shares of it, it has memory of its own.
 Such a copy has a spec of its own that says so (`Spec.as_copy`: the same layout, another identity),
-so that no other call pays for asking, and remembers what it was taken from. Written in place, it is
-written as a value, and then its place in the tensor that it was taken from.
+so that no other call pays for asking, and remembers what it was taken from (`origin`). Written in
+place, it is written as a value, and then its place in the tensor that it was taken from.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from partita.layout import Layout
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .origin import Origin, writes
 from .spec import Spec, spec_of
 
-__all__ = ["VIEWS", "is_view_of", "mark_copies", "written_through"]
+__all__ = ["VIEWS", "is_view_of", "mark_copies", "reshaped", "written_through"]
 
 T = torch.Tensor
 
@@ -45,14 +46,27 @@ def is_view_of(name: str, args: Any) -> bool:
 def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Note of each result that it is a copy of a part of `args[0]`, and which."""
     source = args[0]
+    alias = alias_of(source)
+    seen = writes(alias)
+
+    def marked(t: DTensor, index: int | None) -> DTensor:
+        return _marked(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
+
     if isinstance(out, torch.Tensor):
-        return _marked(out, source, (source, func, args[1:], kwargs, None))
-    return type(out)(
-        [_marked(t, source, (source, func, args[1:], kwargs, i)) for i, t in enumerate(out)]
-    )
+        return marked(out, None)  # type: ignore[arg-type]
+    return type(out)([marked(t, i) for i, t in enumerate(out)])
 
 
-def _marked(copy: DTensor, source: DTensor, origin: tuple[Any, ...]) -> DTensor:
+def alias_of(x: DTensor) -> DTensor:
+    """`x` under another name, which keeps its shape when that of `x` is changed in place."""
+    with Local():
+        alias = tagged(x.view_as(x), x._spec)
+    if "_origin" in x.__dict__:
+        alias.__dict__["_origin"] = x.__dict__["_origin"]
+    return alias
+
+
+def _marked(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
     if copy is source or "_origin" in copy.__dict__:
         return copy
     spec = copy._spec
@@ -69,7 +83,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
     """Do `write(copy, ...)`, an op in place, and write the result into the tensor behind `copy`."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
-    origin = copy.__dict__.get("_origin")
+    origin: Origin | None = copy.__dict__.get("_origin")
     if origin is None:  # another tensor of the same spec: nothing is behind it
         copy._spec = held
         write(copy, *args, **kwargs)
@@ -83,26 +97,37 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
     with Local():
         # First, since on some ranks a copy that is not pending may share its source's memory.
         T.copy_(copy, moved(value, settled, held, "write", "implicit"))
-    source, view, rest, named, index = origin
-    if view is T.__getitem__:
-        source[rest[0]] = value
-    else:
-        source.copy_(_replaced(source, view, rest, named, index, value))
+    source = origin.source
+    # What is written through a detached tensor has no history on one device either.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and origin.view.__name__ != "detach"):
+        if origin.view is T.__getitem__:
+            source[origin.args[0]] = value
+        else:
+            source.copy_(_replaced(source, origin, value))
+    origin.seen, origin.again = writes(source), None
     return copy
 
 
-def _replaced(
-    source: DTensor, view: Callable[..., Any], rest: Any, named: Any, index: Any, value: DTensor
-) -> DTensor:
-    """`source` with the part that `view` shows replaced by `value`; both are gathered for it."""
+def reshaped(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """Do `reshape(copy, ...)`, which changes the shape in place: a view of what it was."""
+    before, spec = alias_of(copy), copy._spec
+    copy.__dict__.pop("_origin", None)
+    copy._spec = spec_of(spec.layout, spec.wire)
+    reshape(copy, *args, **kwargs)
+    view = getattr(T, reshape.__name__.removesuffix("_"))
+    return _marked(copy, before, Origin(before, view, args, kwargs, None, writes(before)))
+
+
+def _replaced(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
+    """`source` with the part that `origin` views replaced by `value`; both are gathered for it."""
     spec = source._spec
     whole = _whole(spec, spec.shape)
     with Local():
         copy = moved(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
-        part = view(copy, *rest, **named)
-        if index is not None:
-            part = part[index]
+        part = origin.view(copy, *origin.args, **origin.kwargs)
+        if origin.index is not None:
+            part = part[origin.index]
         part.copy_(moved(value, value._spec, _whole(spec, value._spec.shape), "write", "implicit"))
     return tagged(copy, whole)
 

@@ -20,7 +20,7 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import Rest, hold, mark_settled
 from partita.tensor.spec import Spec, spec_of
 
-from .flat import Flat, Reducing
+from .flat import Flat
 
 __all__ = ["Early"]
 
@@ -34,7 +34,7 @@ class _Bucket:
         self.params, self.flat = params, flat
         self.ready: set[int] = set()
         self.sent: list[tuple[torch.Tensor, int]] = []
-        self.reducing: Reducing | None = None
+        self.wait: Callable[[], list[torch.Tensor]] = list
 
     def grads(self) -> list[torch.Tensor]:
         return [_grad(p) for p in self.params]  # type: ignore[misc]
@@ -59,7 +59,7 @@ class Early:
     ):
         self.axes, self.stage, self.waits = axes, stage, False
         self._buckets: list[_Bucket] = []
-        self._under_way: list[_Bucket] = []
+        self._under_way: _Bucket | None = None
         for name, params in blocks:
             groups: dict[torch.dtype, list[DTensor]] = {}
             for p in params:
@@ -81,49 +81,47 @@ class Early:
     def _hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
             bucket.ready.add(i)
-            if len(bucket.ready) == len(bucket.params) and not self.waits:
+            if len(bucket.ready) == len(bucket.params):
                 bucket.ready.clear()
-                self._send(bucket)
+                if not self.waits:
+                    self._send(bucket)
 
         return ready
 
     # -- on their way ------------------------------------------------------------------------------
 
     def _send(self, bucket: _Bucket) -> None:
-        if bucket in self._under_way:  # of an earlier backward, and out of date
-            self._finish(bucket)
         with Local(), torch.no_grad():
+            self.finish()
             grads = bucket.grads()
-            shares = bucket.flat.shares(grads, bucket.flat.dtype)
             bucket.sent = [(g, g._version) for g in grads]
-            for other in list(self._under_way):
-                self._advance(other)
-            bucket.reducing = bucket.flat.reduce(shares, bucket.flat.dtype)
-            self._under_way.append(bucket)
+            if self.stage == 2:
+                shares = bucket.flat.shares(grads, bucket.flat.dtype)
+                bucket.wait = bucket.flat.reduce(shares, bucket.flat.dtype)
+            else:
+                bucket.wait = bucket.flat.total(grads)
+            self._under_way = bucket
 
-    def _advance(self, bucket: _Bucket) -> None:
-        """One step further: the shares are here, or what was gathered of their sums is."""
-        params, flat = bucket.params, bucket.flat
-        if not self._is_current(bucket):
-            if bucket.reducing is not None:
-                bucket.reducing.wait()
-            flat.release()
-        elif bucket.reducing is not None:
-            pieces = bucket.reducing.wait()
-            bucket.reducing = None
-            if self.stage < 2:
-                flat.start(pieces, "settle")
+    def finish(self) -> None:
+        """Wait for what is under way. What is left pending was never sent, or has changed."""
+        bucket, self._under_way = self._under_way, None
+        if bucket is None:
+            return
+        with Local(), torch.no_grad():
+            sums, grads = bucket.wait(), bucket.grads()
+            current = all(
+                g is sent and g._version == version
+                for g, (sent, version) in zip(grads, bucket.sent, strict=True)
+            )
+            bucket.wait, bucket.sent = list, []
+            if not current:
                 return
-            for p, piece in zip(params, pieces, strict=True):
-                hold(p, tagged(piece, self._after(p)))
+            if self.stage < 2:
+                torch._foreach_copy_(grads, sums)
+                sums = grads
+            for p, g in zip(bucket.params, sums, strict=True):
+                hold(p, tagged(g, self._after(p)))
                 mark_settled(p)
-        else:
-            flat.finish_into(bucket.grads())
-            for p, g in zip(params, bucket.grads(), strict=True):
-                tagged(g, self._after(p))
-                mark_settled(p)
-        bucket.reducing, bucket.sent = None, []
-        self._under_way.remove(bucket)
 
     def _after(self, p: DTensor) -> Spec:
         """The spec of a gradient that is summed over our axes; others may be pending yet."""
@@ -131,23 +129,6 @@ class Early:
         for a in self.axes:
             layout = layout.put(a, Shard(0) if self.stage == 2 else Replicate())
         return spec_of(layout, p._spec.wire)
-
-    def _is_current(self, bucket: _Bucket) -> bool:
-        return all(
-            g is sent and g._version == version
-            for g, (sent, version) in zip(bucket.grads(), bucket.sent, strict=True)
-        )
-
-    def _finish(self, bucket: _Bucket) -> None:
-        while bucket in self._under_way:
-            self._advance(bucket)
-
-    def finish(self) -> None:
-        """Wait for all that is under way. What it leaves pending was never sent."""
-        with Local(), torch.no_grad():
-            while self._under_way:
-                for bucket in list(self._under_way):
-                    self._advance(bucket)
 
     # -- after an optimizer has updated shards -----------------------------------------------------
 
@@ -161,10 +142,7 @@ class Early:
                 flat = bucket.flat
                 whole = [p.detach() for p in bucket.params]
                 flat.start(
-                    [
-                        w.narrow(0, *_rows(p))
-                        for w, p in zip(whole, bucket.params, strict=True)
-                    ],
+                    [w.narrow(0, *_rows(p)) for w, p in zip(whole, bucket.params, strict=True)],
                     "update",
                 )
                 if before is not None:

@@ -8,7 +8,7 @@ shape. Releasing empties that storage: no view, whoever holds it, keeps a byte o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from partita.layout import Layout
 from partita.redistribute import Move
 from partita.tensor.spec import Spec
 
-__all__ = ["Flat", "Piece", "Reducing"]
+__all__ = ["Flat", "Piece"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Piece:
         shard: its layout at rest.
         strides: of the gathered parameter, contiguous.
         start: its first element in a rank's flat shard.
+        place: its first element in what is gathered, aligned as an allocation is: how a kernel
+            sums may depend on it.
         length: its elements in a rank's flat shard, padding included.
     """
 
@@ -38,7 +40,16 @@ class Piece:
     shard: Spec
     strides: tuple[int, ...]
     start: int
+    place: int
     length: int
+
+
+_ALIGNED = 64  # bytes
+
+
+def _padded(shape: Sequence[int], n: int) -> int:
+    """The elements of the largest of n pieces of a tensor of `shape`, split along dimension 0."""
+    return -(-shape[0] // n) * math.prod(shape[1:])
 
 
 class Flat:
@@ -65,20 +76,24 @@ class Flat:
         mesh = self.wire.mesh
         self.n = math.prod(mesh.size(a) for a in axes)
         self.pieces: list[Piece] = []
-        start = 0
+        start = place = longest = 0
         for whole, shard in zip(wholes, shards, strict=True):
-            rows, *rest = shape = whole.local_shape
-            length = -(-rows // self.n) * math.prod(rest)
+            shape = whole.local_shape
+            length = _padded(shape, self.n)
             strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-            self.pieces.append(Piece(whole, shard, strides, start, length))
+            self.pieces.append(Piece(whole, shard, strides, start, place, length))
             start += length
-        self.length = start
-        # Ranks along other axes hold other numbers: to the flat buffer they are pieces too.
+            place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
+            longest += _padded(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
+        self.length, self._room = start, place
+        # Ranks along other axes hold other numbers: to the flat buffer they are pieces too, and
+        # all are described as the first rank's, which no rank's exceeds.
         others = tuple(a for a in mesh.names if a not in axes)
-        total = math.prod(mesh.size(a) for a in others) * self.n * self.length
+        total = math.prod(mesh.size(a) for a in others) * self.n * longest
         at_rest = Layout((total,), ((*others, *axes),))
         self.gather = Move("all_gather", axes, at_rest, Layout((total,), (others,)))
         self.scatter = self.gather.transpose(mesh)
+        self.sum = Move("all_reduce", axes, self.scatter.before, self.gather.after)
         self._full = torch.empty(0, dtype=dtype, device=device)
         self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
         self.here = False
@@ -86,7 +101,7 @@ class Flat:
     @property
     def nbytes(self) -> int:
         """Bytes of everything gathered, padding included."""
-        return self.n * self.length * self.dtype.itemsize
+        return self._room * self.dtype.itemsize
 
     # -- gathered ----------------------------------------------------------------------------------
 
@@ -102,9 +117,9 @@ class Flat:
                 if s.numel() < p.length:
                     mine[p.start + s.numel() : p.start + p.length] = 0
             torch._foreach_copy_(into, list(shards))
-            if self.n == 1 or len(self.pieces) == 1:
+            if len(self.pieces) == 1:
                 self._allocate()
-                out = self._full
+                out = self._full[: self.n * self.length]
             else:
                 out = mine.new_empty(self.n * self.length)
             work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
@@ -115,12 +130,14 @@ class Flat:
         if self._arriving is None:
             return
         out = self._arrived()
-        if out is not self._full:
+        if len(self.pieces) > 1:
             self._allocate()
-            whole = [self._full[self.n * p.start : self.n * (p.start + p.length)] for p in self.pieces]
             with torch.no_grad():
                 torch._foreach_copy_(
-                    [w.view(self.n, -1) for w in whole],
+                    [
+                        self._full[p.place : p.place + self.n * p.length].view(self.n, -1)
+                        for p in self.pieces
+                    ],
                     [self._of_each(out, p) for p in self.pieces],
                 )
         self.here = True
@@ -151,10 +168,7 @@ class Flat:
 
     def views(self) -> list[torch.Tensor]:
         """Each parameter, plain, in its true local shape. Made afresh, with no common history."""
-        return [
-            self.view(self.dtype, self.n * p.start, p.whole.local_shape, p.strides)
-            for p in self.pieces
-        ]
+        return [self.view(self.dtype, p.place, p.whole.local_shape, p.strides) for p in self.pieces]
 
     def release(self) -> None:
         """Free what was gathered, through every view."""
@@ -167,7 +181,7 @@ class Flat:
     def alive(self) -> int:
         """Bytes that are held gathered, or on their way, now."""
         held = self._full.untyped_storage().nbytes()
-        if self._arriving is not None and self._arriving[2] is not self._full:
+        if self._arriving is not None and len(self.pieces) > 1:
             held += self._arriving[2].nbytes
         return held
 
@@ -186,7 +200,7 @@ class Flat:
     def _allocate(self) -> None:
         storage = self._full.untyped_storage()
         storage.resize_(self.nbytes)
-        self._full.set_(storage, 0, (self.n * self.length,))
+        self._full.set_(storage, 0, (self._room,))
 
     def _of_each(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
@@ -227,28 +241,36 @@ class Flat:
                 place.add_(g)
         return sums
 
-    def reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Reducing:
-        """Begin to sum the ranks' `sums`, each keeping its piece, in `dtype`."""
+    def total(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Begin to sum the ranks' gradients; what is returned waits for the sums."""
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            pieces = flat.split([g.numel() for g in grads])
+            return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+
+        return wait
+
+    def reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
+        """Begin to sum the ranks' `sums`, each keeping its piece, in `dtype`.
+
+        Returns:
+            What waits for this rank's piece of each gradient and returns them.
+        """
         out = torch.empty(self.length, dtype=dtype, device=self.device)
         work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
-        return Reducing(self, work, out, sums)
+        on_the_way = [sums]  # until it has gone
 
+        def wait() -> list[torch.Tensor]:
+            if on_the_way:
+                work.wait()
+                on_the_way.clear()
+            shapes = [p.shard.local_shape for p in self.pieces]
+            return [
+                out[p.start : p.start + shape.numel()].view(shape)
+                for p, shape in zip(self.pieces, shapes, strict=True)
+            ]
 
-@dataclass
-class Reducing:
-    """Gradients that are being reduced: `wait` gives this rank's piece of each."""
-
-    flat: Flat
-    work: UnderWay
-    out: torch.Tensor
-    sums: torch.Tensor | None
-
-    def wait(self) -> list[torch.Tensor]:
-        if self.sums is not None:
-            self.work.wait()
-            self.sums = None
-        shapes = [p.shard.local_shape for p in self.flat.pieces]
-        return [
-            self.out[p.start : p.start + shape.numel()].view(shape)
-            for p, shape in zip(self.flat.pieces, shapes, strict=True)
-        ]
+        return wait

@@ -46,8 +46,9 @@ def materialize(
             first, and then the model's `init_weights` where it has one (of several nested ones,
             the outermost).
 
-    Shared parameters stay shared. What is not on the meta device is left alone; so is a model that
-    has nothing there.
+    Shared parameters stay shared. What is not on the meta device is left alone: of a module that
+    holds such a parameter or buffer, in whatever depth, no function is called unless it is
+    `init_fn`.
 
     Returns:
         `model`.
@@ -74,7 +75,7 @@ def materialize(
     if not bare:
         return model
     if init_fn is None:
-        _as_constructed(model)
+        _as_constructed(model, {id(held.tensor) for held in bare})
     else:
         init_fn(model)
     _refuse_without_values(model, versions)
@@ -82,9 +83,12 @@ def materialize(
     return model
 
 
-def _as_constructed(model: nn.Module) -> None:
+def _as_constructed(model: nn.Module, bare: set[int]) -> None:
     """Run what the constructors of the modules ran, in their order: children come first."""
     seen: set[nn.Module] = set()
+
+    def is_new(module: nn.Module) -> bool:
+        return all(id(t) in bare for t in (*module.parameters(), *module.buffers()))
 
     def construct(module: nn.Module) -> None:
         if module in seen:
@@ -96,12 +100,12 @@ def _as_constructed(model: nn.Module) -> None:
         reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
         )
-        if callable(reset):
+        if callable(reset) and is_new(module):
             reset()
 
     def init(module: nn.Module) -> None:
         own = getattr(module, "init_weights", None)
-        if callable(own):
+        if callable(own) and is_new(module):
             own()
             return
         for child in module.children():

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partita.tensor.dtensor import DTensor, tagged
@@ -98,6 +99,9 @@ def _step_as_plain(
             t.__class__ = torch.Tensor
         step(*args, **kwargs)
     finally:
+        # Fused kernels do not count what they change, and we keep what is made of tensors by count.
+        if any(group.get("fused") for group in optimizer.param_groups):
+            increment_version(tensors)
         for t in tensors:
             t.__class__ = DTensor
     for p in params:

@@ -79,6 +79,7 @@ def transformer(
     head: str | None = None,
     axis: str = "tp",
     sequence: bool = False,
+    split_words: bool = True,
 ) -> dict[str, Any]:
     """A whole transformer.
 
@@ -87,6 +88,8 @@ def transformer(
         inners: the modules that begin with columns and end with rows.
         norms: the modules between those, which `sequence` lets work on pieces.
         embed, head: split by words. Where they share one weight, that is split once.
+        split_words: False leaves embed and head whole on every rank, which costs memory and work,
+            and saves the moves of a split loss: for a small vocabulary.
         sequence: sequence parallel: between the inner modules, activations are cut along the
             sequence, and no all-reduce of an activation remains.
     """
@@ -96,14 +99,16 @@ def transformer(
     if sequence:
         plan |= outer(*norms, axis=axis)
     if embed is not None:
-        plan |= vocabulary(embed, axis=axis) | {embed: Outputs(between)}
+        plan |= {embed: Outputs(between)}
     if head is not None:
-        plan |= vocabulary(head, axis=axis)
-        plan |= {head: [Inputs({axis: Replicate()}), Outputs({axis: Shard(-1)})]}
+        logits = {axis: Shard(-1) if split_words else Replicate()}
+        plan |= {head: [Inputs({axis: Replicate()}), Outputs(logits)]}
+    if split_words:
+        plan |= vocabulary(*(name for name in (embed, head) if name is not None), axis=axis)
     return plan
 
 
-def gpt(axis: str = "tp", *, sequence: bool = False) -> dict[str, Any]:
+def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
     """The plan of `partita.train.models.GPT`."""
     return transformer(
         columns=["blocks.*.attention.qkv", "blocks.*.mlp.up"],
@@ -114,10 +119,11 @@ def gpt(axis: str = "tp", *, sequence: bool = False) -> dict[str, Any]:
         head="head",
         axis=axis,
         sequence=sequence,
+        split_words=split_words,
     )
 
 
-def llama(axis: str = "tp", *, sequence: bool = False) -> dict[str, Any]:
+def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
     """The plan of `partita.train.models.Llama`."""
     return transformer(
         columns=["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"],
@@ -128,4 +134,5 @@ def llama(axis: str = "tp", *, sequence: bool = False) -> dict[str, Any]:
         head="head",
         axis=axis,
         sequence=sequence,
+        split_words=split_words,
     )

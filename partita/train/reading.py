@@ -100,6 +100,9 @@ class Reading:
         for held in parameters:
             matching = [p for p in plan if _matches(p, held.names)]
             used.update(matching)
+            if nn.parameter.is_lazy(held.tensor):
+                self.wrong.append(f"{held.name} has no shape yet: run the model once before")
+                continue
             layouts = {p: self._layout(held, p, plan[p]) for p in matching}
             wanted = {p: layout for p, layout in layouts.items() if layout is not None}
             if len(set(wanted.values())) > 1:
@@ -119,8 +122,8 @@ class Reading:
         for axis, placement in places.items():
             if isinstance(placement, Partial):
                 self.wrong.append(
-                    f"{pattern!r}: {held.name} cannot be {placement} on {axis!r}: a parameter is a "
-                    "value, not shares of one"
+                    f"{pattern!r}: {held.name} cannot be {placement!r} on {axis!r}: a parameter "
+                    "is a value, not shares of one"
                 )
                 return None
             try:
@@ -141,8 +144,6 @@ class Reading:
                 f"{held.name} is a DTensor on another mesh: {t._spec.layout.brief()} on "
                 f"{t._spec.wire.mesh}"
             )
-        elif nn.parameter.is_lazy(t):
-            self.wrong.append(f"{held.name} has no shape yet: run the model once before")
         elif not isinstance(t, DTensor) or t._spec.layout != layout:
             if t.grad is not None:
                 self.wrong.append(f"{held.name} has a gradient, which would be lost: zero_grad()")
@@ -171,7 +172,7 @@ class Reading:
             for _, door in said.values():
                 try:
                     if isinstance(door, Inputs):
-                        arguments(module, its[0], door)
+                        arguments(module, its[0] or type(module).__name__, door)
                     self.doors.append((module, its[0], door))
                 except ValueError as error:
                     self.wrong.append(str(error))
@@ -207,5 +208,11 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 def _near(pattern: str, known: Sequence[str]) -> list[str]:
     """Up to three known names like `pattern`; where they differ in numbers only, as one pattern."""
-    general = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known))
-    return difflib.get_close_matches(pattern, general, n=3, cutoff=0.5)
+    general = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known)
+    # What a leading "*." leaves open is not compared.
+    tail = pattern.removeprefix("*").removeprefix(".")
+    parts = tail.count(".") + 1 if tail != pattern else None
+    ends: dict[str, str] = {}
+    for name in general:
+        ends.setdefault(".".join(name.split(".")[-parts:]) if parts else name, name)
+    return [ends[end] for end in difflib.get_close_matches(tail, ends, n=3, cutoff=0.6)]

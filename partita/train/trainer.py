@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import partita as pt
 
 from .data import Text, read
 from .models import GPT
 
-__all__ = ["Options", "sample", "spread", "train", "verify"]
+__all__ = ["Options", "sample", "train", "verify"]
 
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
@@ -94,7 +94,9 @@ def train(options: Options, tell: Tell, text: Text | None = None) -> list[float]
     )
     parameters = sum(p.numel() for p in model.parameters())
     if mesh is not None:
-        spread(model, mesh)
+        # A byte has 256 values: to split so few words would cost more than it saves.
+        tp = pt.plans.gpt(split_words=False) if "tp" in mesh.mesh_dim_names else None
+        pt.parallelize(model, mesh, tp)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
@@ -111,7 +113,7 @@ def train(options: Options, tell: Tell, text: Text | None = None) -> list[float]
         start = time.monotonic()
         with pt.ledger() as log:
             batch = text.batch(step, seed=options.seed, size=options.batch, context=options.context)
-            inputs, targets = (_rows(part, mesh) for part in batch)
+            inputs, targets = batch if mesh is None else pt.distribute_batch(batch, mesh)
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -127,7 +129,7 @@ def train(options: Options, tell: Tell, text: Text | None = None) -> list[float]
             nbytes=log.bytes,
         )
     if options.sample:
-        written = sample(model, mesh, PROMPT, options.sample, seed=options.seed)
+        written = sample(model, PROMPT, options.sample, seed=options.seed)
         tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="replace"))
     return losses
 
@@ -154,7 +156,7 @@ def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
 
 
 @torch.no_grad()
-def sample(model: GPT, mesh: Any, prompt: bytes, count: int, *, seed: int) -> bytes:
+def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
     """`count` bytes that the model writes after `prompt`. Every rank calls this and gets the same.
 
     The window keeps one length, filled up at its end, where a causal model does not look: so each
@@ -166,7 +168,7 @@ def sample(model: GPT, mesh: Any, prompt: bytes, count: int, *, seed: int) -> by
         recent = tokens[-model.context :]
         window = torch.zeros(1, model.context, dtype=torch.int64)
         window[0, : len(recent)] = torch.tensor(recent)
-        logits = _whole(model(_everywhere(window, mesh)))[0, len(recent) - 1]
+        logits = _whole(model(window))[0, len(recent) - 1]
         chances = F.softmax(logits / 0.7, dim=-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(tokens[len(prompt) :])
@@ -177,49 +179,11 @@ def _share_of_lr(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARM_UP) * falling
 
 
-# -- where things live: all that the loop says of the mesh ----------------------------------------
-
-COLUMNS = ("qkv.weight", "up.weight", "up.bias")  # split by output: each rank has some features
-ROWS = ("out.weight", "down.weight")  # split by input: each rank takes the features that it has
-
-
-def spread(model: nn.Module, mesh: Any) -> None:
-    """Put the model on the mesh, in place: tensor parallel on "tp", a copy for each part of "dp".
-
-    Every rank must hold equal parameters; rank 0's are taken.
-    """
-    for name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(prefix=name, recurse=False):
-            split = 0 if leaf.endswith(COLUMNS) else 1 if leaf.endswith(ROWS) else None
-            placements = [
-                pt.Shard(split) if axis == "tp" and split is not None else pt.Replicate()
-                for axis in mesh.mesh_dim_names
-            ]
-            spread_out = pt.distribute_tensor(parameter.detach(), mesh, placements)
-            setattr(module, leaf.rpartition(".")[2], nn.Parameter(spread_out))
-        for leaf, buffer in module.named_buffers(recurse=False):
-            setattr(module, leaf, _everywhere(buffer, mesh))
-
-
 def _mesh(options: Options) -> Any:
     if not options.mesh:
         return None
     names, sizes = zip(*options.mesh, strict=True)
     return pt.init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-
-def _rows(whole: Tensor, mesh: Any) -> Tensor:
-    """A batch, its rows split over "dp". All ranks have it whole, so nothing is sent."""
-    if mesh is None:
-        return whole
-    placements = [pt.Shard(0) if axis == "dp" else pt.Replicate() for axis in mesh.mesh_dim_names]
-    return pt.distribute_tensor(whole, mesh, placements, src_data_rank=None)
-
-
-def _everywhere(whole: Tensor, mesh: Any) -> Tensor:
-    if mesh is None:
-        return whole
-    return pt.distribute_tensor(whole, mesh, [pt.Replicate()] * mesh.ndim, src_data_rank=None)
 
 
 def _whole(x: Tensor) -> Tensor:

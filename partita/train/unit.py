@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.spec import Spec
 
 from .blocks import Block
 from .flat import Flat
@@ -25,7 +27,7 @@ from .nested import map_tensors, tensors_in
 if TYPE_CHECKING:
     from .zero import Zero
 
-__all__ = ["Unit", "in_backward"]
+__all__ = ["Shares", "Unit", "in_backward"]
 
 
 def in_backward() -> bool:
@@ -42,6 +44,14 @@ def _saving_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """A rank's shares of the gradients of one flat, a row for each rank; not all may have one."""
+
+    sums: torch.Tensor
+    used: list[bool]
+
+
 class Unit:
     """One block's parameters: at rest, on their way, or here.
 
@@ -50,6 +60,7 @@ class Unit:
         has_parts: do its modules have modules of their own?
         needed: was it read in backward, as far as is known, the last time?
         busy: the calls whose backward has begun and not ended.
+        calls: the forwards whose gradients are yet to come; the last one's are sent with all.
         held: whole-size gradients that were kept, by number of the flat.
     """
 
@@ -58,8 +69,10 @@ class Unit:
         self.depth = 0
         self.needed = self.has_parts = any(next(m.children(), m) is not m for m in block.modules)
         self.busy: set[Call] = set()
-        self.held: dict[int, torch.Tensor] = {}
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.held: dict[int, Shares] = {}
         self._shown = False
+        self._versions: list[int] = []
         self._shards: list[DTensor] = []
         groups: dict[torch.dtype, list[int]] = {}
         shards = self.shards()
@@ -93,6 +106,11 @@ class Unit:
     def start(self) -> None:
         """Begin to gather."""
         shards = self.shards()
+        versions = [_version(p) for p in shards]
+        if versions != self._versions and not self.depth and not self.busy:
+            for flat in self.flats:  # what is persistent is out of date
+                flat.release()
+        self._versions = versions
         for flat, members in zip(self.flats, self.groups, strict=True):
             flat.start([shards[i] for i in members], "regather" if in_backward() else "gather")
         self.zero.note_alive()
@@ -110,14 +128,10 @@ class Unit:
             for flat in self.flats:
                 flat.release()
 
-    def drop(self) -> None:
-        """Free what is gathered, persistent or not: the shards have changed."""
-        for flat in self.flats:
-            flat.release()
-
     def settle(self) -> None:
         """Forget a forward or a backward that broke off."""
         self.busy.clear()
+        self.calls.clear()
         self._open.clear()
         self.depth = 0
         self._hide()
@@ -198,6 +212,11 @@ class Unit:
                 self._hide()
 
 
+def _version(p: torch.Tensor) -> int:
+    with Local():
+        return p._version
+
+
 class Call:
     """One forward of a block, as its backward sees it.
 
@@ -215,6 +234,8 @@ class Call:
         wanting = [p.requires_grad for p in unit.shards()]
         self.trains = any(wanting)
         self.watches_inputs = graded and not all(wanting)
+        if self.trains and not in_backward():
+            unit.calls.add(self)
         self._to_come = {"parameters"} if self.trains else set()
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
@@ -245,17 +266,22 @@ class Call:
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of the gathered parameters, in the order of the flats."""
         unit, zero, at = self.unit, self.unit.zero, 0
+        unit.calls.discard(self)
         for k, flat in enumerate(unit.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
             if all(g is None for g in some):
                 continue
             dtype = zero.precision.grad_dtype or flat.dtype
-            sums = flat.shares(some, dtype, unit.held.pop(k, None))
-            if zero.keeps_shares:
-                unit.held[k] = sums
+            held = unit.held.pop(k, None)
+            used = [g is not None for g in some]
+            if held is not None:
+                used = [a or b for a, b in zip(used, held.used, strict=True)]
+            shares = Shares(flat.shares(some, dtype, held and held.sums), used)
+            if zero.keeps_shares or unit.calls:
+                unit.held[k] = shares
             else:
-                zero.reduce(unit, k, sums)
+                zero.reduce(unit, k, shares)
 
 
 class _Forward:
@@ -288,33 +314,46 @@ class _Stood:
     """Where a view of a gathered parameter stood."""
 
     def __init__(self, unit: Unit, flat: Flat, t: torch.Tensor):
-        self.unit, self.flat = unit, flat
+        self.unit, self.flat, self.spec = unit, flat, _spec(t)
         self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
         with Local():
-            return self.flat.view(*self.place)
+            return _typed(self.flat.view(*self.place), self.spec)
 
 
 class _Other:
     """Any other tensor: as whoever else packs saved tensors keeps it, or itself."""
 
     def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
-        self.hooks = hooks
+        self.hooks, self.spec = hooks, _spec(t)
         self.kept = t if hooks is None else hooks[0](t)
         self.version = t._version
 
     def tensor(self) -> torch.Tensor:
-        if self.hooks is not None:
-            return self.hooks[1](self.kept)
-        if self.kept._version != self.version:  # with hooks, autograd does not look
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(self.kept.shape)} is at version "
-                f"{self.kept._version}; expected version {self.version}"
-            )
-        return self.kept
+        with Local():
+            if self.hooks is not None:
+                return _typed(self.hooks[1](self.kept), self.spec)
+            if self.kept._version != self.version:  # with hooks, autograd does not look
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by "
+                    f"an inplace operation: {tuple(self.kept.shape)} is at version "
+                    f"{self.kept._version}; expected version {self.version}"
+                )
+            return _typed(self.kept, self.spec)
+
+
+def _spec(t: torch.Tensor) -> Spec | None:
+    return t._spec if isinstance(t, DTensor) else None
+
+
+def _typed(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+    """`t` as autograd will hand it on: of the class that it has here only if nobody shares it."""
+    if spec is None:
+        return t
+    alone = torch.empty(0, dtype=t.dtype, device=t.device)
+    return tagged(alone.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride()), spec)
 
 
 class _Gathered(torch.autograd.Function):

@@ -7,7 +7,7 @@ gather is a reduce-scatter. At most two blocks are gathered at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +17,20 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import wire_of
-from partita.layout import Fix, LayoutError, Shard
+from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import Rest
 from partita.tensor.spec import Spec, spec_of
+from partita.tensor.special import BROKEN_OFF
 
 from .blocks import Block, find_blocks
 from .early import Early
-from .flat import Reducing
 from .nested import map_tensors
-from .unit import Unit, in_backward
+from .unit import Shares, Unit, in_backward
 
-__all__ = ["MixedPrecision", "Zero"]
+__all__ = ["MixedPrecision", "Zero", "no_sync", "zero", "zero_state"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,21 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class _Reducing:
+    """Gradients of a unit that are being reduced.
+
+    Attributes:
+        members: which of the unit's parameters have one.
+        places: where these stand in what `wait` returns.
+    """
+
+    unit: Unit
+    members: list[int]
+    places: list[int]
+    wait: Callable[[], list[torch.Tensor]]
 
 
 class Zero:
@@ -77,16 +92,19 @@ class Zero:
         self._last: Unit | None = None
         self._next: dict[Unit, Unit] = {}
         self._before: dict[Unit, Unit] = {}
-        self._under_way: list[tuple[Unit, int, Reducing]] = []
-        model.register_forward_pre_hook(self._begin, prepend=True)
+        self._under_way: list[_Reducing] = []
         self.units = [Unit(self, block) for block in blocks if block.slots]
+        BROKEN_OFF.watchers.add(self)
+        # Around those of the units, of which the model itself may be one.
+        model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
 
     def whole(self, spec: Spec) -> Spec:
         """The layout of a parameter of `spec` when it is gathered."""
         layout = spec.layout
-        shards = tuple(tuple(a for a in s if a not in self.axes) for s in layout.shards)
-        return spec_of(type(layout)(layout.shape, shards, layout.partial, layout.invariant), spec.wire)
+        for a in self.axes:
+            layout = layout.put(a, Replicate())
+        return spec_of(layout, spec.wire)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -144,43 +162,49 @@ class Zero:
             self._token = _Enter.apply(self, self.units, *_graded(self.units))
         return self._token
 
-    def reduce(self, unit: Unit, k: int, sums: torch.Tensor) -> None:
+    def reduce(self, unit: Unit, k: int, shares: Shares) -> None:
         """Begin to reduce gradients, after those that were begun before are here."""
         dtype = self.precision.reduce_dtype or unit.shards()[unit.groups[k][0]].dtype
         if self._under_way:
-            self._under_way[-1][2].wait()
-        self._under_way.append((unit, k, unit.flats[k].reduce(sums, dtype)))
+            self._under_way[-1].wait()
+        wait = unit.flats[k].reduce(shares.sums, dtype)
+        members = [i for i, used in zip(unit.groups[k], shares.used, strict=True) if used]
+        places = [i for i, used in enumerate(shares.used) if used]
+        self._under_way.append(_Reducing(unit, members, places, wait))
 
     def collect(self, units: Sequence[Unit]) -> dict[DTensor, torch.Tensor]:
         """Wait for what is being reduced of `units`. Each parameter's gradient, plain and local."""
+        if not self.keeps_shares:
+            self._send(units)
         found: dict[DTensor, torch.Tensor] = {}
-        ready = [one for one in self._under_way if one[0] in units]
-        self._under_way = [one for one in self._under_way if one[0] not in units]
-        for unit, k, reducing in ready:
-            for i, g in zip(unit.groups[k], reducing.wait(), strict=True):
-                p = unit.shards()[i]
-                if p.requires_grad:
-                    g = g.to(p.dtype)
-                    found[p] = found[p] + g if p in found else g
+        ready = [one for one in self._under_way if one.unit in units]
+        self._under_way = [one for one in self._under_way if one.unit not in units]
+        for one in ready:
+            pieces = one.wait()
+            for i, place in zip(one.members, one.places, strict=True):
+                p = one.unit.shards()[i]
+                g = pieces[place].to(p.dtype)
+                found[p] = found[p] + g if p in found else g
         return found
 
     def updated(self) -> None:
-        """An optimizer has stepped: what is gathered is out of date."""
-        for unit in self.units:
-            unit.drop()
+        """An optimizer has updated the shards: nothing has to be gathered before it is used."""
 
     def finish(self) -> None:
         """Reduce the shares that were kept, and add them to the parameters' gradients."""
-        for unit in self.units:
-            for k in list(unit.held):
-                self.reduce(unit, k, unit.held.pop(k))
         with Local(), torch.no_grad():
+            self._send(self.units)
             for p, g in self.collect(self.units).items():
                 held = torch._C.TensorBase.grad.__get__(p)
                 if held is None:
                     p.grad = tagged(g, p._spec.gradient)
                 else:
                     held.add_(g)
+
+    def _send(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            for k in list(unit.held):
+                self.reduce(unit, k, unit.held.pop(k))
 
     # -- and after ---------------------------------------------------------------------------------
 
@@ -192,8 +216,8 @@ class Zero:
     def settle(self) -> None:
         """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
         under_way, self._under_way = self._under_way, []
-        for *_, reducing in under_way:
-            reducing.wait()
+        for one in under_way:
+            one.wait()
         for unit in self.units:
             unit.settle()
         self.release()
@@ -228,21 +252,43 @@ def zero(
 ) -> nn.Module:
     """Shard a model's training state over the ranks of `axis`. In place; returns the model.
 
+    The ranks of `axis` take different parts of the batch: their inputs are `Shard(0)` on it.
+
+    | stage | parameters | settled gradients | optimizer state | bytes sent per step and rank |
+    |-------|------------|-------------------|-----------------|------------------------------|
+    | 0     | whole      | whole             | whole           | 2 (n-1)/n of the model       |
+    | 1     | whole      | whole             | shards          | 3 (n-1)/n                    |
+    | 2     | whole      | shards            | shards          | 2 (n-1)/n                    |
+    | 3     | shards     | shards            | shards          | 3 (n-1)/n                    |
+
+    Losses are bitwise equal on all stages. Each backward pass sends its gradients, unless it runs
+    under `no_sync`. Stages 1 and 2 shard the state of the element-wise optimizers of torch.optim
+    (all but LBFGS, Adafactor, SparseAdam and Muon); others keep theirs whole.
+
     Args:
         model: plain, or after `parallelize`; before an optimizer is made for it.
-        axis: the mesh axis, or several, whose ranks take different parts of the batch.
-        precision: dtypes to compute, to send and to sum in; a dtype alone is `param_dtype`.
+        axis: the mesh axis, or several, over which to shard. For hybrid sharding give one of two
+            data axes: the other's gradients stay pending and settle, as shards, in the step.
+        stage: see above.
+        precision: dtypes to compute, to send and to sum in (stage 3); a dtype alone is
+            `param_dtype`.
         blocks: the modules whose parameters are gathered together, themselves or as patterns of
-            names; found by themselves where not given: see `find_blocks`.
-        persistent: keep what was gathered.
+            names; found by themselves where not given: the children of the outermost ModuleLists
+            and Sequentials.
+        persistent: what stage 3 gathered stays until an optimizer steps.
 
     Raises:
-        LayoutError: an unknown axis, a parameter that is split over it already.
-        ValueError: blocks that do not fit the model.
+        LayoutError: an unknown axis, or a parameter that is split over it already.
+        ValueError: another stage, a model that is sharded already, blocks that do not fit it.
     """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero: stage {stage} is none of 0, 1, 2, 3")
+    if "_zero" in model.__dict__:
+        raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     wire = wire_of(mesh)
-    axes = tuple(a for a in wire.mesh.names if a in axes and wire.mesh.index(a) >= 0)
+    places = sorted(wire.mesh.index(a) for a in axes)  # raises for an axis that there is not
+    axes = tuple(wire.mesh.names[i] for i in places)
     if isinstance(precision, torch.dtype):
         precision = MixedPrecision(precision)
     seen: dict[nn.Parameter, nn.Parameter] = {}
@@ -276,9 +322,44 @@ def zero(
     return model
 
 
+def zero_state(model: nn.Module) -> Zero | Early:
+    """What `zero` made of a model.
+
+    Raises:
+        ValueError: `zero` has not been called on it.
+    """
+    try:
+        return model.__dict__["_zero"]  # type: ignore[no-any-return]
+    except KeyError:
+        raise ValueError("this model is not sharded: call zero(model, mesh) first") from None
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep the gradients of the backward passes within where they are: nothing is sent.
+
+    The first backward pass outside, or else the optimizer's step, sends the sum of all. Meanwhile
+    each rank holds its shares whole, as many bytes as the model has; without `no_sync` stages 2 and
+    3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
+
+        for k, (x, y) in enumerate(micro_batches):
+            with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
+                loss_of(model(x), y).backward()
+    """
+    with zero_state(model).keeping_shares():
+        yield
+
+
 def _sharded(spec: Spec, axes: tuple[str, ...]) -> Spec:
     layout = spec.layout
     for a in axes:
+        if not (layout.placement(a).is_replicate() or layout.placement(a).is_invariant()):
+            raise LayoutError(
+                f"zero over {a}: a parameter is split over it already",
+                operands=(f"parameter  {layout.brief()} on {spec.wire.mesh}",),
+                reason="the ranks of a data axis hold equal parameters before they share them out",
+                fixes=(Fix("zero over another axis"), Fix("leave it out of parallelize's plan")),
+            )
         layout = layout.put(a, Shard(0))
     return spec_of(layout, spec.wire)
 
@@ -299,9 +380,7 @@ class _Enter(torch.autograd.Function):
     """From shards to the token; backward gives the shards their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, zero: Zero, units: Sequence[Unit], *shards: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, zero: Zero, units: Sequence[Unit], *shards: torch.Tensor) -> torch.Tensor:
         ctx.zero, ctx.units, ctx.shards = zero, units, shards
         return torch.empty(0)
 

@@ -51,7 +51,9 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
         TimeoutError: names the ranks that had not ended; their stacks are on stderr.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "partita.comm"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.device_mesh", "partita", "partita.comm.dcp"]
+    )
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")

@@ -57,7 +57,9 @@ def _read(input: Arg, entries: Sequence[Any]) -> _Read:
             continue
         name, size = read.left[d], input.shape[d]
         if isinstance(e, int):
-            read.chosen[name] = e % max(size, 1)
+            if not -size <= e < size:
+                raise IndexError(f"index {e} is out of bounds for dimension {d} with size {size}")
+            read.chosen[name] = e % size
         elif isinstance(e, slice):
             n = len(range(*e.indices(size)))
             kept = n == size and e.step in (None, 1)
@@ -186,7 +188,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
         def run(input: Any, _pattern: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
                 return nothing(input, call.outputs[0])
-            at, away = own(index, call.pieces[name])
+            at, away = own(index, call.pieces[name], from_end=True)
             out = input[tuple(at if isinstance(e, str) else e for e in full)]
             return out.masked_fill(away.view([*away.shape, *[1] * after]), 0)
 

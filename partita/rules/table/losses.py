@@ -161,6 +161,8 @@ def _of_classes(
     if reduction not in (NONE, MEAN, SUM):
         return None
     dim = 1 if input.ndim > 1 else 0
+    if weight is not None and tuple(weight.shape) != (input.shape[dim],):
+        raise ValueError(f"weights of shape {weight.shape} for {input.shape[dim]} classes")
     split = input.is_split() or target.is_split()
     if input.is_split(dim) or (split and reduction == MEAN):
         return Rewrite(run)

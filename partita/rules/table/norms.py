@@ -18,11 +18,19 @@ def _affine(weight: Any, bias: Any, names: str) -> str:
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 
 
+def _normalized(input: Arg, shape: Sequence[int]) -> list[int]:
+    """The dimensions that a norm over `shape` takes together: the last ones, of these sizes."""
+    first = input.ndim - len(shape)
+    if first < 0 or tuple(shape) != tuple(input.shape[first:]):
+        raise ValueError(f"a norm over {tuple(shape)} of {input.shape}")
+    return list(range(first, input.ndim))
+
+
 @rule(torch.layer_norm)
 def layer_norm(
     input: Arg, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None
 ) -> str | Rewrite:
-    dims = list(range(input.ndim - len(normalized_shape), input.ndim))
+    dims = _normalized(input, normalized_shape)
     if input.is_split(dims):
         return Rewrite(exceptions.layer_norm)
     d = " ".join(f"d{i}!" for i in dims)
@@ -31,7 +39,7 @@ def layer_norm(
 
 @rule(torch.rms_norm)
 def rms_norm(input: Arg, normalized_shape: Sequence[int], weight: Any = None) -> str | Rewrite:
-    dims = list(range(input.ndim - len(normalized_shape), input.ndim))
+    dims = _normalized(input, normalized_shape)
     if input.is_split(dims):
         return Rewrite(exceptions.rms_norm)
     d = " ".join(f"d{i}!" for i in dims)

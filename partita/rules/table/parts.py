@@ -21,6 +21,8 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
         return None
     i = input.names.at(dim)
     name = input.names[i]
+    if not -input.shape[i] <= index < input.shape[i]:
+        raise IndexError(f"select: index {index} of {input.shape[i]}")
 
     def local(call: Call) -> Kernel | None:
         def run(input: Any, dim: int, index: int) -> Any:

@@ -81,6 +81,8 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
     """A pending maximum has no gradient; so only what needs none is left pending."""
+    if any(input.shape[d] == 0 for d in input.names.dims(dim)):
+        raise ValueError("the largest, or smallest, of no elements")
     if not input.is_split(dim):
         return kept_whole(input, dim, keepdim)
     return Rewrite(

@@ -70,6 +70,8 @@ def reshape_as(input: Arg, other: Arg) -> Rewrite:
 @rule(torch.flatten)
 def flatten(input: Arg, start_dim: int = 0, end_dim: int = -1) -> Said:
     i, j = input.names.at(start_dim), input.names.at(end_dim)
+    if i > j:
+        raise ValueError(f"flatten from dimension {i} to {j}")
     middle = math.prod(input.shape[i : j + 1])
     return Said(views(input.shape, (*input.shape[:i], middle, *input.shape[j + 1 :])), _reshape)
 
@@ -169,6 +171,10 @@ def movedim(input: Arg, source: Any, destination: Any) -> str:
 def expand(input: Arg, *sizes: Any, size: Any = None) -> Said:
     size = _sizes(sizes, size)
     new = len(size) - input.ndim
+    if new < 0 or min(size[:new], default=0) < 0:
+        raise ValueError(f"expand of {input.shape} to {size}")
+    if any(n != 1 and want not in (n, -1) for n, want in zip(input.shape, size[new:], strict=True)):
+        raise ValueError(f"expand of {input.shape} to {size}")
     left = [
         "1" if n == 1 != size[new + i] and size[new + i] != -1 else name
         for i, (name, n) in enumerate(zip(input.names, input.shape, strict=True))

@@ -2,7 +2,7 @@
 
 By the names of its parameters, which a module in the same state gives, in the form of
 torch.distributed.checkpoint.state_dict: `{"state": {name: {...}}, "param_groups": [{"params":
-[name, ...], "lr": ...}]}`. Without such a module by number, as torch.optim does.
+[name, ...], "lr": ...}]}`. Without names by number, as torch.optim does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Layout
 from partita.tensor import DTensor
 from partita.tensor.dtensor import tagged
-from partita.tensor.settled import settled_spec
+from partita.tensor.settled import update_spec
 from partita.tensor.spec import spec_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def named_parameters_of(
 ) -> Names:
     """A name for each parameter: as in its module; after the module's path where there are several.
 
-    Where a parameter is in no module: the numbers that torch.optim gives.
+    Where a parameter is in no module: the names that the optimizer was made with
+    (`AdamW(model.named_parameters())`), else the numbers that torch.optim gives.
     """
     found: dict[int, tuple[Path, str]] = {}
     for path, module in reversed(modules):  # the first module that has it names it
@@ -47,7 +48,8 @@ def named_parameters_of(
             found[id(p)] = (path, without_wrapper(name))
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(id(p) in found for p in params):
-        return {id(p): str(i) for i, p in enumerate(params)}
+        given = [n for g in optimizer.param_groups for n in g.get("param_names", ())]
+        return dict(zip(map(id, params), given or map(str, range(len(params))), strict=True))
     several = len({found[id(p)][0] for p in params}) > 1
     names = {}
     for p in params:
@@ -140,8 +142,8 @@ def _empty(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
         return torch.empty(size, dtype=dtype)
     if not isinstance(p, DTensor):
         return torch.empty(size, dtype=dtype, device=p.device)
-    # An element's own history lies where the element does; anything else is whole.
-    spec = settled_spec(p._spec)
+    # An element's own history lies where the element is updated; anything else is whole.
+    spec = update_spec(p)
     if size != spec.shape:
         spec = spec_of(Layout(tuple(size)), spec.wire)
     with Local():

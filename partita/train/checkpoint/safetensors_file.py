@@ -63,14 +63,14 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
     """
     ranks, home = everyone(), Path(os.path.abspath(path))
     tensors = _tensors(model)
-    # Wide elements first: each tensor then lies at a multiple of its own element's size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    problem = next((p for name in order if (p := _problem(name, tensors[name]))), None)
+    problem = next((p for name, x in tensors.items() if (p := _problem(name, x))), None)
 
     def begun(brought: list[None]) -> list[Path]:
         return [beside(home)] * len(brought)
 
     written: Path = ranks.decide(ValueError(problem) if problem else None, begun)
+    # Wide elements first: each tensor then lies at a multiple of its own element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     file = _File(written if ranks.rank == 0 else None)
     file.write(_header({name: tensors[name] for name in order}))
     for name in order:

@@ -1,0 +1,156 @@
+"""Which functions of torch take a DTensor without asking it, and what do they get?
+
+Most of torch asks a tensor's class what a function means for it. These do not: left alone they
+would take this rank's piece for the whole tensor and say nothing. Each is exchanged, under its
+public name, for one that asks: what can mean the right thing does, the others refuse.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.func
+import torch.utils.dlpack
+from torch._C import _len_torch_function_stack
+from torch.jit import _builtins
+from torch.overrides import handle_torch_function
+from torch.utils._device import _device_constructors
+
+from .dtensor import DTensor
+from .plain import refuse_transform
+from .special import SPECIAL
+
+__all__ = ["TRANSFORMS"]
+
+TRANSFORMS = (
+    "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
+).split()
+"""The function transforms of torch.func."""
+
+
+def _holds_dtensor(value: Any) -> bool:
+    if isinstance(value, DTensor):
+        return True
+    if isinstance(value, dict):
+        return any(map(_holds_dtensor, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(_holds_dtensor, value))
+
+
+def _put(name: str, function: Callable[..., Any], *homes: Any) -> None:
+    """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript."""
+    replaced = getattr(homes[0], name)
+    functools.update_wrapper(function, replaced)
+    function.__module__, function.__qualname__ = homes[0].__name__, name
+    del function.__wrapped__  # type: ignore[attr-defined]  # a compiler would go round it
+    for home in homes:
+        setattr(home, name, function)
+    # TorchScript knows its builtins by what they are and not by their names.
+    builtin = _builtins._find_builtin(replaced)
+    if builtin is not None:
+        _builtins._register_builtin(function, builtin)
+
+
+# -- what refuses ----------------------------------------------------------------------------------
+
+
+def _asking(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
+    """A transform, and the function that it makes, which look at their arguments first."""
+
+    def look(args: Any, kwargs: Any) -> None:
+        if _holds_dtensor(args) or _holds_dtensor(kwargs):
+            raise refuse_transform(name)
+
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        look(args, kwargs)
+        made = transform(*args, **kwargs)
+        if not callable(made):
+            return made
+
+        @functools.wraps(made)
+        def made_asking(*args: Any, **kwargs: Any) -> Any:
+            look(args, kwargs)
+            return made(*args, **kwargs)
+
+        return made_asking
+
+    return asking
+
+
+for _name in TRANSFORMS:
+    _put(_name, _asking(_name, getattr(torch.func, _name)), torch.func)
+torch.vmap = torch.func.vmap
+
+
+_plain_to_dlpack = torch.utils.dlpack.to_dlpack
+
+
+def _to_dlpack(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, DTensor):
+        return tensor.__dlpack__()  # which says why not
+    return _plain_to_dlpack(tensor)
+
+
+_put("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
+SPECIAL[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
+
+
+# torch.autograd.forward_ad ends here, as jvp does.
+def _make_dual(*_: Any, **__: Any) -> Any:
+    raise refuse_transform("jvp")
+
+
+SPECIAL[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
+
+
+# -- what can mean the right thing -----------------------------------------------------------------
+
+_plain_tensor, _plain_as_tensor, _plain_asarray = torch.tensor, torch.as_tensor, torch.asarray
+_LEAVES = frozenset((int, float, bool, complex))
+
+
+def _numbers(data: Any) -> Any:
+    """A list, with the value of each DTensor in it."""
+    if isinstance(data, DTensor):
+        return data.tolist()
+    if isinstance(data, (list, tuple)) and not _LEAVES.issuperset(map(type, data)):
+        return [_numbers(d) for d in data]
+    return data
+
+
+def _tensor(data: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_tensor, (), data, **options)  # type: ignore[no-any-return]
+    if not isinstance(data, DTensor):
+        return _plain_tensor(_numbers(data), **options)
+    requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
+    copy = data.detach().clone().to(**options) if options else data.detach().clone()
+    return (copy.pin_memory() if pinned else copy).requires_grad_(requires_grad)
+
+
+def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
+    if isinstance(data, DTensor):
+        return data.to(**options) if options else data
+    return _plain_as_tensor(_numbers(data), **options)
+
+
+def _asarray(obj: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_asarray, (), obj, **options)  # type: ignore[no-any-return]
+    if not isinstance(obj, DTensor):
+        return _plain_asarray(_numbers(obj), **options)
+    copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
+    made = obj.to(**options) if options else obj
+    if made is obj and copies:
+        made = obj.clone()
+    return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
+
+
+_put("tensor", _tensor, torch)
+_put("as_tensor", _as_tensor, torch)
+_put("asarray", _asarray, torch)
+_device_constructors.cache_clear()  # what `torch.set_default_device` goes by

@@ -1,0 +1,38 @@
+"""On what does torch's checkpoint run a region again?
+
+On its inputs, which it saves as autograd saves tensors. Where saved tensors are packed by hooks (an
+offload, a sharded block) autograd hands them back as plain tensors, so their layouts are kept
+beside them. There is no public way to: `_CheckpointFrame` is torch's own. Releases that do not have
+these two methods save the inputs by an autograd.Function, which is typed anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import _CheckpointFrame
+
+from .dtensor import DTensor, tagged
+
+__all__: list[str] = []
+
+
+def _keep_layouts() -> None:
+    save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
+
+    def save_inputs(frame: Any, *args: Any) -> None:
+        save(frame, *args)
+        frame._layouts = [a._spec if isinstance(a, DTensor) else None for a in args]
+
+    def get_inputs(frame: Any) -> list[Any]:
+        return [
+            tagged(a.view_as(a), spec) if spec is not None and type(a) is torch.Tensor else a
+            for a, spec in zip(get(frame), frame._layouts, strict=True)
+        ]
+
+    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = save_inputs, get_inputs
+
+
+if hasattr(_CheckpointFrame, "save_inputs") and hasattr(_CheckpointFrame, "get_inputs"):
+    _keep_layouts()

@@ -1,0 +1,71 @@
+"""What was a tensor copied from that would be a view of it on one device, and is it so still?
+
+On one device a view shows what is written into its base afterwards. A copy has to be taken again:
+when it is read, and what it was taken from has been written since. Torch counts a tensor's writes,
+and every write of ours is counted on all ranks alike, so that all take it again together. In
+inference mode nothing is counted, and a copy is taken again at each read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+# Not public, but a copy may be asked for where torch-function is disabled, and nothing else turns
+# it on again. Without it the view would be taken of the shard.
+from torch._C import _EnableTorchFunction
+
+__all__ = ["Origin", "current", "writes"]
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a copy is from: `view(source, *args, **kwargs)`, of several results number `index`.
+
+    Attributes:
+        source: an alias of the tensor, whose shape stays as it was.
+        seen: how often it was written before the copy was taken.
+        again: what was taken anew, and from what: (source, writes, with gradients?, copy).
+    """
+
+    source: Any
+    view: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    index: int | None
+    seen: int | None
+    again: tuple[Any, int, bool, Any] | None = None
+
+    def taken_again(self, copy: Any) -> Any:
+        """`copy` if it is up to date, else what takes its place."""
+        source = current(self.source)
+        count = writes(source)
+        if count is not None:
+            if source is self.source and count == self.seen:
+                return copy
+            kept, graded = self.again, torch.is_grad_enabled()
+            if kept is not None and kept[0] is source and kept[1:3] == (count, graded):
+                return kept[3]
+        with _EnableTorchFunction():
+            part = self.view(source, *self.args, **self.kwargs)
+            if self.index is not None:
+                part = part[self.index]
+        if count is not None:
+            self.again = (source, count, graded, part)
+        return part
+
+
+def current(x: Any) -> Any:
+    """`x`; where it is a copy that is no longer up to date, the same part as it is now."""
+    origin = x.__dict__.get("_origin")
+    return x if origin is None else origin.taken_again(x)
+
+
+def writes(x: torch.Tensor) -> int | None:
+    """How often the memory of `x` was written; None where torch does not count."""
+    with Local():
+        return None if x.is_inference() else x._version

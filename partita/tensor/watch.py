@@ -1,0 +1,39 @@
+"""Who is told of calls that torch announces to nobody?
+
+A `TorchFunctionMode` hears of torch's own functions. It does not hear of an `autograd.Function`
+being applied (a compiled region is one), nor of what a redistribution carries. Whoever runs a part
+of the program again, and must find each call of the first run in the second, is told of those here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["HERE", "Watcher"]
+
+
+class Watcher(Protocol):
+    """What is told, and decides whether the call is made."""
+
+    def applied(
+        self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """`function.apply(*args, **kwargs)`, which `run()` does."""
+
+    def carried(
+        self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The redistribution `what` of the local tensor `x`, which `run()` carries."""
+
+
+class _Here(threading.local):
+    """Who watches this thread: a rank, or a part of one that runs alone."""
+
+    watcher: Any = None
+
+
+HERE = _Here()

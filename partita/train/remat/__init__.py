@@ -1,0 +1,16 @@
+"""Keeping less for backward: recompute a region, but for the results that a policy keeps."""
+
+from .again import is_recomputing
+from .errors import RematError
+from .policy import Call, keep_collectives, one_call
+from .region import checkpoint_name, remat
+
+__all__ = [
+    "Call",
+    "RematError",
+    "checkpoint_name",
+    "is_recomputing",
+    "keep_collectives",
+    "one_call",
+    "remat",
+]

@@ -1,0 +1,394 @@
+"""What is noted of a region's forward, so that it can be run again in backward?
+
+Each call gets an entry under its identity, and each tensor that autograd would save a slot in its
+call's entry. The slot goes to autograd in the tensor's place; the tensor itself is let go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import saved_tensors_hooks
+
+from partita.tensor.watch import HERE
+
+from ..nested import tensors_in
+from .errors import RematError
+from .identity import Key, Origins, describe, local_of, printed, site
+from .inputs import Inputs
+from .kept import Keeping, KeptCall, KeptKernels, start_of
+from .mode import Kind
+from .policy import OneCall
+from .surroundings import Draws, Surroundings, is_random
+
+if TYPE_CHECKING:
+    from .region import Region
+
+__all__ = ["Event", "Forward", "Slot"]
+
+
+class Event:
+    """One call of the first run.
+
+    Attributes:
+        key, ordinal: its identity; ordinal among the calls of this key.
+        number: among all calls of the run.
+        slots: the tensors that autograd saved in it, which the second run has to bring.
+        draws: the states of random generators, where it draws.
+        kept: what was kept of it.
+        borrowed: of a kept opaque call, which slots lie in which of its inputs, and where.
+    """
+
+    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "slots")
+
+    def __init__(self, key: Key, ordinal: int, number: int):
+        self.key, self.ordinal, self.number = key, ordinal, number
+        self.slots: list[weakref.ref[Slot]] = []
+        self.draws: Draws | None = None
+        self.kept: KeptKernels | KeptCall | None = None
+        self.borrowed: list[tuple[Any, ...]] = []
+
+    def __str__(self) -> str:
+        return describe(self.key)
+
+
+class Slot:
+    """Stands for a tensor that autograd saved. Autograd alone holds it."""
+
+    __slots__ = ("__weakref__", "dtype", "event", "forward", "shape", "value", "version")
+
+    def __init__(self, forward: Forward, event: Event, shape: torch.Size, dtype: torch.dtype):
+        self.forward, self.event, self.shape, self.dtype = forward, event, shape, dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+    def fill(self, t: torch.Tensor) -> None:
+        self.value = local_of(t)
+        self.version = self.value._version
+
+    def take(self) -> torch.Tensor:
+        """The tensor, recomputed if it is not here. It is let go again."""
+        if self.value is None:
+            self.forward.region.recompute(self.forward, self)
+        value, self.value = self.value, None
+        assert value is not None
+        if value._version != self.version:  # with hooks, autograd does not look
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(self.shape)}, saved by {self.event}"
+            )
+        return value
+
+
+class _Held:
+    """A tensor that autograd saved within a kept call: as a region around, if any, packs it."""
+
+    __slots__ = ("hooks", "packed")
+
+    def __init__(self, t: torch.Tensor, hooks: tuple[Any, Any] | None):
+        self.hooks = hooks
+        self.packed = local_of(t) if hooks is None else hooks[0](local_of(t))
+
+    def take(self) -> torch.Tensor:
+        return self.packed if self.hooks is None else self.hooks[1](self.packed)
+
+
+def outer_hooks() -> tuple[Any, Any] | None:
+    """Who packs saved tensors here: torch calls the innermost only, and has no public way to ask."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class Forward:
+    """The first run of a region: a `Watcher` while it lasts, a record afterwards.
+
+    Attributes:
+        events: by identity.
+        order: the same, in order.
+        saved: how many slots there are.
+        kept_bytes: what is kept, counted as tensors are (one storage once).
+    """
+
+    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.region, self.policy = region, region.policy
+        self.origins = Origins()
+        self.events: dict[tuple[Key, int], Event] = {}
+        self.order: list[Event] = []
+        self.carried_results: dict[Any, KeptKernels] = {}
+        self.saved = 0
+        self.complete = False
+        self._counts: dict[Any, int] = {}
+        self._event: Event | None = None
+        self._keeping: Keeping | None = None
+        self._inside: _Inside | None = None
+        self._kept: dict[int, KeptKernels | KeptCall] = {}
+        self._outer = outer_hooks()
+        self.surroundings = Surroundings(t.device for t in tensors_in((args, kwargs)))
+        self.inputs = Inputs(args, kwargs, self.origins)
+        self.names = region.names.start(self) if self.policy.wants_names else None
+        self.hooks = saved_tensors_hooks(self._pack, _unpack)
+
+    # -- identity ----------------------------------------------------------------------------------
+
+    def _enter(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
+        inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
+        return self._new((what, site(), inputs))
+
+    def _new(self, key: Key) -> Event:
+        n = self._counts[key] = self._counts.get(key, -1) + 1
+        event = self.events[key, n] = Event(key, n, len(self.order))
+        self.order.append(event)
+        return event
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """A function of torch, announced by the mode."""
+        if self._event is not None:
+            return kind.func(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        event = self._enter(kind.op, args, kwargs, tensors)
+        if is_random(kind.op, args, kwargs):
+            event.draws = Draws(tensors, kwargs)
+        if kind.writes:
+            self._before_write(kind, args, kwargs)
+            keep = watch = False
+        else:
+            keep, watch = self._wanted(event, kind.op, kind.func)
+            if "out" in kwargs:
+                keep = watch = False
+        self._event = event
+        try:
+            if keep or watch:
+                out = self._keep_kernels(event, kind, args, kwargs, keep)
+            else:
+                out = kind.func(*args, **kwargs)
+        finally:
+            self._event = None
+        self._made(event, out)
+        return out
+
+    def _made(self, event: Event, out: Any) -> None:
+        self.origins.learn_outputs(out, event.number)
+        if self.names is not None:
+            self.names.made(event, out)
+
+    def wants(self, event: Event, name: str) -> bool:
+        """Is a result of this name kept?"""
+        what = event.key[0]
+        return self.policy.keeps(what, what, event.key, name, False)
+
+    def named(self, x: torch.Tensor, name: str) -> None:
+        """The program calls `x` so."""
+        if self.names is not None and self._event is None:
+            self.names.named(x, name)
+
+    def _wanted(self, event: Event, op: str, function: Any) -> tuple[bool, bool]:
+        """Is its result kept? Else, may the program yet give it a name that is?"""
+        name = self.names.known(event) if self.names is not None else None
+        plan = self.region.plan
+        if plan is not None:
+            return plan.keeps(event), False
+        if self.policy.keeps(op, function, event.key, name, False):
+            return True, False
+        return False, self.names is not None and self.names.is_new(event)
+
+    def _keep_kernels(self, event: Event, kind: Kind, args: Any, kwargs: Any, keep: bool) -> Any:
+        self._keeping = keeping = Keeping()
+        try:
+            with keeping:
+                out = kind.func(*args, **kwargs)
+        finally:
+            self._keeping = None
+        kept = keeping.kernels(out)
+        if kept is not None:
+            if keep:
+                self.keep(event, kept)
+            elif self.names is not None:
+                self.names.offer(event, kept, out)
+        return out
+
+    def keep(self, event: Event, kept: KeptKernels | KeptCall) -> None:
+        """Keep what was made in this call."""
+        event.kept = kept
+        if event.draws is not None:
+            event.draws.over()
+        for start in kept.starts():
+            self._kept[start] = kept
+
+    def applied(self, function: type, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """An `autograd.Function`: a compiled region that is differentiated is one."""
+        if self._event is not None or function.__module__.startswith("partita."):
+            return run()
+        return self._opaque(function, function, args, kwargs, run, None)
+
+    def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
+        """A function that `one_call` marked: one call if it is kept, else what it is made of."""
+
+        def run() -> Any:
+            return marked.__wrapped__(*args, **kwargs)
+
+        if self._event is not None or self.region.plan is not None:
+            return run()
+        tensors: list[torch.Tensor] = []
+        inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
+        key = (marked, site(), inputs)
+        if not self.policy.keeps(marked.title, marked, key, None, False):
+            return run()
+        return self._opaque(marked, marked, args, kwargs, run, True)
+
+    def region_within(self, region: Region, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """A region within this one."""
+        if self._event is not None:
+            return run()
+        return self._opaque(region, region, args, kwargs, run, None)
+
+    def _opaque(
+        self, what: Any, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
+    ) -> Any:
+        tensors: list[torch.Tensor] = []
+        event = self._enter(what, args, kwargs, tensors)
+        if keep is None:
+            keep = self._wanted(event, _title(function), function)[0]
+        draws = Draws(tensors)
+        inside = self._inside = _Inside(tensors) if keep else None
+        self._event = event
+        try:
+            out = run()
+        finally:
+            self._event = self._inside = None
+        if draws.over():
+            event.draws = draws
+        if inside is not None:
+            self.keep(event, KeptCall.of(out, inside.own))
+        self._made(event, out)
+        return out
+
+    def carried(
+        self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """A redistribution. It may stand in a call; it is looked for, and need not be found."""
+        moves = [m for m in what.moves if m.sends]
+        paused = self._keeping
+        if paused is not None:
+            paused.paused = True
+        before, HERE.watcher = HERE.watcher, None
+        try:
+            out = run()
+        finally:
+            HERE.watcher = before
+            if paused is not None:
+                paused.paused = False
+        if paused is not None and out is not x:
+            paused.carried(out)
+        key = carried_key(self._counts, self._event, op, what, x)
+        if moves and out is not x:
+            kinds = " ".join(m.kind for m in moves)
+            where = site() if self._event is None else self._event.key[1]
+            like: Key = (kinds, where, (((None, x.shape, x.dtype),), ()))
+            if self.policy.keeps(kinds, what, like, None, True):
+                kept = KeptKernels.of_carried(out)
+                self.carried_results[key] = kept
+                self._kept[start_of(out)] = kept
+        return out
+
+    # -- writes in place ---------------------------------------------------------------------------
+
+    def _before_write(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        for i in kind.writes:
+            t = args[i] if i < len(args) else None
+            if t is None and i:  # running statistics may come by name
+                t = kwargs.get(("running_mean", "running_var")[i - kind.writes[0]])
+            for one in tensors_in(t):
+                if self.origins.of(one) is None:
+                    self.surroundings.writes.note(one)
+                kept = self._kept.get(start_of(one))
+                if kept is not None:
+                    kept.copy()
+
+    # -- what autograd saves -----------------------------------------------------------------------
+
+    def _pack(self, t: torch.Tensor) -> Slot | _Held:
+        event, inside = self._event, self._inside
+        with Local():
+            shape, dtype = t.shape, t.dtype
+            if event is None:
+                # Saved by what nobody announced: known by its place and shape.
+                event = self._new(("a saved tensor", site(), ((((None, shape, dtype),), ()))))
+            if inside is not None:
+                borrowed = inside.place_of(t)
+                if borrowed is None:
+                    inside.own.append(local_of(t))
+                    return _Held(t, self._outer)
+                event.borrowed.append(borrowed)
+        slot = Slot(self, event, shape, dtype)
+        event.slots.append(weakref.ref(slot))
+        self.saved += 1
+        return slot
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The run is over."""
+        self.complete = True
+        self.origins.forget_the_dead()
+        if self.names is not None:
+            self.names.close(self.order)
+        self._kept = {}
+
+    def kept_now(self) -> list[KeptKernels | KeptCall]:
+        return [e.kept for e in self.order if e.kept is not None] + list(
+            self.carried_results.values()
+        )
+
+    def empty(self) -> None:
+        """Let go what a second run has brought: it broke off."""
+        for event in self.order:
+            for ref in event.slots:
+                slot = ref()
+                if slot is not None:
+                    slot.value = None
+
+    def check_unchanged(self) -> None:
+        """Raise if what was kept is not what it was."""
+        for event in self.order:
+            if event.kept is not None and event.kept.changed():
+                raise RematError(
+                    f"the kept result of {event} was written in place after {self.region.title}",
+                    reason="kept results are used again in backward",
+                )
+
+
+class _Inside:
+    """What autograd saves in an opaque call that is kept."""
+
+    def __init__(self, inputs: list[torch.Tensor]):
+        self.own: list[torch.Tensor] = []
+        self._starts = {(start_of(t), t.dtype): i for i, t in enumerate(inputs)}
+
+    def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
+        """Of a view of an input: (which, size, stride, offset). The second run has the input."""
+        start = start_of(t)
+        i = self._starts.get((start, t.dtype)) if start else None
+        return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
+
+
+def carried_key(
+    counts: dict[Any, int], event: Event | None, op: str, what: Any, x: torch.Tensor
+) -> Any:
+    """The identity of a redistribution: where it stands, or in which call, and what it does."""
+    where: Any = site() if event is None else (event.key, event.ordinal)
+    key = ("carried", op, str(what), where, x.shape, x.dtype)
+    n = counts[key] = counts.get(key, -1) + 1
+    return (*key, n)
+
+
+def _title(function: Any) -> str:
+    return getattr(function, "title", None) or function.__name__
+
+
+def _unpack(slot: Slot | _Held) -> torch.Tensor:
+    return slot.take()

@@ -1,0 +1,119 @@
+"""How does a user say what is to be recomputed?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.tensor.watch import HERE
+
+from .again import Again
+from .forward import Forward, Slot
+from .identity import within
+from .mode import listening
+from .names import Names
+from .policy import Policy
+from .wrapped import Wrapped
+
+__all__ = ["Region", "checkpoint_name", "remat"]
+
+
+class Region(Wrapped):
+    """A function, or a module's forward, that is run again in backward.
+
+    Attributes:
+        policy: what is kept.
+        names: which calls' results the program has named so far.
+        plan: what a budget has decided to keep, or None.
+    """
+
+    def __init__(self, fn: Callable[..., Any] | None, module: nn.Module | None, policy: Any):
+        super().__init__(fn, module)
+        self.policy = policy if isinstance(policy, Policy) else Policy(policy)
+        self.names = Names()
+        self.plan: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # The program that contains it is being compiled, and its compiler knows these.
+            return torch.utils.checkpoint.checkpoint(
+                self.__wrapped__, *args, use_reentrant=False, **kwargs
+            )
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        run = HERE.watcher
+        if run is None:
+            return self._first(args, kwargs)
+        return run.region_within(self, args, kwargs, lambda: self._first(args, kwargs))
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = Forward(self, args, kwargs)
+        mode = listening()
+        before, HERE.watcher = HERE.watcher, forward
+        try:
+            with forward.hooks, mode or nullcontext():
+                out = within(self.__wrapped__, args, kwargs)
+        finally:
+            HERE.watcher = before
+        forward.close()
+        return out
+
+    def recompute(self, forward: Forward, slot: Slot) -> None:
+        """Run again what `forward` was the first run of, for the sake of `slot`."""
+        again = Again(forward)
+        again.run()
+        if slot.value is None:
+            forward.empty()
+            raise again.missing(slot.event)
+
+
+def remat(fn: Any, policy: Any = None) -> Any:
+    """Recompute what `fn` computes when backward needs it, instead of keeping it.
+
+    Kept are the inputs, and the results that the policy names. See docs/remat.md.
+
+        pt.remat(block)                                         # a module: in place
+        fn = pt.remat(fn, policy=[torch.matmul, F.scaled_dot_product_attention, "attention"])
+
+    Args:
+        fn: a function, or a module, whose forward is wrapped in place: its names stay as they are.
+        policy: what is kept.
+            None: nothing.
+            A list of functions of torch, of modules and what `one_call` made, of
+            `autograd.Function`s, of names given by `checkpoint_name`, and `keep_collectives`.
+            A function of a `Call`, true for what is kept.
+            An int: a budget in bytes.
+
+    Returns:
+        A function; for a module the module.
+
+    Raises:
+        ValueError: a policy that names what cannot be seen.
+        RematError: in backward, where the second run makes a call that the first did not make.
+    """
+    read = Policy(policy)
+    if isinstance(fn, nn.Module):
+        Region.in_place_of_forward(fn, read)
+        return fn
+    if not callable(fn):
+        raise ValueError(f"remat takes a function or a module, not {type(fn).__name__}")
+    return Region(fn, None, read)
+
+
+def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Give `x` a name by which policies know it, as `jax.ad_checkpoint.checkpoint_name` does.
+
+    A policy that names it keeps the result of the call that made `x` (made its memory, where `x` is
+    a view). Elsewhere, and outside of regions, it does nothing.
+
+    Returns:
+        `x`.
+    """
+    run = None if torch.compiler.is_compiling() else HERE.watcher
+    if run is not None:
+        run.named(x, name)
+    return x

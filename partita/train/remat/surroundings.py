@@ -1,0 +1,159 @@
+"""What must the second run find as the first one found it?
+
+Random generators, autocast, context variables and the default device; and buffers that the first
+run wrote, such as the running statistics of a batch norm: the second run reads what the first one
+read, and leaves what it found.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+__all__ = ["Draws", "Surroundings", "Writes", "is_random"]
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+_RANDOM = frozenset(
+    """dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu bernoulli
+    multinomial normal poisson binomial rand randn randint randperm rand_like randn_like
+    randint_like uniform exponential log_normal geometric cauchy random rnn_tanh rnn_relu lstm gru
+    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices""".split()
+)
+"""Functions that draw random numbers, by the names of their ops."""
+
+
+def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does a call of this op draw random numbers?"""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+    return name in _RANDOM or "generator" in kwargs
+
+
+def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The default generators of the CPU and of CUDA devices; of those, only once in use."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        numbers = {d.index for d in devices if d.type == "cuda"} | {torch.cuda.current_device()}
+        found += [torch.cuda.default_generators[i] for i in sorted(numbers)]
+    return found
+
+
+class Draws:
+    """The states of the generators that a call draws from, before it and after."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
+        generators = _generators(t.device for t in tensors)
+        own = (kwargs or {}).get("generator")
+        if own is not None:
+            generators.append(own)
+        self.before: States = [(g, g.get_state()) for g in generators]
+        self.after: States = []
+
+    def over(self) -> bool:
+        """Note what the call left behind. Did it draw at all?"""
+        now = [(g, g.get_state()) for g, _ in self.before]
+        self.after = [
+            (g, state)
+            for (g, state), (_, first) in zip(now, self.before, strict=True)
+            if not torch.equal(state, first)
+        ]
+        return bool(self.after)
+
+
+# -- what a run writes -----------------------------------------------------------------------------
+
+
+class Writes:
+    """Buffers of the world around a region that it writes, as they were before."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def note(self, t: torch.Tensor) -> None:
+        """`t` is going to be written."""
+        known = self._before.get(id(t))
+        if known is None or known[0]() is not t:
+            with Local(), torch.no_grad():
+                self._before[id(t)] = (weakref.ref(t), t.detach().clone())
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, the buffers are as they were before the first run; afterwards as they are now."""
+        now: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            with Local(), torch.no_grad():
+                for ref, before in self._before.values():
+                    t = ref()
+                    if t is not None:
+                        now.append((t, t.detach().clone()))
+                        _set(t, before)
+            yield
+        finally:
+            with Local(), torch.no_grad():
+                for t, value in now:
+                    _set(t, value)
+
+
+def _set(t: torch.Tensor, value: torch.Tensor) -> None:
+    # `.data`: what autograd counts as changes are the program's, and in the end nothing changed.
+    torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
+
+
+# -- all of it -------------------------------------------------------------------------------------
+
+
+class Surroundings:
+    """The world around one run of a region."""
+
+    def __init__(self, devices: Iterable[torch.device]):
+        devices = set(devices)
+        self._states: States = [(g, g.get_state()) for g in _generators(devices)]
+        kinds = {"cpu"} | {d.type for d in devices if d.type != "meta"}
+        self._autocast = [
+            (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+        self._device = torch.empty(0).device
+        self._context = contextvars.copy_context()
+        self.writes = Writes()
+        self._touched: dict[torch.Generator, torch.Tensor] = {}
+
+    @contextmanager
+    def restored(self) -> Iterator[contextvars.Context]:
+        """The same world again; afterwards the one that was. Run inside the context it gives."""
+        self._touched = {}
+        with ExitStack() as modes:
+            for kind, enabled, dtype in self._autocast:
+                modes.enter_context(
+                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cached)
+                )
+            if torch.empty(0).device != self._device:
+                modes.enter_context(self._device)
+            modes.enter_context(self.writes.undone())
+            modes.callback(self._put_back)
+            self.draw_as(self._states)
+            modes.enter_context(torch.enable_grad())
+            yield self._context.copy()
+
+    def draw_as(self, states: States) -> None:
+        """Put generators into these states, until the run is over."""
+        for generator, state in states:
+            if generator not in self._touched:
+                self._touched[generator] = generator.get_state()
+            generator.set_state(state)
+
+    def _put_back(self) -> None:
+        for generator, state in self._touched.items():
+            generator.set_state(state)
+        self._touched = {}

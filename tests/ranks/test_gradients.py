@@ -1,0 +1,469 @@
+"""Are gradients settled once, whoever reads them first, and are they then one device's?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partita as pt
+
+Clip = Callable[..., Tensor]
+
+
+def by_hand(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """What people write when they do not know of clip_grad_norm_."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    total = torch.stack([g.norm(norm_type) for g in grads]).norm(norm_type)
+    for g in grads:
+        g.mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+CLIPS: dict[str, Clip] = {
+    "partita": pt.clip_grad_norm_,
+    "torch": nn.utils.clip_grad_norm_,
+    "torch, one by one": lambda *a, **k: nn.utils.clip_grad_norm_(*a, **k, foreach=False),
+}
+
+
+def deep(width: int = 6, layers: int = 24) -> nn.Module:
+    """48 parameters."""
+    torch.manual_seed(2)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def put(model: nn.Module, mesh: Any) -> nn.Module:
+    """Every second layer split by columns, the next by rows, where the mesh has tp."""
+    if "tp" not in mesh.mesh_dim_names:
+        return pt.parallelize(model, mesh)
+    plan = {}
+    for i in range(0, len(model), 2):
+        plan |= pt.plans.column(f"{i}") | pt.plans.row(f"{i + 1}")
+    return pt.parallelize(model, mesh, plan)
+
+
+def data(rows: int = 5, width: int = 6) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
+
+
+def ring(nbytes: int, n: int) -> int:
+    """What one rank sends when n ranks reduce this many bytes."""
+    return 2 * (n - 1) * nbytes // n
+
+
+def run(fn: Callable[[Any], Any], **sizes: int) -> list[Any]:
+    with pt.ranks(**sizes) as world:
+        return world.run(fn)
+
+
+def same(mine: nn.Module, truth: nn.Module, **tolerance: float) -> None:
+    for (name, p), q in zip(mine.named_parameters(), truth.parameters(), strict=True):
+        value = p.full_tensor() if isinstance(p, pt.DTensor) else p
+        torch.testing.assert_close(value, q, msg=lambda m, at=name: f"{at}: {m}", **tolerance)
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("how", ["foreach", "fused", "forloop"])
+def test_backward_clip_and_step_send_each_byte_of_48_gradients_once(clip: str, how: str) -> None:
+    def ranks(mesh: Any) -> None:
+        model = put(deep(), mesh)
+        assert len(list(model.parameters())) == 48
+        options = {"foreach": False} if how == "forloop" else {how: True}
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        total = sum(p.nbytes for p in model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            with pt.ledger() as log:
+                model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+                CLIPS[clip](model.parameters(), 0.1)
+                optimizer.step()
+            assert log.bytes == ring(total, 2)
+            if clip != "torch, one by one":
+                assert log.count("all_reduce") == 1
+            assert {m.reason for m in log.moves if m.nbytes} == {"settle"}
+
+    run(ranks, dp=2)
+
+
+@pytest.mark.parametrize("clip", ["partita", "torch"])
+def test_where_gradients_are_split_the_norm_is_one_small_collective_more(clip: str) -> None:
+    def ranks(mesh: Any) -> None:
+        model = put(deep(), mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        with pt.ledger() as log:
+            CLIPS[clip](model.parameters(), 0.1)
+            optimizer.step()
+        sent = [(m.kind, m.op) for m in log.moves if m.nbytes]
+        # Those of dp alone and those of dp and tp, and the norms.
+        assert sent == [("all_reduce", "gradients")] * 2 + [("all_reduce", "norms")]
+        norms = next(m for m in log.moves if m.op == "norms")
+        assert norms.nbytes <= ring(48 * 4, 2)
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_a_gradient_that_is_read_by_hand_is_settled_for_good() -> None:
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=3), mesh)
+        model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        assert all(p.grad.placements == (pt.Partial(),) for p in model.parameters())
+        with pt.ledger() as log:
+            by_hand(model.parameters(), 0.1)
+            assert all(p.grad.placements == (pt.Replicate(),) for p in model.parameters())
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert log.bytes == ring(sum(p.nbytes for p in model.parameters()), 2)
+
+    run(ranks, dp=2)
+
+
+def test_micro_batches_send_nothing_until_the_step() -> None:
+    def ranks(mesh: Any) -> None:
+        model = put(deep(), mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pt.ledger() as log:
+            for _ in range(4):
+                model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        assert log.bytes == 0
+        with pt.ledger() as log:
+            optimizer.step()
+        assert log.bytes == ring(sum(p.nbytes for p in model.parameters()), 2)
+
+    run(ranks, dp=2)
+
+
+def test_large_gradients_travel_in_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partita.tensor.buckets.BUCKET_BYTES", 6 * 6 * 4 * 8)
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(), mesh)
+        model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        with pt.ledger() as log:
+            pt.reduce_gradients(model.parameters())
+        assert 3 <= log.count("all_reduce") <= 5
+        assert log.bytes == ring(sum(p.nbytes for p in model.parameters()), 2)
+
+    run(ranks, dp=2)
+
+
+# -- what comes out --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
+@pytest.mark.parametrize("clip", [*CLIPS, "by hand"])
+def test_a_clip_is_one_devices(clip: str, norm_type: float, sizes: dict[str, int]) -> None:
+    """Width 6 over 4 ranks: the last rank's pieces are empty."""
+    truth = deep(layers=4)
+    truth(data()).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1, norm_type)
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=4), mesh)
+        model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        mine = CLIPS.get(clip, by_hand)(model.parameters(), 0.1, norm_type)
+        assert float(mine) == pytest.approx(float(norm), rel=1e-5)
+        for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-7)
+
+    run(ranks, **sizes)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_where_asked(clip: str) -> None:
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=2), mesh)
+        model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        if mesh.get_rank() == 1:
+            with torch.no_grad():
+                model[0].weight.grad.to_local()[0, 0] = math.inf  # a share of one rank
+        with pytest.raises(RuntimeError, match="non-finite"):
+            CLIPS[clip](model.parameters(), 0.1, error_if_nonfinite=True)
+
+    run(ranks, dp=2)
+
+
+@pytest.mark.parametrize("clip", [name for name in CLIPS if name != "torch, one by one"])
+def test_parameters_on_several_meshes_and_plain_ones_are_clipped_together(clip: str) -> None:
+    values = [torch.randn(4, 4) for _ in range(5)]
+
+    def places(mesh: Any) -> list[Any]:
+        return [
+            (mesh["dp"], [pt.Shard(0)]),
+            (mesh["tp"], [pt.Shard(1)]),
+            (mesh, [pt.Shard(0), pt.Replicate()]),
+            (mesh["dp"], [pt.Replicate()]),
+        ]
+
+    truth = [nn.Parameter(torch.ones(4, 4)) for _ in values]
+    for p, g in zip(truth, values, strict=True):
+        p.grad = g.clone()
+    norm = nn.utils.clip_grad_norm_(truth, 1.0)
+
+    def ranks(mesh: Any) -> None:
+        params = [nn.Parameter(pt.distribute_tensor(torch.ones(4, 4), *p)) for p in places(mesh)]
+        for p, g in zip(params, values, strict=False):
+            p.grad = pt.distribute_tensor(g, p.device_mesh, p.placements)
+        params.append(nn.Parameter(torch.ones(4, 4)))
+        params[-1].grad = values[-1].clone()
+        assert float(CLIPS[clip](params, 1.0)) == pytest.approx(float(norm), rel=1e-6)
+        for p, q in zip(params, truth, strict=True):
+            mine = p.grad.full_tensor() if isinstance(p, pt.DTensor) else p.grad
+            torch.testing.assert_close(mine, q.grad)
+        torch.optim.AdamW(params).step()
+        torch.optim.AdamW(params, foreach=False).step()
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_gradients_of_several_dtypes_are_clipped_together() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()])  # type: ignore
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return m[0](x).square().sum() + m[1](x.bfloat16()).square().sum().float()
+
+    truth = model()
+    loss(truth, data(4, 4)).backward()
+    norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
+
+    def ranks(mesh: Any) -> None:
+        for clip in (pt.clip_grad_norm_, nn.utils.clip_grad_norm_):
+            mine = pt.parallelize(model(), mesh, {"*weight": {"tp": pt.Shard(0)}})
+            loss(mine, pt.distribute_batch(data(4, 4), mesh)).backward()
+            assert float(clip(mine.parameters(), 0.1)) == pytest.approx(float(norm), rel=1e-2)
+
+    run(ranks, dp=2, tp=2)
+
+
+# -- any optimizer, in a plain loop ----------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    name: (lambda params, name=name: getattr(torch.optim, name)(params, lr=0.01))
+    for name in (
+        "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+    ).split()
+} | {
+    "SGD with momentum": lambda params: torch.optim.SGD(
+        params, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "AdamW with amsgrad, maximizing": lambda params: torch.optim.AdamW(
+        params, amsgrad=True, maximize=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plain_loop_with_any_optimizer_is_one_devices(name: str) -> None:
+    def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> None:
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            model(put(data(5 + step))).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    truth = deep(layers=2).double()
+    loop(truth, lambda x: x.double())
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=2).double(), mesh)
+        loop(model, lambda x: pt.distribute_batch(x.double(), mesh))
+        same(model, truth, rtol=1e-7, atol=1e-9)
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_an_optimizer_that_asks_again_for_the_loss_is_one_devices() -> None:
+    def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            out = model(put(data().double())).square().mean()
+            out.backward()
+            return out
+
+        for _ in range(3):
+            optimizer.step(loss)
+
+    truth = deep(layers=2).double()
+    loop(truth, lambda x: x)
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=2).double(), mesh)
+        loop(model, lambda x: pt.distribute_batch(x, mesh))
+        same(model, truth, rtol=1e-7, atol=1e-9)
+
+    run(ranks, dp=2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_are_set_to_zero_in_either_way(set_to_none: bool, foreach: bool) -> None:
+    def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=foreach)
+        for step in range(6):
+            model(put(data(5 + step))).square().mean().backward()
+            if step % 2:  # of two micro-batches
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    truth = deep(layers=2).double()
+    loop(truth, lambda x: x.double())
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=2).double(), mesh)
+        loop(model, lambda x: pt.distribute_batch(x.double(), mesh))
+        same(model, truth, rtol=1e-9, atol=1e-12)
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_shares_that_come_after_a_clip_still_add_up() -> None:
+    def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> None:
+        for rows in (3, 4, 5):
+            model(put(data(rows).double())).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    truth = deep(layers=2).double()
+    loop(truth, lambda x: x)
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=2).double(), mesh)
+        loop(model, lambda x: pt.distribute_batch(x, mesh))
+        for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_frozen_and_unused_parameters_are_left_alone() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.used, self.frozen, self.unused = (nn.Linear(6, 6) for _ in range(3))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.used(x))
+
+    def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(put(data())).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    truth = Partly()
+    loop(truth, lambda x: x)
+
+    def ranks(mesh: Any) -> None:
+        model = pt.parallelize(Partly(), mesh, {"*.weight": {"tp": pt.Shard(0)}})
+        before = model.unused.weight.full_tensor().clone()
+        loop(model, lambda x: pt.distribute_batch(x, mesh))
+        same(model, truth, rtol=1e-4, atol=1e-6)
+        assert model.unused.weight.grad is None and model.frozen.weight.grad is None
+        assert torch.equal(model.unused.weight.full_tensor(), before)
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_what_looked_at_a_gradient_before_it_was_settled_is_still_right_after() -> None:
+    def ranks(mesh: Any) -> None:
+        model = pt.parallelize(nn.Linear(4, 4), mesh)
+        model(pt.distribute_batch(data(4, 4), mesh)).square().sum().backward()
+        grad = model.weight.grad
+        row, flat, truth = grad[1], grad.view(-1), grad.full_tensor()
+        pt.reduce_gradients(model.parameters())
+        assert model.weight.grad is grad and torch.equal(grad.full_tensor(), truth)
+        assert torch.equal(flat.full_tensor(), truth.view(-1))
+        assert torch.equal(row.full_tensor(), truth[1])
+
+    run(ranks, dp=2)
+
+
+def test_a_gradient_keeps_its_order_in_memory() -> None:
+    def ranks(mesh: Any) -> None:
+        torch.manual_seed(1)
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        truth = copy.deepcopy(conv)
+        x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+        truth(x).square().sum().backward()
+        model = pt.parallelize(conv, mesh)
+        model(pt.distribute_batch(x, mesh)).square().sum().backward()
+        pending = model.weight.grad.to_local().stride()
+        pt.reduce_gradients(model.parameters())
+        assert model.weight.grad.to_local().stride() == pending
+        torch.testing.assert_close(model.weight.grad.full_tensor(), truth.weight.grad)
+
+    run(ranks, dp=2)
+
+
+# -- a GradScaler ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_loss_that_is_scaled_trains_as_on_one_device(how: str, clips: bool) -> None:
+    def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **{how: True})
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        scales = []
+        for step in range(6):
+            optimizer.zero_grad()
+            rows = data(5 + step)
+            if step == 3:  # too large for float32, in one row only
+                rows[-1] = 1e30
+            scaler.scale(model(put(rows)).square().mean()).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    truth = deep(layers=2)
+    scales = loop(truth, lambda x: x)
+    assert scales[3] == scales[2] / 2  # that step was left out
+
+    def ranks(mesh: Any) -> None:
+        model = put(deep(layers=2), mesh)
+        assert loop(model, lambda x: pt.distribute_batch(x, mesh)) == scales
+        same(model, truth, rtol=1e-3, atol=1e-5)
+
+    run(ranks, dp=2, tp=2)
+
+
+def test_an_infinity_on_one_rank_is_found_by_all() -> None:
+    def ranks(mesh: Any) -> None:
+        model = pt.parallelize(nn.Linear(4, 4), mesh, {"weight": {"tp": pt.Shard(0)}})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = model.weight.full_tensor().clone()
+        scaler.scale(model(pt.distribute_batch(data(4, 4), mesh)).sum()).backward()
+        if mesh.get_rank() == 3:
+            with torch.no_grad():
+                model.weight.grad.to_local()[0, 0] = math.inf
+        with pt.ledger() as log:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert torch.equal(model.weight.full_tensor(), before)
+        assert log.count("all_reduce") == 3  # two sets of axes, and who found one
+
+    run(ranks, dp=2, tp=2)

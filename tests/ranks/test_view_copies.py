@@ -1,0 +1,157 @@
+"""Does a view behave as one where a layout had to change to make it, so that it is a copy?
+
+One device is the truth: the same lines, run on plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita as pt
+
+Lines = Callable[[Tensor], list[Tensor]]
+
+
+def written_base(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 4, 3)
+    x.mul_(2)
+    return [view * 1, view, x]
+
+
+def view_of_a_view(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 4, 3)
+    part = view[1:3]
+    x[0] = 0.5
+    return [part + 1, part, view]
+
+
+def written_view(x: Tensor) -> list[Tensor]:
+    view, other = x.reshape(4, 12), x.reshape(4, 4, 3)
+    view[1:].add_(1)
+    return [other * 1, view, x]
+
+
+def reshaped_in_place(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 12)
+    view.unsqueeze_(0)
+    x.add_(1)
+    view.mul_(2)
+    return [view, view * 3, x]
+
+
+def base_reshaped_in_place(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 12)
+    x.unsqueeze_(0)
+    x.add_(1)
+    return [view * 1, view, x]
+
+
+def detached(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 12)
+    view.detach().mul_(3)
+    return [view * 1, view, x]
+
+
+def halves(x: Tensor) -> list[Tensor]:
+    first, second = x[:, :2], x[:, 2:]
+    x.mul_(2)
+    x[:, 1:3].add_(1)
+    return [first * 1, second, x]
+
+
+def without_a_rule(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 12)
+    x.mul_(2)
+    return [torch.linalg.pinv(view), torch.cat([view, view]), x]
+
+
+def written_into_another(x: Tensor) -> list[Tensor]:
+    view = x.reshape(4, 12)
+    other = torch.zeros_like(x).reshape(4, 12)
+    x.mul_(2)
+    other.copy_(view)
+    other[0] = view[1]
+    return [other, view]
+
+
+LINES: list[Lines] = [
+    written_base,
+    view_of_a_view,
+    written_view,
+    reshaped_in_place,
+    base_reshaped_in_place,
+    detached,
+    halves,
+    without_a_rule,
+    written_into_another,
+]
+
+
+def values_and_gradient(lines: Lines, leaf: Tensor, whole: Callable[[Any], Tensor]) -> list[Tensor]:
+    out = lines(leaf * 1)
+    found = [whole(t).detach().clone() for t in out]
+    total: Any = 0
+    for i, t in enumerate(out):
+        total = total + (t * (i + 1)).sum()
+    total.backward()
+    return [*found, whole(leaf.grad)]
+
+
+def value() -> Tensor:
+    return torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("lines", LINES, ids=lambda f: f.__name__)
+def test_a_copied_view_and_its_base_show_what_is_written_into_either(
+    lines: Lines, dim: int
+) -> None:
+    truth = values_and_gradient(lines, value().requires_grad_(), lambda t: t)
+
+    def run(mesh: Any) -> None:
+        leaf = pt.distribute_tensor(value(), mesh, [pt.Shard(dim)]).requires_grad_()
+        got = values_and_gradient(lines, leaf, lambda t: t.full_tensor())
+        for mine, expected in zip(got, truth, strict=True):
+            torch.testing.assert_close(mine, expected)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("lines", LINES, ids=lambda f: f.__name__)
+def test_so_it_is_without_gradients(lines: Lines, mode: Callable[[], Any]) -> None:
+    def run(mesh: Any) -> None:
+        with mode():
+            truth = lines(value())
+            got = lines(pt.distribute_tensor(value(), mesh, [pt.Shard(1)]))
+            for mine, expected in zip(got, truth, strict=True):
+                torch.testing.assert_close(mine.full_tensor(), expected)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def test_a_copied_view_that_nothing_was_written_into_is_not_moved_again() -> None:
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(value(), mesh, [pt.Shard(1)])
+        view = x.reshape(4, 12)
+        assert view._spec.is_copy
+        with pt.ledger() as log:
+            view.to_local()
+            view.detach() * 2
+        assert not log.moves
+        x.add_(1)
+        with pt.ledger() as log:
+            view.to_local()
+            view * 2
+            view.to_local()
+        assert len(log.moves) == 1
+
+    with pt.ranks(a=2) as world:
+        world.run(run)

@@ -34,7 +34,16 @@ from .train.checkpoint import (
 )
 from .train.gradients import clip_grad_norm_, reduce_gradients
 from .train.materialize import materialize
+from .train.memory import count_memory
 from .train.parallelize import parallelize
+from .train.remat import (
+    RematError,
+    checkpoint_name,
+    keep_collectives,
+    one_call,
+    remat,
+    remat_report,
+)
 from .train.zero import MixedPrecision, no_sync, zero
 
 __version__ = "0.1.0"
@@ -52,25 +61,30 @@ __all__ = [
     "Partial",
     "Placement",
     "RandomState",
+    "RematError",
     "Replicate",
     "Shard",
     "async_save",
     "cache_clear",
     "cache_info",
     "check_ranks",
+    "checkpoint_name",
     "clip_grad_norm_",
+    "count_memory",
     "distribute_batch",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "full",
     "init_device_mesh",
+    "keep_collectives",
     "ledger",
     "load",
     "load_safetensors",
     "local_map",
     "materialize",
     "no_sync",
+    "one_call",
     "ones",
     "parallelize",
     "plans",
@@ -79,6 +93,8 @@ __all__ = [
     "random_mode",
     "ranks",
     "reduce_gradients",
+    "remat",
+    "remat_report",
     "rule",
     "save",
     "save_safetensors",

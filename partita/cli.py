@@ -18,6 +18,7 @@ __all__ = ["BENCHES", "main"]
 BENCHES = {
     "dispatch": "partita.report.bench_dispatch:main",
     "ops": "partita.report.bench_ops:main",
+    "memory": "partita.report.bench_memory:main",
     "zero": "partita.report.bench_zero:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""

@@ -10,7 +10,7 @@ from .handle import MeshHandle
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .ranks import World, ranks
-from .source import user_line
+from .source import call_site, user_line
 from .under_way import UnderWay
 from .wire import Ask, Wire
 
@@ -28,6 +28,7 @@ __all__ = [
     "UnderWay",
     "Wire",
     "World",
+    "call_site",
     "check_ranks",
     "dry_mesh",
     "everyone",

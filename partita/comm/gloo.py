@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .under_way import Summed, UnderWay
+from .under_way import All, Summed, UnderWay
 
 __all__ = ["start_all_gather", "start_all_reduce", "start_reduce_scatter"]
 
@@ -23,23 +23,18 @@ _SMALL = 1 << 15
 
 def start_reduce_scatter(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> Summed:
     """Begin to fill `out` with this rank's piece of the sum of the group's `x`, all contiguous."""
-    shares = torch.empty_like(x)
-    exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
-    return Summed(exchange, shares.view(group.size(), -1), out.view(-1))
+    n, rank = group.size(), group.rank()
+    pieces = x.view(n, -1)
+    shares = [pieces[i] if i == rank else torch.empty_like(pieces[i]) for i in range(n)]
+    works = []
+    for i in range(1, n):
+        works.append(group.recv([shares[(rank - i) % n]], (rank - i) % n, _TAG))
+    for i in range(1, n):
+        works.append(group.send([pieces[(rank + i) % n]], (rank + i) % n, _TAG))
+    return Summed(All(works), shares, out.view(-1))
 
 
-class _All:
-    """Several that are under way."""
-
-    def __init__(self, works: list[dist.Work]):
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> _All:
+def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> All:
     """Begin to fill `out` with the group's `x`, in group order, all contiguous."""
     n, rank = group.size(), group.rank()
     x = x.view(-1)
@@ -50,7 +45,7 @@ def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tenso
     for i in range(1, n):
         works.append(group.send([x], (rank + i) % n, _TAG))
     pieces[rank].copy_(x)
-    return _All(works)
+    return All(works)
 
 
 def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> UnderWay:
@@ -59,7 +54,7 @@ def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> UnderWay:
     flat = x.view(-1)
     if x.nbytes <= _SMALL:
         shares = x.new_empty(n * size)
-        return Summed(group._allgather_base(shares, flat), shares.view(n, size), flat)
+        return Summed(group._allgather_base(shares, flat), shares.view(n, size).unbind(), flat)
     if n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much
         return group.allreduce([x], dist.ReduceOp.SUM)
     whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))

@@ -141,7 +141,7 @@ class GroupWire(Wire):
             return group._reduce_scatter_base(out, x)
         shares = torch.empty_like(x)
         exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
-        return Summed(exchange, shares.view(group.size(), -1), out.view(-1))
+        return Summed(exchange, shares.view(group.size(), -1).unbind(), out.view(-1))
 
     def _all_to_all(
         self,

@@ -53,9 +53,11 @@ def init_device_mesh(
             ),
         )
     options = {} if backend_override is None else {"backend_override": backend_override}
-    return _init_device_mesh(
+    mesh = _init_device_mesh(
         device_type, tuple(mesh_shape), mesh_dim_names=mesh_dim_names, **options
     )
+    wire_of(mesh)  # from now on a tensor that was saved on such a mesh finds it
+    return mesh
 
 
 def _world_size() -> int | None:

@@ -6,10 +6,11 @@ import os
 import sys
 import sysconfig
 from types import FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["user_line"]
+__all__ = ["call_site", "user_line"]
 
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -42,6 +43,27 @@ def user_line(frame: FrameType | None = None) -> str:
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
+
+
+def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
+    """Which call of the user's program this is: equal on all ranks, and for each call of a line its
+    own. As `user_line`, but nothing is written out, so that it can be asked for often.
+
+    Returns:
+        File, line and instruction of the user's frame, and of the innermost one outside partita.
+    """
+    if frame is None:
+        frame = sys._getframe(1)
+    inner: tuple[Any, ...] = ()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PARTITA):
+            here = (name, frame.f_lineno, frame.f_lasti)
+            if not _is_plumbing(name):
+                return here + inner
+            inner = inner or here
+        frame = frame.f_back
+    return inner
 
 
 def _is_plumbing(name: str) -> bool:

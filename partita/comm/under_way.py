@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-__all__ = ["Done", "Summed", "UnderWay", "ordered_sum"]
+__all__ = ["All", "Done", "Summed", "UnderWay", "ordered_sum"]
 
 
 class UnderWay(Protocol):
@@ -23,6 +24,17 @@ class Done:
         pass
 
 
+class All:
+    """Several that are under way."""
+
+    def __init__(self, parts: Sequence[UnderWay]):
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
 class Summed:
     """Shares that are being exchanged, and are summed when they have come.
 
@@ -30,7 +42,7 @@ class Summed:
     `out` but at least 32 bits: the sum is the same bits whichever collective brought the shares.
     """
 
-    def __init__(self, exchange: UnderWay, shares: torch.Tensor, out: torch.Tensor):
+    def __init__(self, exchange: UnderWay, shares: Sequence[torch.Tensor], out: torch.Tensor):
         self._exchange, self._shares, self._out = exchange, shares, out
 
     def wait(self) -> None:
@@ -39,11 +51,17 @@ class Summed:
             ordered_sum(self._shares, self._out)
 
 
-def ordered_sum(shares: torch.Tensor, out: torch.Tensor) -> None:
-    """Sum `shares` (n, numel) over its rows, in their order, into `out` (numel)."""
+def ordered_sum(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum `shares`, in their order, into `out`, of which one of them may be."""
     narrow = out.element_size() < 4 and out.is_floating_point()
-    total = shares[0].float() if narrow else out.copy_(shares[0])
-    for share in shares[1:]:
-        total += share
+    first, *rest = shares
     if narrow:
+        total = first.float()
+    else:
+        total = out if out.dtype == first.dtype and rest else first.to(out.dtype)
+        if total is out:
+            torch.add(first, rest.pop(0), out=out)
+    for share in rest:
+        total = total.add_(share) if total is not first else total + share
+    if total is not out:
         out.copy_(total)

@@ -346,7 +346,7 @@ class Wire:
         n, shares = self.mesh_size(axes), torch.empty_like(x)
         even = [x.numel() // n] * n
         self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, ask)
-        return Summed(Done(), shares.view(n, -1), out.view(-1))
+        return Summed(Done(), shares.view(n, -1).unbind(), out.view(-1))
 
     def _all_to_all(
         self,

@@ -19,7 +19,7 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial
 from .checksum import checksum
 from .spec import Spec
 
-__all__ = ["alike", "compare", "does_not_fit"]
+__all__ = ["alike", "compare", "does_not_fit", "no_strides"]
 
 _TEXT_BYTES = 512  # of what a rank brings, as the others are told it
 
@@ -73,6 +73,24 @@ def compare(local: torch.Tensor, spec: Spec) -> None:
                         Fix(f"placements={shares}", "if they are shares of a sum"),
                     ),
                 )
+
+
+def no_strides(what: str, t: torch.Tensor) -> LayoutError:
+    """What to raise where `t`, which is sparse (or has another layout of its own), is to be global.
+
+    Args:
+        what: who takes it or makes it.
+    """
+    return LayoutError(
+        f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
+        place=user_line(),
+        operands=(f"t  {tuple(t.shape)}",),
+        reason="placements speak of dimensions that can be cut, and a sparse tensor's cannot",
+        fixes=(
+            Fix("t.to_dense()"),
+            Fix("pt.local_map(f, out_placements)", "where f takes or makes a sparse tensor inside"),
+        ),
+    )
 
 
 def alike(what: str, said: str, wire: Wire) -> None:

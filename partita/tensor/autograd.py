@@ -48,6 +48,8 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         back = ctx.moves.transpose(ctx.wire.mesh)
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # a sparse one, as gather(sparse_grad=True) makes it
         # Through apply again, so that a backward pass of the backward pass works too.
         return _moved(grad, back, ctx.wire, ctx.op, "gradient"), None, None, None, None
 

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 import torch.func
 import torch.utils.dlpack
+from torch._C import _is_torch_function_enabled as _global_view
 from torch._C import _len_torch_function_stack
 from torch.jit import _builtins
 from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 
+from partita.layout import Fix
+
 from .dtensor import DTensor
 from .plain import refuse_transform
-from .special import SPECIAL
+from .special import MEMORY, SPECIAL, refusal
 
 __all__ = ["TRANSFORMS"]
 
@@ -95,6 +98,21 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
 
 _put("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 SPECIAL[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
+
+
+def _refusing_method(name: str) -> Callable[..., Any]:
+    base = getattr(torch.Tensor, name)
+    refused = refusal(name, MEMORY, Fix(f"x.to_local().{name}(...)", "on this rank's piece"))
+
+    @functools.wraps(base)
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        return (refused if _global_view() else base)(self, *args, **kwargs)
+
+    return method
+
+
+for _name in ("set_", "as_subclass"):
+    setattr(DTensor, _name, _refusing_method(_name))
 
 
 # torch.autograd.forward_ad ends here, as jvp does.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
@@ -12,13 +14,13 @@ _WORDS = 1 << 18
 
 
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Dimensions, a number for the sizes, and one for the bytes in their places, in 63 bits.
+    """Dimensions, a number for sizes and dtype, one for the bytes in their places, in 63 bits.
 
     Two tensors of one shape that differ in one 64-bit word differ in it: each word counts by an odd
     weight, modulo 2**64. Reads only; a tensor without memory (on "meta") counts as empty.
     """
     with Local(), torch.no_grad():
-        shape = 0
+        shape = zlib.crc32(str(value.dtype).encode())
         for n in value.shape:
             shape = (shape * 1000003 + n + 1) & 0x7FFFFFFFFFFFFFFF
         if value.numel() == 0 or value.is_meta:

@@ -10,7 +10,7 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 
-from .agreement import alike
+from .agreement import alike, no_strides
 from .dtensor import DTensor, tagged
 from .spec import Spec, placed
 
@@ -86,6 +86,8 @@ def distribute_tensor(
                 Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
             ),
         )
+    if tensor.layout is not torch.strided:
+        raise no_strides("distribute_tensor", tensor)
     spec = placed(device_mesh, tensor.shape, placements)
     if src_data_rank is not None:
         alike("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)

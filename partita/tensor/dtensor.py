@@ -18,7 +18,7 @@ from torch._C import _is_torch_function_enabled as _global_view
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-from .agreement import compare, does_not_fit
+from .agreement import compare, does_not_fit, no_strides
 from .autograd import convert_gradient, moved
 from .origin import current
 from .pieces import piece_held
@@ -128,6 +128,8 @@ class DTensor(torch.Tensor):
                 place=user_line(),
                 fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
             )
+        if local_tensor.layout is not torch.strided:
+            raise no_strides("from_local", local_tensor)
         if shape is None:
             probe = placed(device_mesh, local_tensor.shape, placements)
             sizes = probe.wire.mesh.size

@@ -171,7 +171,7 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
                 if value._spec is not target and value._spec.shape == target.shape:
                     new[(j, i)] = moved(value, value._spec, target, op.form.name, "implicit")
             elif value.dim() > 0:
-                admit(value, target.wire, op.form.name)
+                admit(value, target.wire, op.form.name, (j, i))
     args, kwargs = replaced(args, kwargs, new)
     with Local():
         out = func(*args, **kwargs)

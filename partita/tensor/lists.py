@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -38,7 +39,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
     which any of the tensors is split. None of them may be pending.
     """
     with Local(), torch.no_grad():
-        parts = [_norm(t, ord) for t in tensors]
+        parts = _local_norms(tensors, ord)
         split: dict[Wire, list[int]] = {}
         for i, t in enumerate(tensors):
             if type(t) is DTensor and t._spec.is_sharded:
@@ -64,12 +65,25 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
     return parts
 
 
-def _norm(piece: torch.Tensor, ord: float) -> torch.Tensor:
-    real = torch.empty((), dtype=piece.dtype).abs().dtype  # of a complex number, too
-    dtype = real if real in (torch.float32, torch.float64) else torch.float32
-    if piece.numel() == 0:  # has no largest and no smallest element
-        return torch.full((), math.inf if ord == -math.inf else 0.0, dtype=dtype).to(piece.device)
-    return torch.linalg.vector_norm(piece.abs() if piece.is_complex() else piece, ord, dtype=dtype)
+def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tensor]:
+    """Of the pieces: one kernel for each dtype and device."""
+    parts: list[Any] = [None] * len(tensors)
+    alike: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        alike.setdefault((t.dtype, t.device, t.numel() > 0), []).append(i)
+    for (dtype, device, filled), places in alike.items():
+        real = torch.empty((), dtype=dtype).abs().dtype  # of complex numbers, too
+        wide = real if real in (torch.float32, torch.float64) else torch.float32
+        if not filled:  # no element is the largest, or the smallest
+            nothing = math.inf if ord == -math.inf else 0.0
+            found = [torch.full((), nothing, dtype=wide, device=device) for _ in places]
+        elif real is dtype:
+            found = torch._foreach_norm([tensors[i] for i in places], ord, wide)
+        else:
+            found = [torch.linalg.vector_norm(tensors[i].abs(), ord) for i in places]
+        for i, part in zip(places, found, strict=True):
+            parts[i] = part
+    return parts
 
 
 def _reduced(

@@ -27,7 +27,9 @@ from partita.rules import (
     parse,
 )
 
+from .agreement import no_strides
 from .autograd import moved
+from .buckets import pending_gradients, settle
 from .choose import Choice, choose
 from .dtensor import DTensor, tagged
 from .names import Form, parameter_names
@@ -366,6 +368,10 @@ def gathered(
         LayoutError: in place, and the result has another shape.
     """
     tensors = _all_tensors(args, kwargs)
+    waiting = pending_gradients(t for _, t in tensors)
+    if waiting:  # who needs a gradient whole settles it for good
+        settle(waiting)
+        return func(*args, **kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
     layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
     invariant = tuple(
@@ -374,6 +380,11 @@ def gathered(
 
     def whole(shape: Sequence[int]) -> Spec:
         return spec_of(Layout(tuple(shape), invariant=invariant), wire)
+
+    def fresh(out: torch.Tensor) -> Spec:
+        if out.layout is not torch.strided:
+            raise no_strides(form.name, out)
+        return whole(out.shape)
 
     written = _written(form, args, kwargs)
     if _writes_copy(form, args) and written == {(0,)}:
@@ -397,7 +408,7 @@ def gathered(
         wire,
         targets=tuple(targets),
         kernel=form.local,
-        fresh=lambda out: whole(out.shape),
+        fresh=fresh,
         copies=bool(targets) and _is_view(form, args),
         renews=_copies_among(tensors),
     )

@@ -7,12 +7,15 @@ first time that each place of the user's program does this (each time under `che
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from partita.comm import Wire, user_line
+from partita.comm import Wire, call_site, user_line
 from partita.layout import Fix, LayoutError
 
+from .agreement import no_strides
 from .checksum import checksum
 
 __all__ = ["admit", "refuse_transform"]
@@ -32,12 +35,15 @@ def refuse_transform(name: str) -> LayoutError:
     )
 
 
-def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
+def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ()) -> None:
     """Let a plain tensor pass as a whole value, or say why not.
 
+    Args:
+        where: which of the op's arguments it is, where an op takes several.
+
     Raises:
-        LayoutError: it requires grad (its gradient would have no layout); it differs between
-            ranks; `strict()` is on; or a torch.func transform is at work on it.
+        LayoutError: it is sparse; it requires grad (its gradient would have no layout); it differs
+            between ranks; `strict()` is on; or a torch.func transform is at work on it.
     """
     if is_functorch_wrapped_tensor(value):
         raise refuse_transform("grad" if value.requires_grad else "vmap")
@@ -45,7 +51,10 @@ def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
         raise LayoutError(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",
             place=user_line(),
-            operands=(f"plain tensor of shape {tuple(value.shape)}",),
+            operands=(
+                f"plain tensor of shape {tuple(value.shape)}",
+                f"DTensor on mesh {wire.mesh}",
+            ),
             reason="its gradient would have no layout, and ranks would go apart unseen",
             fixes=(
                 Fix("pt.distribute_tensor(t, mesh, placements)", "one copy from rank 0"),
@@ -53,25 +62,35 @@ def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
                 Fix("t.detach()", "if no gradient is wanted"),
             ),
         )
+    if value.layout is not torch.strided:
+        raise no_strides(op, value)
     scope = wire.scope
     if scope.strict:
         raise LayoutError(
             f"{op}: a plain tensor stands next to a DTensor, which strict() refuses",
             place=user_line(),
-            fixes=(Fix("pt.distribute_tensor(t, mesh, placements)"),),
+            operands=(
+                f"plain tensor of shape {tuple(value.shape)}",
+                f"DTensor on mesh {wire.mesh}",
+            ),
+            reason="under strict() nothing is taken for equal on all ranks unless it is said to be",
+            fixes=(
+                Fix("pt.distribute_tensor(t, mesh, placements)"),
+                Fix("with pt.strict(False): ...", "around this line"),
+            ),
         )
     if wire.mesh.size() == 1:
         return
-    place = user_line()
     seen = wire.__dict__.setdefault("plain_seen", set())
-    if (place, op) in seen and scope.check is None:
+    site = (*call_site(), op, *where)
+    if site in seen and scope.check is None:
         return
     told = wire.gather_ints(checksum(value))
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise LayoutError(
                 f"{op}: a plain tensor next to a DTensor differs between ranks",
-                place=place,
+                place=user_line(),
                 operands=(
                     f"rank 0  {told[0][0]} dimensions, checksum {told[0][-1]:x}",
                     f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
@@ -82,4 +101,4 @@ def admit(value: torch.Tensor, wire: Wire, op: str) -> None:
                     Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
                 ),
             )
-    seen.add((place, op))
+    seen.add(site)

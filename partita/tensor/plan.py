@@ -102,7 +102,7 @@ class CallPlan:
                     settle(pending_gradients((value,)))  # its owner's, for good
                 new[target.path] = _moved_once(value, target.spec, self.op)
             else:
-                admit(value, self.wire, self.op)
+                admit(value, self.wire, self.op, target.path)
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[target.path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replaced(args, kwargs, new)

@@ -23,7 +23,18 @@ from .origin import current
 from .setitem import set_item
 from .spec import Spec, spec_of
 
-__all__ = ["BROKEN_OFF", "OURS", "PASS", "SPECIAL", "gradient_of", "means", "passes", "seeded"]
+__all__ = [
+    "BROKEN_OFF",
+    "MEMORY",
+    "OURS",
+    "PASS",
+    "SPECIAL",
+    "gradient_of",
+    "means",
+    "passes",
+    "refusal",
+    "seeded",
+]
 
 T = torch.Tensor
 OURS = frozenset("_spec _reopens _settled _kept _unversioned _origin _rest _gradient_of".split())
@@ -79,6 +90,8 @@ def gradient_of(x: DTensor) -> DTensor | None:
             grad.__dict__.setdefault("_gradient_of", weakref.ref(x))
             return grad
         spec = x._spec.gradient
+        if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
+            grad = grad.to_dense()
         typed = tagged(grad.detach(), spec)
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.
@@ -354,7 +367,9 @@ def _format(x: DTensor, spec: str) -> str:
     return object.__format__(x, spec)
 
 
-def _refuse(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
+def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
+    """What a function means that a DTensor must not come to."""
+
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise LayoutError(
             f"{name} cannot take a DTensor", place=user_line(), reason=reason, fixes=fixes
@@ -363,16 +378,16 @@ def _refuse(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
     return refused
 
 
-SPECIAL[T.__dlpack__] = _refuse(
+SPECIAL[T.__dlpack__] = refusal(
     "dlpack",
     "the other side would take this rank's piece for the whole tensor",
     Fix("x.to_local().__dlpack__()", "this rank's piece"),
     Fix("x.full_tensor().__dlpack__()", "the whole value"),
 )
-for _name in ("set_", "resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
-    SPECIAL[getattr(T, _name)] = _refuse(
-        _name, "it works on memory, of which each rank has another part", Fix("x.to_local()")
-    )
+MEMORY = "it works on memory, of which each rank has another part"
+for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
+    _way_out = Fix(f"x.to_local().{_name}(...)", "on this rank's piece")
+    SPECIAL[getattr(T, _name)] = refusal(_name, MEMORY, _way_out)
 
 
 SPECIAL[T.__setitem__] = set_item

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["Block", "Slot", "find_blocks"]
+__all__ = ["Block", "Slot", "block_modules", "find_blocks"]
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
@@ -54,7 +54,7 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
             lies within another block.
     """
     names = {module: name for name, module in model.named_modules()}
-    roots = list(_children_of_lists(model)) if chosen is None else _chosen(model, chosen, names)
+    roots = block_modules(model, chosen)
     home = {}
     for root in roots:
         for module in root.modules():
@@ -76,6 +76,15 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
         name = " and ".join(names[m] or "model" for m in key)
         blocks.setdefault(key, Block(name, key)).slots.append(places)
     return list(blocks.values())
+
+
+def block_modules(
+    model: nn.Module, chosen: Sequence[str | nn.Module] | None = None
+) -> list[nn.Module]:
+    """The modules that are blocks of `model`; see `find_blocks`."""
+    if chosen is None:
+        return list(_children_of_lists(model))
+    return _chosen(model, chosen, {module: name for name, module in model.named_modules()})
 
 
 def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:

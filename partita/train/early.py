@@ -78,6 +78,15 @@ class Early:
                     p.__dict__["_rest"] = rest
                     p.register_post_accumulate_grad_hook(self._hook(bucket, i))
 
+    def replaced(self, old: DTensor, new: DTensor) -> None:
+        """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
+        for bucket in self._buckets:
+            for i, p in enumerate(bucket.params):
+                if p is old:
+                    bucket.params[i] = new
+                    new.__dict__["_rest"] = old.__dict__["_rest"]
+                    new.register_post_accumulate_grad_hook(self._hook(bucket, i))
+
     def _hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
             bucket.ready.add(i)

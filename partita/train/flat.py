@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -71,8 +72,10 @@ class Flat:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.name, self.dtype, self.device = name, dtype, device
         self.wire: Wire = wholes[0].wire
+        if device.type == "meta":  # until `materialize`
+            device = self.wire.device
+        self.name, self.dtype, self.device = name, dtype, device
         mesh = self.wire.mesh
         self.n = math.prod(mesh.size(a) for a in axes)
         self.pieces: list[Piece] = []
@@ -218,9 +221,13 @@ class Flat:
             g is not None and g.numel() == self.n * p.length
             for g, p in zip(grads, self.pieces, strict=True)
         )
-        new = torch.empty if fits else torch.zeros
+        if fits and held is None and len(grads) == 1:
+            (only,) = grads
+            if only is not None and only.dtype == dtype and only.is_contiguous():
+                return only.view(self.n, self.length)
         sums = held
         if sums is None:
+            new = torch.empty if fits else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
         to, come = [], []
         for g, p in zip(grads, self.pieces, strict=True):
@@ -260,12 +267,16 @@ class Flat:
             What waits for this rank's piece of each gradient and returns them.
         """
         out = torch.empty(self.length, dtype=dtype, device=self.device)
-        work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
-        on_the_way = [sums]  # until it has gone
+        # Until it has come: what is under way holds as much as the parameters had gathered.
+        on_the_way: list[Any] = [
+            self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient"),
+            sums,
+        ]
+        del sums
 
         def wait() -> list[torch.Tensor]:
             if on_the_way:
-                work.wait()
+                on_the_way[0].wait()
                 on_the_way.clear()
             shapes = [p.shard.local_shape for p in self.pieces]
             return [

@@ -40,8 +40,7 @@ def clip_grad_norm_(
     """As torch.nn.utils.clip_grad_norm_, over DTensors and plain tensors together.
 
     Pending gradients are settled first. The norm costs one small all-reduce for each mesh over
-    which gradients are split. Under `strict()` it is allowed, as torch's own is not where gradients
-    are split or live on several meshes.
+    which gradients are split.
 
     Returns:
         The norm of all gradients together, a plain scalar, the same on every rank.

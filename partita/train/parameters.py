@@ -76,7 +76,8 @@ def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
     """Let all that hold a tensor hold `new` instead, with its attributes and requires_grad.
 
     Args:
-        new: a leaf that needs no gradient yet and that nobody else holds.
+        new: a leaf that needs no gradient yet and that nobody else holds. Where `zero` has sharded
+            the old one's state, it has the old one's layout.
         by: who does it, for the optimizer that holds the old one.
     """
     old = held.tensor
@@ -85,6 +86,8 @@ def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
     for key, value in old.__dict__.items():
         if key not in OURS:
             new.__dict__[key] = value
+    if "_rest" in old.__dict__:  # whoever shards the training state knows it by identity
+        old.__dict__["_rest"].owner.replaced(old, new)
     for module, key in held.homes:
         setattr(module, key, new)
     held.tensor = new

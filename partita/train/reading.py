@@ -30,6 +30,9 @@ Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
 """
 
 
+_SHOWN = 40  # of what is wrong with a plan
+
+
 @dataclass
 class Reading:
     """A plan, read for a model.
@@ -73,12 +76,15 @@ class Reading:
     def complain(self) -> None:
         """Raise all that is wrong, if anything is."""
         if self.wrong:
-            one = len(self.wrong) == 1
+            wrong, many = self.wrong[:_SHOWN], len(self.wrong)
+            if many > _SHOWN:
+                wrong.append(f"and {many - _SHOWN} more")
             raise LayoutError(
                 "parallelize: "
-                + ("this does not fit" if one else f"these {len(self.wrong)} do not fit"),
+                + ("this does not" if many == 1 else f"these {many} do not")
+                + " fit",
                 place=user_line(),
-                operands=tuple(self.wrong),
+                operands=tuple(wrong),
                 reason="the model is as it was",
             )
 
@@ -145,6 +151,9 @@ class Reading:
                 f"{t._spec.wire.mesh}"
             )
         elif not isinstance(t, DTensor) or t._spec.layout != layout:
+            if "_rest" in t.__dict__:
+                self.wrong.append(f"{held.name} is sharded by zero already: parallelize before")
+                return
             if t.grad is not None:
                 self.wrong.append(f"{held.name} has a gradient, which would be lost: zero_grad()")
             if has_hooks(t):

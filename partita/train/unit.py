@@ -374,8 +374,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with Local(), torch.no_grad():
+            ctx.call.came("parameters")  # frees what was gathered, before its gradients are copied
             ctx.call.reduce(grads)
-            ctx.call.came("parameters")
         return torch.empty(0), None
 
 

@@ -187,6 +187,10 @@ class Zero:
                 found[p] = found[p] + g if p in found else g
         return found
 
+    def replaced(self, old: DTensor, new: DTensor) -> None:
+        """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
+        new.__dict__["_rest"] = old.__dict__["_rest"]
+
     def updated(self) -> None:
         """An optimizer has updated the shards: nothing has to be gathered before it is used."""
 

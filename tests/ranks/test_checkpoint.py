@@ -92,7 +92,8 @@ def test_a_pending_tensor_is_reduced_once_and_loads_into_shares(tmp_path):
         with pt.ledger() as log:
             pt.save({"x": pending}, tmp_path / "pending")
         assert log.count(reason="explicit") == log.count() > 0
-        state = {"x": pt.ones(4, 4, device_mesh=mesh, placements=[P, S(0)])}
+        shares = pt.DTensor.from_local(torch.ones(2, 4), mesh, [P, S(0)])  # of every rank
+        state = {"x": shares}
         pt.load(state, tmp_path / "pending")
         assert state["x"].placements == (P, S(0))
         torch.testing.assert_close(state["x"].full_tensor(), whole.sum(1, True).expand(4, 4))

@@ -220,6 +220,8 @@ def test_it_loads_from_one_stage_of_zero_into_another(first, then, tmp_path):
     def load(mesh: Any) -> list[float]:
         state = start(mesh, 1, then)
         pt.load(state, tmp_path / "c")
+        moments = [held["exp_avg"] for held in state["optimizer"].state.values()]
+        assert all(m.placements == ((pt.Shard(0) if then else pt.Replicate()),) for m in moments)
         pt.save(state, tmp_path / f"d{mesh.size()}")
         return go_on(state, mesh, range(2, 4))
 

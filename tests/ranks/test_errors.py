@@ -383,11 +383,26 @@ def test_a_plain_gradient_of_a_dtensor_is_refused_and_a_spread_one_taken():
         assert all(torch.equal(g, T) for g in results)
 
 
-@pytest.mark.parametrize("name", "set_ resize_ as_strided_ share_memory_".split())
-def test_what_works_on_memory_is_refused(name):
-    arguments = {"set_": (T,), "resize_": (3,), "as_strided_": ((2,), (1,)), "share_memory_": ()}
-    error = refused(lambda mesh: getattr(spread(mesh), name)(*arguments[name]))
+WORKS_ON_MEMORY = {
+    "set_": (T,),
+    "resize_": (3,),
+    "as_strided_": ((2,), (1,)),
+    "share_memory_": (),
+    "as_subclass": (torch.Tensor,),
+}
+
+
+@pytest.mark.parametrize("name", WORKS_ON_MEMORY)
+def test_what_works_on_memory_is_refused_and_works_on_a_piece(name):
+    given = WORKS_ON_MEMORY[name]
+    error = refused(lambda mesh: getattr(spread(mesh), name)(*given))
     assert f"{name} cannot take a DTensor" in error.fact
+    assert error.fixes[0].write == f"x.to_local().{name}(...)"
+    with pt.ranks(dp=2) as world:
+        assert world.run(lambda mesh: type(getattr(spread(mesh).to_local(), name)(*given))) == [
+            torch.Tensor,
+            torch.Tensor,
+        ]
 
 
 # -- functions that do not ask ---------------------------------------------------------------------
@@ -410,6 +425,8 @@ def transformed(name, x):
     "name",
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap".split(),
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch's own code
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 def test_a_function_transform_is_refused_and_works_on_the_whole_value(name):
     error = refused(lambda mesh: transformed(name, spread(mesh)))
     assert f"torch.func: {name} cannot take a DTensor" in error.fact
@@ -439,17 +456,18 @@ def test_the_gradient_that_a_refused_transform_was_to_give_is_autograds():
 def test_a_transform_meets_a_dtensor_that_its_function_has_already(name):
     def body(mesh):
         x = spread(mesh)
-        return getattr(torch.func, name)(lambda t: (x * t).sum())(torch.tensor([2.0]).squeeze(-1))
+        if name == "vmap":
+            return torch.vmap(lambda t: x * t)(torch.ones(3))
+        return torch.func.grad(lambda t: (x * t).sum())(torch.tensor(2.0))
 
-    if name == "vmap":
-        body = lambda mesh: torch.vmap(lambda t: spread(mesh) * t)(torch.ones(3))  # noqa: E731
-    assert "torch.func" in refused(body).fact
+    assert f"torch.func: {name}" in refused(body).fact
 
 
 def test_forward_mode_is_refused():
     def body(mesh):
         x = spread(mesh)
-        return torch.autograd.forward_ad._make_dual(x, x, level=0)
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.make_dual(x, x)
 
     assert "torch.func: jvp" in refused(body).fact
 

@@ -126,6 +126,26 @@ def test_a_gradient_that_is_read_by_hand_is_settled_for_good() -> None:
     run(ranks, dp=2)
 
 
+def test_values_that_torch_clips_are_settled_first_and_once() -> None:
+    truth = deep(layers=4)
+    truth(data()).square().sum().backward()
+    nn.utils.clip_grad_value_(truth.parameters(), 0.05)
+
+    def ranks(mesh: Any, foreach: bool) -> None:
+        model = put(deep(layers=4), mesh)
+        model(pt.distribute_batch(data(), mesh)).square().sum().backward()
+        with pt.ledger() as log:
+            nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=foreach)
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+        assert log.bytes == ring(sum(p.nbytes for p in model.parameters()), 2)
+        for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+    with pt.ranks(dp=2) as world:
+        world.run(ranks, True)
+        world.run(ranks, False)
+
+
 def test_micro_batches_send_nothing_until_the_step() -> None:
     def ranks(mesh: Any) -> None:
         model = put(deep(), mesh)
@@ -151,6 +171,96 @@ def test_large_gradients_travel_in_several_buckets(monkeypatch: pytest.MonkeyPat
             pt.reduce_gradients(model.parameters())
         assert 3 <= log.count("all_reduce") <= 5
         assert log.bytes == ring(sum(p.nbytes for p in model.parameters()), 2)
+
+    run(ranks, dp=2)
+
+
+# -- a pending gradient stays pending (PyTorch #180486, #180511) -----------------------------------
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return 2 * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda w: w,
+    "transposed": lambda w: w.transpose(1, 2),
+    "transposed and made contiguous": lambda w: w.transpose(1, 2).contiguous(),
+    "through a function of its own": Doubled.apply,
+    "transposed, through a function of its own": lambda w: Doubled.apply(w.transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("flat", [False, True])
+def test_backward_of_a_whole_weight_carries_nothing_however_it_is_used(use: str, flat: bool):
+    """A gradient whose strides are not its weight's is no reason to reduce it."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(3, 4, 4), torch.randn(6, 4)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        used = USES[use](w)
+        y = torch.mm(x, used.reshape(12, 4).t()) if flat else torch.matmul(x, used)
+        return y.square().sum()
+
+    truth = weight.clone().requires_grad_()
+    loss(truth, x).backward()
+
+    def ranks(mesh: Any) -> None:
+        w = pt.distribute_tensor(weight, mesh).requires_grad_()
+        rows = pt.distribute_batch(x, mesh)
+        for times in (1, 2):  # the second adds shares to shares
+            out = loss(w, rows)
+            with pt.ledger() as log:
+                out.backward()
+            assert log.bytes == 0 and log.count("all_reduce") == 0
+            assert w.grad.placements == (pt.Partial(),)
+            torch.testing.assert_close(w.grad.full_tensor(), times * truth.grad)
+
+    run(ranks, dp=2)
+
+
+@pytest.mark.parametrize("placements", [None, [pt.Partial()]], ids=["", "said"])
+def test_backward_of_a_local_piece_of_a_whole_weight_carries_nothing(placements: Any) -> None:
+    weight, x = torch.randn(3, 4, 4), torch.randn(6, 4)
+    truth = weight.clone().requires_grad_()
+    torch.matmul(x, truth.transpose(1, 2)).square().sum().backward()
+
+    def ranks(mesh: Any) -> None:
+        w = pt.distribute_tensor(weight, mesh).requires_grad_()
+        local = w.to_local(grad_placements=placements).transpose(1, 2).contiguous()
+        rows = pt.distribute_batch(x, mesh).to_local()
+        with pt.ledger() as log:
+            torch.matmul(rows, local).square().sum().backward()
+        assert not log.moves
+        assert w.grad.placements == (pt.Partial(),)
+        torch.testing.assert_close(w.grad.full_tensor(), truth.grad)
+
+    run(ranks, dp=2)
+
+
+def test_memory_that_is_overwritten_is_pending_as_what_it_is_made_like_and_a_value_is_not() -> None:
+    def ranks(mesh: Any) -> None:
+        x = pt.DTensor.from_local(torch.ones(4, 6), mesh, [pt.Partial()])
+        whole, pending = (pt.Replicate(),), (pt.Partial(),)
+        with pt.ledger() as log:
+            assert x.new_empty(4, 6).placements == pending
+            assert x.new_empty_strided((4, 6), (1, 4)).placements == pending
+            assert x.new_empty(6, 4).placements == whole
+            for made, value in (
+                (x.new_zeros(4, 6), 0.0),
+                (x.new_ones(4, 6), 1.0),
+                (x.new_full((4, 6), 3.0), 3.0),
+            ):
+                assert made.placements == whole
+                assert torch.equal(made.full_tensor(), torch.full((4, 6), value))
+        assert log.bytes == 0
 
     run(ranks, dp=2)
 
@@ -329,6 +439,25 @@ def test_gradients_are_set_to_zero_in_either_way(set_to_none: bool, foreach: boo
         same(model, truth, rtol=1e-9, atol=1e-12)
 
     run(ranks, dp=2, tp=2)
+
+
+def test_a_step_of_a_fused_kernel_is_not_missed() -> None:
+    """It does not count what it changes, and a bias that was moved for a row is kept by count."""
+
+    def ranks(mesh: Any) -> None:
+        model = pt.parallelize(nn.Linear(4, 4), mesh, {"weight": {"tp": pt.Shard(1)}})
+        x = pt.distribute_batch(data(4, 4), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        truth = nn.functional.linear(
+            data(4, 4), model.weight.full_tensor(), model.bias.full_tensor()
+        )
+        torch.testing.assert_close(model(x).full_tensor(), truth)
+
+    run(ranks, tp=2)
 
 
 def test_shares_that_come_after_a_clip_still_add_up() -> None:

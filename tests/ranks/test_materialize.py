@@ -79,6 +79,38 @@ def test_values_are_those_of_one_device_with_the_same_seed(name: str, sizes: dic
         world.run(ranks)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_zero_has_sharded_gets_its_values_too(stage: int) -> None:
+    tokens = torch.randint(0, 256, (4, 16))
+
+    def losses(model: nn.Module, tokens: torch.Tensor) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        out = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            out.append(loss.item())
+        return out
+
+    torch.manual_seed(5)
+    truth = losses(gpt(), tokens)
+
+    def ranks(mesh: Any) -> None:
+        with torch.device("meta"):
+            model = gpt()
+        pt.zero(pt.parallelize(model, mesh, pt.plans.gpt()), mesh, stage=stage)
+        torch.manual_seed(5)
+        pt.materialize(model)
+        assert losses(model, pt.distribute_batch(tokens, mesh)) == pytest.approx(truth, rel=1e-5)
+        state = model.get_parameter("blocks.0.mlp.up.weight")
+        assert ("_rest" in state.__dict__) == True  # noqa: E712
+
+    with pt.ranks(dp=2, tp=2) as world:
+        world.run(ranks)
+
+
 def test_what_shares_a_weight_still_does() -> None:
     def ranks(mesh: Any) -> None:
         with torch.device("meta"):

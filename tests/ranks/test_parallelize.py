@@ -76,6 +76,7 @@ MESHES: dict[str, tuple[dict[str, int], bool, dict[str, pt.Placement], float]] =
         1e-5,
     ),
     "three ranks of tp, which do not divide the heads": ({"tp": 3}, True, {}, 1e-5),
+    "five ranks of dp, one without a row": ({"dp": 5}, False, {"dp": pt.Shard(0)}, 1e-6),
 }
 """By name: the mesh, sequence parallelism on tp, where the batch lies, and the tolerance."""
 

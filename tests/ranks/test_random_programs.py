@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis.errors import UnsatisfiedAssumption
 from torch.overrides import TorchFunctionMode
 
 import partita as pt
@@ -120,16 +122,38 @@ def check(program: Program) -> None:
         world.run(on_a_rank, program, values, grads)
 
 
+def shortest(program: Program) -> Program:
+    """`program`, which fails, without the lines that it fails without."""
+    for i in reversed(range(len(program.lines))):
+        lines = program.lines[:i] + program.lines[i + 1 :]
+        shorter = replace(program, lines=lines)
+        try:
+            on_one_device(shorter)
+        except (Exception, UnsatisfiedAssumption):
+            continue
+        try:
+            check(shorter)
+        except Exception:
+            program = shorter
+    return program
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns of broadcast targets and the like
 @settings(
     max_examples=EXAMPLES or 300,
     derandomize=not EXAMPLES,
     database=None,
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 @given(programs())
 def test_a_program_gives_what_one_device_gives(program: Program) -> None:
-    check(program)
+    try:
+        check(program)
+    except UnsatisfiedAssumption:
+        raise
+    except Exception as error:
+        raise AssertionError(f"the shortest that fails: {shortest(program)!r}") from error
 
 
 ONCE_WRONG = {

@@ -53,7 +53,7 @@ def embedding_builtin(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Said | None:
-    if scale_grad_by_freq or sparse:
+    if scale_grad_by_freq:
         return None
 
     def local(call: Call) -> Kernel | None:
@@ -61,7 +61,11 @@ def embedding_builtin(
             padding = None if padding_idx < 0 else padding_idx
             return _rows_of(weight, indices, call.pieces["v"], padding)
 
-        return run if call.is_split("v") else None
+        def dense(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
+            return call.run(weight, indices, padding_idx)
+
+        # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
+        return run if call.is_split("v") else dense if sparse else None
 
     return Said("v d * [...] -> ... d", local)
 

@@ -4,13 +4,16 @@ from .again import is_recomputing
 from .errors import RematError
 from .policy import Call, keep_collectives, one_call
 from .region import checkpoint_name, remat
+from .report import Report, remat_report
 
 __all__ = [
     "Call",
     "RematError",
+    "Report",
     "checkpoint_name",
     "is_recomputing",
     "keep_collectives",
     "one_call",
     "remat",
+    "remat_report",
 ]

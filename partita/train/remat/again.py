@@ -25,6 +25,7 @@ from .identity import Key, Origins, describe, printed, site, within
 from .kept import KeptCall, KeptKernels, Replaying
 from .mode import Kind, listening
 from .policy import OneCall
+from .report import Flops, open_reports
 
 __all__ = ["Again", "is_recomputing"]
 
@@ -51,6 +52,8 @@ class Again:
         self._replaying: Replaying | None = None
         self._to_meet = forward.saved
         self._met = 0
+        self._flops: Flops | None = None
+        self.flops_of: dict[Event, int] = {}
 
     def run(self) -> None:
         """Fill the slots of the first run."""
@@ -63,6 +66,12 @@ class Again:
             with ExitStack() as modes:
                 context = modes.enter_context(forward.surroundings.restored())
                 modes.enter_context(recomputing())
+                meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
+                measuring = forward.plan is not None and forward.plan.measures
+                if meters or measuring:
+                    self._flops = modes.enter_context(Flops())
+                if measuring:
+                    modes.enter_context(forward.plan.counting())
                 HERE.watcher = self
                 modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
                 mode = listening()
@@ -78,6 +87,10 @@ class Again:
             HERE.watcher = before
         try:
             self._check_counts(enough)
+            for report in meters:
+                report.note(forward, len(self._done), self._flops.total)
+            if measuring:
+                forward.plan.recomputed(forward, self.flops_of)
         except BaseException:
             forward.empty()
             raise
@@ -101,6 +114,7 @@ class Again:
         """Within a call: what it saves goes to its slots, what it draws it draws again."""
         before = (self._event, self._slot)
         self._event, self._slot = event, 0
+        flops = 0 if self._flops is None else self._flops.total
         draws = event.draws
         if draws is not None:
             self.forward.surroundings.draw_as(draws.before)
@@ -110,6 +124,8 @@ class Again:
                 raise self._saves(event, self._slot)
         finally:
             self._event, self._slot = before
+            if self._flops is not None:
+                self.flops_of[event] = self._flops.total - flops
         if draws is not None:
             self.forward.surroundings.draw_as(draws.after)
 
@@ -119,7 +135,8 @@ class Again:
         """A function of torch, announced by the mode."""
         if self._event is not None:
             return kind.func(*args, **kwargs)
-        event = self._find(kind.op, args, kwargs, [])
+        tensors: list[torch.Tensor] = []
+        event = self._find(kind.op, args, kwargs, tensors)
         with self._in(event):
             if isinstance(event.kept, KeptKernels):
                 self._replaying = replaying = Replaying(event.kept)
@@ -130,7 +147,7 @@ class Again:
                     self._replaying = None
             else:
                 out = kind.func(*args, **kwargs)
-        self.origins.learn_outputs(out, event.number)
+        self.origins.learn_outputs(out, event.number, tensors)
         return out
 
     def applied(self, function: type, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
@@ -171,7 +188,7 @@ class Again:
                 out = event.kept.again(str(event), tensors)
             else:
                 out = run()
-        self.origins.learn_outputs(out, event.number)
+        self.origins.learn_outputs(out, event.number, tensors)
         return out
 
     def carried(
@@ -227,6 +244,8 @@ class Again:
                 )
             if slot.value is None:
                 slot.fill(t)
+                if slot.inside and self.forward.plan is not None:
+                    self.forward.plan.count.note(slot.value)
         self._met += 1
         if self._met == self._to_meet:
             raise _Enough

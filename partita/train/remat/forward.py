@@ -23,6 +23,7 @@ from .inputs import Inputs
 from .kept import Keeping, KeptCall, KeptKernels, start_of
 from .mode import Kind
 from .policy import OneCall
+from .report import open_reports
 from .surroundings import Draws, Surroundings, is_random
 
 if TYPE_CHECKING:
@@ -57,14 +58,19 @@ class Event:
 
 
 class Slot:
-    """Stands for a tensor that autograd saved. Autograd alone holds it."""
+    """Stands for a tensor that autograd saved. Autograd alone holds it.
 
-    __slots__ = ("__weakref__", "dtype", "event", "forward", "shape", "value", "version")
+    Attributes:
+        inside: it was made within an opaque call, unseen.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "event", "forward", "inside", "shape", "value", "version")
 
     def __init__(self, forward: Forward, event: Event, shape: torch.Size, dtype: torch.dtype):
         self.forward, self.event, self.shape, self.dtype = forward, event, shape, dtype
         self.value: torch.Tensor | None = None
         self.version = 0
+        self.inside = False
 
     def fill(self, t: torch.Tensor) -> None:
         self.value = local_of(t)
@@ -98,7 +104,7 @@ class _Held:
 
 
 def outer_hooks() -> tuple[Any, Any] | None:
-    """Who packs saved tensors here: torch calls the innermost only, and has no public way to ask."""
+    """Who packs saved tensors here? torch calls the innermost only; it has no public way to ask."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -113,7 +119,8 @@ class Forward:
     """
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.region, self.policy = region, region.policy
+        self.region, self.policy, self.plan = region, region.policy, region.plan
+        self.reports = open_reports()
         self.origins = Origins()
         self.events: dict[tuple[Key, int], Event] = {}
         self.order: list[Event] = []
@@ -122,6 +129,8 @@ class Forward:
         self.complete = False
         self._counts: dict[Any, int] = {}
         self._event: Event | None = None
+        self._opened: list[torch.Tensor] = []  # the inputs of an opaque call
+        self._around = HERE.watcher
         self._keeping: Keeping | None = None
         self._inside: _Inside | None = None
         self._kept: dict[int, KeptKernels | KeptCall] = {}
@@ -130,6 +139,8 @@ class Forward:
         self.inputs = Inputs(args, kwargs, self.origins)
         self.names = region.names.start(self) if self.policy.wants_names else None
         self.hooks = saved_tensors_hooks(self._pack, _unpack)
+        if self.plan is not None and self.plan.measures:
+            self.plan.began(self)
 
     # -- identity ----------------------------------------------------------------------------------
 
@@ -148,13 +159,15 @@ class Forward:
     def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         if self._event is not None:
+            if kind.writes:  # a compiled region writes its buffers so
+                self._before_write(kind, args, kwargs, self._opened)
             return kind.func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         event = self._enter(kind.op, args, kwargs, tensors)
         if is_random(kind.op, args, kwargs):
             event.draws = Draws(tensors, kwargs)
         if kind.writes:
-            self._before_write(kind, args, kwargs)
+            self._before_write(kind, args, kwargs, None)
             keep = watch = False
         else:
             keep, watch = self._wanted(event, kind.op, kind.func)
@@ -168,11 +181,11 @@ class Forward:
                 out = kind.func(*args, **kwargs)
         finally:
             self._event = None
-        self._made(event, out)
+        self._made(event, out, tensors)
         return out
 
-    def _made(self, event: Event, out: Any) -> None:
-        self.origins.learn_outputs(out, event.number)
+    def _made(self, event: Event, out: Any, tensors: list[torch.Tensor]) -> None:
+        self.origins.learn_outputs(out, event.number, tensors)
         if self.names is not None:
             self.names.made(event, out)
 
@@ -189,9 +202,8 @@ class Forward:
     def _wanted(self, event: Event, op: str, function: Any) -> tuple[bool, bool]:
         """Is its result kept? Else, may the program yet give it a name that is?"""
         name = self.names.known(event) if self.names is not None else None
-        plan = self.region.plan
-        if plan is not None:
-            return plan.keeps(event), False
+        if self.plan is not None:
+            return self.plan.keeps(self.region, event), self.plan.measures
         if self.policy.keeps(op, function, event.key, name, False):
             return True, False
         return False, self.names is not None and self.names.is_new(event)
@@ -207,6 +219,8 @@ class Forward:
         if kept is not None:
             if keep:
                 self.keep(event, kept)
+            elif self.plan is not None:
+                self.plan.could_keep(self.region, event, kept.nbytes)
             elif self.names is not None:
                 self.names.offer(event, kept, out)
         return out
@@ -231,7 +245,7 @@ class Forward:
         def run() -> Any:
             return marked.__wrapped__(*args, **kwargs)
 
-        if self._event is not None or self.region.plan is not None:
+        if self._event is not None or self.plan is not None:
             return run()
         tensors: list[torch.Tensor] = []
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
@@ -251,20 +265,24 @@ class Forward:
     ) -> Any:
         tensors: list[torch.Tensor] = []
         event = self._enter(what, args, kwargs, tensors)
+        measure = False
         if keep is None:
-            keep = self._wanted(event, _title(function), function)[0]
+            keep, measure = self._wanted(event, _title(function), function)
         draws = Draws(tensors)
-        inside = self._inside = _Inside(tensors) if keep else None
-        self._event = event
+        inside = self._inside = _Inside(tensors, bool(keep)) if keep or measure else None
+        self._event, self._opened = event, tensors
         try:
             out = run()
         finally:
-            self._event = self._inside = None
+            self._event, self._opened, self._inside = None, [], None
         if draws.over():
             event.draws = draws
-        if inside is not None:
+        if inside is not None and keep:
             self.keep(event, KeptCall.of(out, inside.own))
-        self._made(event, out)
+        elif inside is not None and self.plan is not None:
+            self.plan.could_keep(self.region, event, inside.nbytes(out))
+            self.plan.count.note(inside.fresh(out))  # kernels of a compiled region are not seen
+        self._made(event, out, tensors)
         return out
 
     def carried(
@@ -288,7 +306,8 @@ class Forward:
         if moves and out is not x:
             kinds = " ".join(m.kind for m in moves)
             where = site() if self._event is None else self._event.key[1]
-            like: Key = (kinds, where, (((None, x.shape, x.dtype),), ()))
+            # The global shape: every rank must come to the same answer.
+            like: Key = (kinds, where, (((None, torch.Size(moves[0].before.shape), x.dtype),), ()))
             if self.policy.keeps(kinds, what, like, None, True):
                 kept = KeptKernels.of_carried(out)
                 self.carried_results[key] = kept
@@ -297,17 +316,28 @@ class Forward:
 
     # -- writes in place ---------------------------------------------------------------------------
 
-    def _before_write(self, kind: Kind, args: Any, kwargs: Any) -> None:
+    def _before_write(
+        self, kind: Kind, args: Any, kwargs: Any, among: list[torch.Tensor] | None
+    ) -> None:
+        """Note which buffers of the world around are written; of an opaque call, `among` these."""
         for i in kind.writes:
             t = args[i] if i < len(args) else None
             if t is None and i:  # running statistics may come by name
                 t = kwargs.get(("running_mean", "running_var")[i - kind.writes[0]])
             for one in tensors_in(t):
+                if among is not None and not any(one is t for t in among):
+                    continue
                 if self.origins.of(one) is None:
-                    self.surroundings.writes.note(one)
+                    self.note_write(one)
                 kept = self._kept.get(start_of(one))
                 if kept is not None:
                     kept.copy()
+
+    def note_write(self, t: torch.Tensor) -> None:
+        """A buffer that neither this region made, nor one around it."""
+        self.surroundings.writes.note(t)
+        if isinstance(self._around, Forward) and self._around.origins.of(t) is None:
+            self._around.note_write(t)
 
     # -- what autograd saves -----------------------------------------------------------------------
 
@@ -318,13 +348,13 @@ class Forward:
             if event is None:
                 # Saved by what nobody announced: known by its place and shape.
                 event = self._new(("a saved tensor", site(), ((((None, shape, dtype),), ()))))
-            if inside is not None:
-                borrowed = inside.place_of(t)
-                if borrowed is None:
-                    inside.own.append(local_of(t))
-                    return _Held(t, self._outer)
+            borrowed = None if inside is None else inside.place_of(t)
+            if borrowed is not None:
                 event.borrowed.append(borrowed)
+            elif inside is not None and inside.holds(t):
+                return _Held(t, self._outer)
         slot = Slot(self, event, shape, dtype)
+        slot.inside = inside is not None and borrowed is None
         event.slots.append(weakref.ref(slot))
         self.saved += 1
         return slot
@@ -334,15 +364,17 @@ class Forward:
     def close(self) -> None:
         """The run is over."""
         self.complete = True
+        self._around = None
         self.origins.forget_the_dead()
         if self.names is not None:
             self.names.close(self.order)
         self._kept = {}
 
-    def kept_now(self) -> list[KeptKernels | KeptCall]:
-        return [e.kept for e in self.order if e.kept is not None] + list(
-            self.carried_results.values()
-        )
+    @property
+    def kept_results(self) -> list[KeptKernels | KeptCall]:
+        """All that was kept."""
+        kept = [e.kept for e in self.order if e.kept is not None]
+        return [*kept, *self.carried_results.values()]
 
     def empty(self) -> None:
         """Let go what a second run has brought: it broke off."""
@@ -363,10 +395,12 @@ class Forward:
 
 
 class _Inside:
-    """What autograd saves in an opaque call that is kept."""
+    """What autograd saves in an opaque call that is kept, or could be."""
 
-    def __init__(self, inputs: list[torch.Tensor]):
+    def __init__(self, inputs: list[torch.Tensor], keeps: bool):
         self.own: list[torch.Tensor] = []
+        self._sizes: dict[int, int] = {}
+        self._keeps = keeps
         self._starts = {(start_of(t), t.dtype): i for i, t in enumerate(inputs)}
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
@@ -374,6 +408,23 @@ class _Inside:
         start = start_of(t)
         i = self._starts.get((start, t.dtype)) if start else None
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
+
+    def holds(self, t: torch.Tensor) -> bool:
+        """Is `t`, which is no view of an input, held as it is?"""
+        if self._keeps:
+            self.own.append(local_of(t))
+        self._sizes[start_of(t)] = t.untyped_storage().nbytes()
+        return self._keeps
+
+    def fresh(self, out: Any) -> list[torch.Tensor]:
+        """The tensors in `out` that are no views of inputs."""
+        return [t for t in tensors_in(out) if (start_of(t), t.dtype) not in self._starts]
+
+    def nbytes(self, out: Any) -> int:
+        """What keeping the call would have cost."""
+        with Local():
+            sizes = {start_of(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
+        return sum((self._sizes | sizes).values())
 
 
 def carried_key(

@@ -110,13 +110,15 @@ class Origins:
     def learn(self, t: torch.Tensor, origin: Origin) -> None:
         self._known[id(t)] = (weakref.ref(t), origin)
 
-    def learn_outputs(self, out: Any, number: int) -> None:
-        """The tensors in `out`, in their order, came from call `number`."""
+    def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
+        """The tensors in `out`, in their order, came from call `number`; but not its own inputs."""
         if isinstance(out, torch.Tensor):
-            self._known[id(out)] = (weakref.ref(out), ("call", number, 0))
+            if not any(t is out for t in inputs):
+                self._known[id(out)] = (weakref.ref(out), ("call", number, 0))
         elif isinstance(out, (tuple, list)):
-            for k, t in enumerate(_flat(out)):
-                self._known[id(t)] = (weakref.ref(t), ("call", number, k))
+            for k, one in enumerate(_flat(out)):
+                if not any(t is one for t in inputs):
+                    self._known[id(one)] = (weakref.ref(one), ("call", number, k))
 
     def of(self, t: torch.Tensor) -> Origin | None:
         found = self._known.get(id(t))

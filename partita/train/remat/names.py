@@ -39,6 +39,9 @@ class Names:
         self.seen: set[_Calls] = set()
         self.named: dict[_Calls, str] = {}
 
+    def __reduce__(self) -> Any:
+        return Names, ()  # places in the program are known within one process
+
     def start(self, forward: Forward) -> Naming:
         return Naming(self, forward)
 

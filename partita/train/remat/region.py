@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from partita.tensor.watch import HERE
 
+from ..blocks import block_modules
 from .again import Again
+from .budget import Budget, Whole
 from .forward import Forward, Slot
 from .identity import within
 from .mode import listening
@@ -28,14 +30,24 @@ class Region(Wrapped):
     Attributes:
         policy: what is kept.
         names: which calls' results the program has named so far.
-        plan: what a budget has decided to keep, or None.
+        budget: that this region shares, or None.
     """
 
-    def __init__(self, fn: Callable[..., Any] | None, module: nn.Module | None, policy: Any):
+    def __init__(
+        self,
+        fn: Callable[..., Any] | None,
+        module: nn.Module | None,
+        policy: Policy,
+        budget: Budget | None = None,
+    ):
         super().__init__(fn, module)
-        self.policy = policy if isinstance(policy, Policy) else Policy(policy)
+        self.policy, self.budget = policy, budget
         self.names = Names()
-        self.plan: Any = None
+
+    @property
+    def plan(self) -> Any:
+        """What the budget has decided for this step, or how it measures; None without one."""
+        return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -71,7 +83,7 @@ class Region(Wrapped):
             raise again.missing(slot.event)
 
 
-def remat(fn: Any, policy: Any = None) -> Any:
+def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | None = None) -> Any:
     """Recompute what `fn` computes when backward needs it, instead of keeping it.
 
     Kept are the inputs, and the results that the policy names. See docs/remat.md.
@@ -86,22 +98,48 @@ def remat(fn: Any, policy: Any = None) -> Any:
             A list of functions of torch, of modules and what `one_call` made, of
             `autograd.Function`s, of names given by `checkpoint_name`, and `keep_collectives`.
             A function of a `Call`, true for what is kept.
-            An int: a budget in bytes.
+            An int: a budget, the most bytes that activations may hold at once. The first step
+            measures, and the most expensive results that fit are kept from then on.
+        blocks: the modules that are recomputed one by one, themselves or as patterns of names; by
+            default `fn` as a whole, and for a budget the children of its ModuleLists and
+            Sequentials.
 
     Returns:
         A function; for a module the module.
 
     Raises:
         ValueError: a policy that names what cannot be seen.
-        RematError: in backward, where the second run makes a call that the first did not make.
+        RematError: in backward, where the second run makes a call that the first did not make; or
+            where a budget is less than what keeping nothing takes.
     """
     read = Policy(policy)
     if isinstance(fn, nn.Module):
-        Region.in_place_of_forward(fn, read)
-        return fn
+        return _remat_module(fn, read, blocks)
     if not callable(fn):
-        raise ValueError(f"remat takes a function or a module, not {type(fn).__name__}")
-    return Region(fn, None, read)
+        raise ValueError(f"remat takes a function or a module, not a {type(fn).__name__}")
+    if blocks is not None:
+        raise ValueError("blocks are parts of a module, and this is a function")
+    if read.budget is None:
+        return Region(fn, None, read)
+    region = Region(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
+    return Whole(region, None, budget)
+
+
+def _remat_module(
+    module: nn.Module, policy: Policy, blocks: Sequence[str | nn.Module] | None
+) -> nn.Module:
+    budget = None
+    chosen = [module]
+    if blocks is not None or policy.budget is not None:
+        chosen = block_modules(module, blocks) or chosen
+    if policy.budget is not None:
+        budget = Budget(policy.budget, type(module).__name__)
+        policy = Policy(None)
+    for block in chosen:
+        Region.in_place_of_forward(block, policy, budget)
+    if budget is not None:
+        Whole.in_place_of_forward(module, budget)
+    return module
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from partita.comm import human
+from partita.comm.ledger import human
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -60,7 +60,7 @@ class Report:
         return sum(r.kept_bytes for r in self.regions)
 
     def note(self, forward: Forward, met: int, flops: int) -> None:
-        kept = forward.kept_results()
+        kept = forward.kept_results
         self.regions.append(
             Recomputed(
                 forward.region.title,
@@ -110,6 +110,17 @@ def _operations(count: int) -> str:
     return f"{size:.3g} {units[0]}FLOP"
 
 
+def _attention_on_cpu(q: Any, k: Any, v: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+_COUNTS = {
+    **flop_registry,
+    # torch counts attention on GPUs only.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+}
+
+
 class Flops(TorchDispatchMode):
     """Counts as `torch.utils.flop_counter` does, and lets compiled regions be compiled.
 
@@ -130,7 +141,7 @@ class Flops(TorchDispatchMode):
         kwargs = kwargs or {}
         with Local():
             out = func(*args, **kwargs)
-            count = flop_registry.get(getattr(func, "_overloadpacket", None))
+            count = _COUNTS.get(getattr(func, "_overloadpacket", None))
             if count is not None:
                 self.total += count(*args, **kwargs, out_val=out)
         return out

@@ -1,0 +1,278 @@
+"""Does an op on DTensors give what it gives on one device?
+
+A case is one op, one sample and one class of arguments: every tensor argument becomes a DTensor of
+that class (see `op_layouts`). Results, gradients, and the operands themselves after the call are
+compared with those of plain tensors, on every rank.
+
+Elements may differ by 1e-4 of their size, plus 1e-5, or 1e-5 of the largest where that is in the
+thousands at most. An op may instead raise a LayoutError that gives a reason or a fix, the same on
+every rank; any other exception is a crash.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+import partita as pt
+
+from .op_layouts import distributed
+from .opinfo import Form, chosen, form_of, mapped
+
+__all__ = ["OUTCOMES", "Outcome", "Reference", "references", "run_case", "together"]
+
+OUTCOMES = ("right", "raise", "wrong", "crash", "hang")
+"""From good to bad."""
+
+RTOL, ATOL, LARGEST_SCALE = 1e-4, 1e-5, 1e3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one case.
+
+    Attributes:
+        kind: one of OUTCOMES.
+        detail: what was wrong or raised, in a line.
+    """
+
+    kind: str
+    detail: str = ""
+
+    def worse(self, other: Outcome) -> Outcome:
+        return other if OUTCOMES.index(other.kind) > OUTCOMES.index(self.kind) else self
+
+
+def together(outcomes: Sequence[Outcome]) -> Outcome:
+    """The ranks' outcomes as one: the worst. To raise on some ranks only is a hang in waiting."""
+    worst = outcomes[0]
+    for o in outcomes[1:]:
+        worst = worst.worse(o)
+    if worst.kind == "raise":
+        if any(o.kind != "raise" for o in outcomes):
+            return Outcome("crash", f"raised on some ranks only: {worst.detail}")
+        if len({o.detail for o in outcomes}) > 1:
+            return Outcome("crash", f"ranks raise different errors: {worst.detail}")
+    return worst
+
+
+Convert = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Reference:
+    """One sample of an op and what one device makes of it.
+
+    Attributes:
+        call: `call(convert)` runs the op with each tensor argument put through `convert` and
+            returns the output and the converted tensors.
+        outputs: each tensor of the result, and each other value in it.
+        graded: which outputs require grad.
+        operands: each tensor argument as the call left it.
+        gradients: of each tensor argument; None for one without.
+        seeds: for each output tensor its cotangent, or None.
+    """
+
+    call: Callable[[Convert], tuple[Any, list[torch.Tensor]]]
+    outputs: list[Any] = field(default_factory=list)
+    graded: list[bool] = field(default_factory=list)
+    operands: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    seeds: list[torch.Tensor | None] = field(default_factory=list)
+
+
+# -- one device ------------------------------------------------------------------------------------
+
+
+def references(name: str, count: int) -> tuple[list[Reference], int]:
+    """Up to `count` samples of an op with their results on one device, and how many it refused."""
+    form = form_of(name)
+    found, refused = [], 0
+    for sample in chosen(form, count):
+        reference = Reference(_caller(form, sample))
+        try:
+            out, leaves = reference.call(lambda i, t: t.detach().clone())
+            reference.outputs = _flat(out)
+            reference.operands = [t.detach().clone() for t in leaves]
+            generator = torch.Generator().manual_seed(1)
+            for t in reference.outputs:
+                graded = isinstance(t, torch.Tensor) and t.requires_grad
+                reference.graded.append(graded)
+                reference.seeds.append(
+                    torch.randn(t.shape, generator=generator, dtype=t.dtype) if graded else None
+                )
+            reference.gradients = _backward(reference.outputs, reference.seeds, leaves)
+        except Exception:
+            refused += 1  # what one device refuses is not for us to get right
+            continue
+        reference.outputs = [
+            t.detach().clone() if isinstance(t, torch.Tensor) else t for t in reference.outputs
+        ]
+        found.append(reference)
+    return found, refused
+
+
+def _caller(form: Form, sample: Any) -> Callable[[Convert], tuple[Any, list[torch.Tensor]]]:
+    fills: Any = None
+    if form.fills:  # what the op returns without `out=` has the shapes that `out` must have
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fills = form.call(sample.input, *sample.args, **sample.kwargs)
+
+    def call(convert: Convert) -> Any:
+        leaves: list[torch.Tensor] = []
+
+        def one(t: torch.Tensor) -> torch.Tensor:
+            new = convert(len(leaves), t)
+            leaves.append(new.requires_grad_(t.requires_grad))
+            return new
+
+        input, args, kwargs = mapped((sample.input, sample.args, sample.kwargs), one)
+        if form.fills:
+            # Something else than the result, so that it must be written.
+            kwargs["out"] = (
+                tuple(map(one, map(torch.zeros_like, fills)))
+                if isinstance(fills, (tuple, list))
+                else one(torch.zeros_like(fills))
+            )
+        if form.info.is_factory_function and "device" not in kwargs:
+            kwargs["device"] = "cpu"
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if form.writes and isinstance(input, torch.Tensor) and input.requires_grad:
+                input = input.clone()
+            out = sample.output_process_fn_grad(form.call(input, *args, **kwargs))
+        return out, leaves
+
+    return call
+
+
+def _flat(out: Any) -> list[Any]:
+    if isinstance(out, dict):
+        out = list(out.values())
+    if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
+        return [t for o in out for t in _flat(o)]
+    return [out]
+
+
+def _backward(
+    outputs: list[Any], seeds: list[torch.Tensor | None], leaves: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    loss: Any = None
+    for t, seed in zip(outputs, seeds, strict=True):
+        if seed is None:
+            continue
+        part = (t * seed).sum()
+        part = torch.real(part) if part.is_complex() else part
+        loss = part if loss is None else loss + part
+    if loss is not None and loss.requires_grad:
+        loss.backward()
+    return [t.grad if t.requires_grad else None for t in leaves]
+
+
+# -- many ranks ------------------------------------------------------------------------------------
+
+
+def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str) -> Outcome:
+    """Run one case as one rank of `mesh` and compare. Called on every rank alike."""
+
+    def convert(i: int, t: torch.Tensor) -> torch.Tensor:
+        return distributed(t, mesh, klass, number + i, first=i == 0)
+
+    unspecified = form_of(name).unspecified
+    try:
+        out, leaves = reference.call(convert)
+        outputs = _flat(out)
+        if len(outputs) != len(reference.outputs):
+            want = f"{len(reference.outputs)} outputs"
+            return Outcome("wrong", f"{len(outputs)} outputs instead of {want}")
+        operands = [_whole(t) for t in leaves]
+        graded = [] if unspecified else _backward(outputs, reference.seeds, leaves)
+        got = [_whole(t) for t in outputs]
+        gradients = [_whole(g) for g in graded]
+    except pt.LayoutError as error:
+        return _raised(error)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome("crash", f"{_line(error)} ({frame.filename.split('/')[-1]}:{frame.lineno})")
+    for i, (mine, right) in enumerate(zip(got, reference.outputs, strict=True)):
+        if isinstance(right, torch.Tensor):
+            if not isinstance(outputs[i], pt.DTensor):
+                kind = type(outputs[i]).__name__
+                return Outcome("wrong", f"output {i} is a {kind}, not a DTensor")
+            if outputs[i].requires_grad != reference.graded[i]:
+                return Outcome("wrong", f"output {i}: requires_grad is {not reference.graded[i]}")
+        if fault := _difference(mine, right, unspecified):
+            return Outcome("wrong", f"output {i}: {fault}")
+    for i, (mine, right) in enumerate(zip(operands, reference.operands, strict=True)):
+        if fault := _difference(mine, right, unspecified):
+            return Outcome("wrong", f"argument {i} after the call: {fault}")
+    for i, mine in enumerate(gradients):
+        right = reference.gradients[i]
+        if mine is None and right is None:
+            continue
+        if mine is None or right is None:
+            # A zero gradient and none say the same.
+            there = mine if right is None else right
+            if there.abs().max() == 0 if there.numel() else True:
+                continue
+            return Outcome("wrong", f"gradient {i}: {'missing' if mine is None else 'not wanted'}")
+        if fault := _difference(mine, right, False):
+            return Outcome("wrong", f"gradient {i}: {fault}")
+    return Outcome("right")
+
+
+def _raised(error: pt.LayoutError) -> Outcome:
+    text = _line(error)
+    if any(s in text for s in ("ranks ask for", "ranks wait", "which has ended")):
+        return Outcome("hang", text)  # simulated ranks that go apart are told; real ones wait
+    broken = "does not hold" in text or "where its rule speaks of" in text
+    return Outcome("crash" if broken or not (error.reason or error.fixes) else "raise", text)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, pt.DTensor):
+        with torch.no_grad():
+            return value.full_tensor().detach().clone()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _difference(mine: Any, right: Any, only_kind: bool) -> str:
+    """What is different; "" if nothing is."""
+    if not isinstance(right, torch.Tensor):
+        if isinstance(right, float):
+            near = abs(mine - right) <= ATOL + RTOL * abs(right)
+            same = type(mine) is float and (near or (mine != mine and right != right))
+        else:
+            same = type(mine) is type(right) and mine == right
+        return "" if same else f"{mine!r:.60} instead of {right!r:.60}"
+    with Local(), torch.no_grad():
+        if tuple(mine.shape) != tuple(right.shape):
+            return f"shape {tuple(mine.shape)} instead of {tuple(right.shape)}"
+        if mine.dtype != right.dtype:
+            return f"{mine.dtype} instead of {right.dtype}"
+        if only_kind or right.numel() == 0:
+            return ""
+        mine, right = mine.to_dense(), right.to_dense()
+        if not (right.is_floating_point() or right.is_complex()):
+            return "" if torch.equal(mine, right) else "other values"
+        finite = right[torch.isfinite(right)].abs()
+        scale = float(finite.max()) if finite.numel() else 1.0
+        scale = min(max(1.0, scale), LARGEST_SCALE)
+        if torch.allclose(mine, right, RTOL, ATOL * scale, equal_nan=True):
+            return ""
+        return f"off by {float((mine - right).abs().max()):.3g} of {scale:.3g}"
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [""]
+    if len(text) > 1 and isinstance(error, pt.LayoutError):
+        text[0] += " | " + " ".join(" ".join(text[1:]).split())[:160]
+    return f"{type(error).__name__}: {text[0][:240]}"

@@ -1,0 +1,94 @@
+"""In which layouts are an op's arguments tried?
+
+- replicated: whole on every rank.
+- even: sharded along a dimension that the ranks divide (along any, where there is none).
+- uneven: sharded along one that they do not, so that pieces are unequal or empty.
+- partial: pending sums of lopsided shares, 2x and -x (exact in binary); whole where not floating.
+- mixed: each argument as one of these on each mesh axis, or invariant, or a plain tensor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import partita as pt
+
+__all__ = ["CLASSES", "distributed"]
+
+CLASSES = ("replicated", "even", "uneven", "partial", "mixed")
+
+
+def distributed(
+    t: torch.Tensor, mesh: Any, klass: str, turn: int, first: bool = True
+) -> torch.Tensor:
+    """A plain tensor in a layout of class `klass`; `turn` picks one where there are several.
+
+    Args:
+        first: it is the first argument, which is never left plain.
+    """
+    # A plain tensor that requires grad has no place beside a DTensor: its gradient has no layout.
+    stays = not (first or t.requires_grad)
+    t = t.detach()
+    placements = _placements(t, klass, turn, [mesh.size(i) for i in range(mesh.ndim)])
+    if placements is None:
+        return t.clone() if stays else distributed(t, mesh, "replicated", turn)
+    held = [pt.Replicate() if p.is_partial() else p for p in placements]
+    piece = pt.distribute_tensor(t, mesh, held, src_data_rank=None)
+    if not any(p.is_partial() for p in placements):
+        return piece
+    weight, at = 1, mesh.get_coordinate()
+    for i, p in enumerate(placements):
+        if p.is_partial():  # 2, -1; of three ranks 4, -2, -1: powers of two whose sum is 1
+            n, place = mesh.size(i), at[i]
+            weight *= 2 ** (n - 1) if place == 0 else -(2 ** (n - 1 - place))
+    local = piece.to_local()
+    if local.is_floating_point() or local.is_complex():
+        # What has no double is brought by one rank alone.
+        exact = torch.isfinite(local) & (local.abs() < 1e30)
+        alone = all(at[i] == 0 for i, p in enumerate(placements) if p.is_partial())
+        other = local if alone else torch.zeros_like(local)
+        share = torch.where(exact, weight * local, other)
+    else:
+        share = weight * local
+    return pt.DTensor.from_local(share, mesh, placements, shape=t.shape, stride=t.stride())
+
+
+def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) -> Any:
+    """One placement per axis; None to leave `t` a plain tensor."""
+    if t.layout is not torch.strided:
+        return [pt.Replicate()] * len(sizes)
+    floating = t.is_floating_point() or t.is_complex()
+    left = list(t.shape)
+    found: list[Any] = []
+    dice = random.Random(turn)
+    if klass == "mixed" and dice.random() < 0.15:
+        return None
+    for axis, parts in enumerate(sizes):
+        shard = _shard(left, klass, turn + axis, parts)
+        if klass == "mixed":
+            ways = [pt.Replicate(), pt.Invariant()] + [pt.Shard(d) for d in range(t.dim())]
+            ways += [pt.Partial("sum")] * (t.dtype != torch.bool)
+            placement = dice.choice(ways)
+        elif klass == "partial" and floating:
+            placement = pt.Partial("sum")
+        else:
+            placement = pt.Replicate() if shard is None else pt.Shard(shard)
+        if placement.is_shard():
+            left[placement.dim] = -(-left[placement.dim] // parts)
+        found.append(placement)
+    return found
+
+
+def _shard(shape: Sequence[int], klass: str, turn: int, parts: int) -> int | None:
+    if not shape or klass not in ("even", "uneven"):
+        return None
+    even = [d for d, n in enumerate(shape) if n and n % parts == 0]
+    odd = [d for d, n in enumerate(shape) if n % parts] or [d for d, n in enumerate(shape) if not n]
+    # A size above 1 shards unequally, a size of 1 leaves a rank with nothing.
+    odd = [d for d in odd if shape[d] > 1] or odd if turn % 3 else odd
+    dims = (even or odd) if klass == "even" else (odd or even)
+    return dims[turn % len(dims)]

@@ -1,0 +1,234 @@
+"""What is kept, so that the peak stays within a number of bytes and the least is recomputed?
+
+The first step keeps nothing and measures: the peak, and of each call what its result weighs and
+what its recompute costs. What the budget leaves above that peak is then filled with the results
+that save the most operations: a knapsack. What is kept adds at most its own bytes to the peak, so
+the promise holds without a second measurement.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.comm import Wire
+from partita.comm.ledger import human
+from partita.layout import Fix
+from partita.tensor.dtensor import DTensor
+from partita.tensor.watch import HERE
+
+from ..memory import Counting, MemoryCount
+from ..nested import tensors_in
+from .errors import RematError
+from .forward import Event, Forward
+from .identity import Origins, printed
+from .wrapped import Wrapped
+
+__all__ = ["Budget", "Candidate", "Whole", "chosen"]
+
+_STEPS = 8192
+"""The knapsack counts bytes in this many steps of all candidates' bytes together."""
+
+
+@dataclass
+class Candidate:
+    """A call whose result could be kept.
+
+    Attributes:
+        nbytes: what it weighs, rounded up when it is chosen.
+        flops: floating-point operations that its recompute costs.
+        written: bytes that its recompute writes: its cost where there are no operations to count.
+    """
+
+    nbytes: int = 0
+    flops: int = 0
+    written: int = 0
+
+
+def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
+    """Which to keep within `room` bytes: the most operations, and then the most bytes written.
+
+    More room never means more recomputed operations: the first of two knapsacks, over operations
+    alone, is solved exactly, in steps of bytes that do not depend on the room.
+    """
+    heavy = [i for i, c in enumerate(candidates) if c.flops]
+    light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
+    step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
+    taken = _knapsack([(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step)
+    kept = [heavy[i] for i in taken]
+    room -= sum(candidates[i].nbytes for i in kept)
+    taken = _knapsack([(candidates[i].nbytes, candidates[i].written) for i in light], room, step)
+    return sorted(kept + [light[i] for i in taken])
+
+
+def _knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
+    """Of `(bytes, worth)`, the numbers of those that fit and are worth the most together."""
+    if sum(size for size, _ in items) <= room:
+        return list(range(len(items)))
+    capacity = max(0, room) // step
+    best = torch.zeros(capacity + 1, dtype=torch.int64)
+    takes = []
+    for size, worth in items:
+        need = -(-size // step)
+        without, best = best, best.clone()
+        if need <= capacity:
+            torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
+        takes.append(best > without)
+    found, left = [], capacity
+    for i in reversed(range(len(items))):
+        if takes[i][left]:
+            found.append(i)
+            left -= -(-items[i][0] // step)
+    return found[::-1]
+
+
+class _Plan:
+    """What is kept in a step whose inputs are like those that were measured."""
+
+    measures = False
+
+    def __init__(self, kept: set[Any]):
+        self.kept = kept
+
+    def keeps(self, region: Any, event: Event) -> bool:
+        return (id(region), event.key, event.ordinal) in self.kept
+
+
+class _Measuring:
+    """A step in which nothing is kept and everything is measured."""
+
+    measures = True
+
+    def __init__(self, budget: Budget, wires: list[Wire]):
+        self.budget, self.wires = budget, wires
+        self.count = MemoryCount()
+        self.candidates: dict[Any, Candidate] = {}
+        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.pending = 0
+        self.plan: _Plan | None = None
+
+    def counting(self) -> AbstractContextManager[Any]:
+        return Counting(self.count)
+
+    def keeps(self, region: Any, event: Event) -> bool:
+        return False
+
+    def could_keep(self, region: Any, event: Event, nbytes: int) -> None:
+        one = self.candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
+        one.nbytes += nbytes
+
+    def began(self, forward: Forward) -> None:
+        self.forwards.add(forward)
+
+    def recomputed(self, forward: Forward, flops_of: dict[Event, int]) -> None:
+        for event, flops in flops_of.items():
+            key = (id(forward.region), event.key, event.ordinal)
+            if key in self.candidates:
+                self.candidates[key].flops += flops
+                self.candidates[key].written += self.candidates[key].nbytes
+        self.forwards.discard(forward)
+        if not any(f.complete and f.saved for f in self.forwards):
+            self.decide()
+
+    def decide(self) -> _Plan:
+        """Choose. All ranks choose the same: by the largest numbers of any rank."""
+        keys = list(self.candidates)
+        each = [self.candidates[k] for k in keys]
+        told = [self.count.peak]
+        for c in each:
+            told += [c.nbytes, c.flops, c.written]
+        for wire in self.wires:
+            told = _largest(wire, told)
+        peak, *rest = told
+        each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
+        budget = self.budget
+        if peak > budget.nbytes:
+            raise RematError(
+                f"a budget of {budget.nbytes} bytes ({human(budget.nbytes)}) cannot be kept: "
+                f"{budget.title} needs {peak} bytes ({human(peak)}) when it keeps nothing",
+                reason="inputs of regions, what lies between them, and the recompute of one region",
+                fixes=(
+                    Fix(f"policy={peak}", "the minimum"),
+                    Fix("smaller regions, by blocks=", "less is there at once"),
+                ),
+            )
+        self.plan = _Plan({keys[i] for i in chosen(each, budget.nbytes - peak)})
+        return self.plan
+
+
+def _largest(wire: Wire, mine: list[int]) -> list[int]:
+    lengths = wire.gather_ints((len(mine),))
+    if len(set(lengths)) > 1:
+        raise RematError(
+            f"ranks make different calls in the regions of a budget: {[n for (n,) in lengths]}",
+            reason="what is kept must be the same on every rank",
+        )
+    return [max(values) for values in zip(*wire.gather_ints(tuple(mine)), strict=True)]
+
+
+class Budget:
+    """A number of bytes that the regions of one module, or one function, share.
+
+    Attributes:
+        nbytes: the most that activations may hold at once.
+        title: of whom it is.
+    """
+
+    def __init__(self, nbytes: int, title: str):
+        self.nbytes, self.title = nbytes, title
+        self._steps: dict[Any, _Plan | _Measuring] = {}
+        self.now: _Plan | _Measuring | None = None
+
+    def __reduce__(self) -> Any:
+        return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
+
+    def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _Plan | _Measuring:
+        """A step with these inputs: measured the first time."""
+        held = list(tensors_in((args, kwargs)))
+        key = (printed(args, Origins(), []), printed(kwargs, Origins(), []), _settings(module))
+        step = self._steps.get(key)
+        if isinstance(step, _Measuring) and step.plan is not None:
+            step = self._steps[key] = step.plan
+        if not isinstance(step, _Plan):
+            parameters = () if module is None else module.parameters()
+            step = self._steps[key] = _Measuring(self, _wires([*held, *parameters]))
+        return step
+
+
+def _settings(module: nn.Module | None) -> Any:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        None if module is None else tuple(m.training for m in module.modules()),
+    )
+
+
+def _wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
+    return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
+
+
+class Whole(Wrapped):
+    """Stands for the forward of a module whose regions share a budget, or for one function."""
+
+    def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):
+        super().__init__(fn, module)
+        self.budget = budget
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        budget = self.budget
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
+            return self.__wrapped__(*args, **kwargs)
+        if HERE.watcher is not None:  # within another region, whose policy holds
+            return self.__wrapped__(*args, **kwargs)
+        budget.now = step = budget.begin(args, kwargs, self._module)
+        try:
+            with step.counting() if isinstance(step, _Measuring) else nullcontext():
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            budget.now = None

@@ -1,0 +1,83 @@
+"""Does sharded training on real process groups give what it gives on ranks of one process?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import partita as pt
+from tests.gloo.launch import run_ranks
+from tests.ranks.test_zero import TOKENS, Odd, gpt, loss_of, odd, rows, train
+from tests.ranks.test_zero import zero_state as state_of
+
+BUILD = {"gpt": gpt, "odd": odd}
+
+
+def mesh_of(**axes):
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def every_stage(rank, ranks, build, steps):
+    mesh = mesh_of(dp=ranks)
+    found = []
+    for stage in (0, 1, 2, 3):
+        model = pt.zero(BUILD[build](), mesh, stage=stage)
+        found.append(train(model, rows(mesh), steps=steps))
+        if stage == 3:
+            assert state_of(model).alive == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "build", "steps"), [(2, "gpt", 50), (3, "odd", 12), (4, "gpt", 8)]
+)
+def test_the_losses_of_every_stage_are_bitwise_equal(ranks, build, steps):
+    per_rank = run_ranks(every_stage, ranks, ranks, build, steps)
+    assert all(found == per_rank[0] for found in per_rank)
+    zero, *others = per_rank[0]
+    assert all(losses == zero for losses in others)
+    single = train(BUILD[build](), lambda t: t, steps=steps)
+    worst = max(abs(a - b) / b for a, b in zip(zero, single, strict=True))
+    assert worst <= 1e-5
+
+
+def broken_off(rank):
+    """One backward raises on every rank while gathers and reductions are under way."""
+    mesh = mesh_of(dp=2)
+    model = pt.zero(gpt(), mesh)
+    state, spread = state_of(model), rows(mesh)
+
+    def raise_(*_):
+        handle.remove()
+        raise ValueError("in the middle")
+
+    handle = model.blocks[1].mlp.register_full_backward_hook(raise_)
+    with pytest.raises(ValueError, match="in the middle"):
+        loss_of(model, *map(spread, TOKENS)).backward()
+    assert state.alive == 0
+    assert all(p.placements == (pt.Shard(0),) for p in model.parameters())
+    model.zero_grad()
+    return train(model, spread, make=torch.optim.SGD)
+
+
+def test_after_a_backward_that_broke_off_the_next_step_is_right():
+    single = train(gpt(), lambda t: t, make=torch.optim.SGD)
+    for losses in run_ranks(broken_off, 2):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(single), rtol=1e-5, atol=0)
+
+
+def hybrid(rank):
+    mesh = mesh_of(copies=2, shard=2)
+    model = pt.zero(Odd(), mesh, "shard", precision=torch.bfloat16)
+    model.load_state_dict(
+        {n: pt.distribute_tensor(p, mesh) for n, p in odd().state_dict().items()}, assign=False
+    )
+    both = [pt.Shard(0), pt.Shard(0)]
+    return train(model, lambda t: pt.distribute_tensor(t, mesh, both), make=torch.optim.SGD)
+
+
+def test_hybrid_sharding_in_bfloat16_follows_one_device():
+    single = train(odd(), lambda t: t, make=torch.optim.SGD)
+    for losses in run_ranks(hybrid, 4):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(single), rtol=0.05, atol=0)

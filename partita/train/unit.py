@@ -303,10 +303,14 @@ class _Forward:
                 if flat.holds(t):
                     self.call.needs = self.call.unit.needed = True
                     return _Stood(self.call.unit, flat, t)
+            place = _cast_of(t, self.call.unit)
+            if place is not None:
+                self.call.needs = self.call.unit.needed = True
+                return _Cast(self.call.unit, place, t)
         return _Other(self._other, t)
 
     @staticmethod
-    def _unpack(packed: _Stood | _Other) -> torch.Tensor:
+    def _unpack(packed: _Stood | _Cast | _Other) -> torch.Tensor:
         return packed.tensor()
 
 
@@ -321,6 +325,41 @@ class _Stood:
         self.unit.gather()
         with Local():
             return _typed(self.flat.view(*self.place), self.spec)
+
+
+_VIEWS = tuple(
+    f"{name}Backward"
+    for name in "Alias T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze".split()
+)
+
+
+def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
+    """Of which gathered parameter is `t` a cast, or a view of one? Autocast makes such."""
+    node: Any = t.grad_fn
+    while node is not None and node.name().startswith(_VIEWS):
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith("ToCopyBackward"):
+        return None
+    source, place = node.next_functions[0]
+    if not isinstance(source, _Gathered._backward_cls):  # type: ignore[attr-defined]
+        return None
+    return place if source.call.unit is unit else None  # type: ignore[attr-defined]
+
+
+class _Cast:
+    """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
+
+    def __init__(self, unit: Unit, place: int, t: torch.Tensor):
+        self.unit, self.number, self.spec = unit, place, _spec(t)
+        self.dtype = t.dtype
+        self.place = (t.size(), t.stride(), t.storage_offset())
+
+    def tensor(self) -> torch.Tensor:
+        self.unit.gather()
+        with Local(), torch.no_grad():
+            views = [v for flat in self.unit.flats for v in flat.views()]
+            cast = views[self.number].to(self.dtype)
+            return _typed(cast.as_strided(*self.place), self.spec)
 
 
 class _Other:

@@ -1,0 +1,162 @@
+"""Does a gathered parameter ever outlive its last use?
+
+Elsewhere a padded buffer lived on through the true-shape view of it, through aliases that compiled
+code kept, and through the copies that autocast makes. Here what was gathered is one storage, and
+releasing empties it whoever holds a view; what autograd saves of it is a note of where it stood.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+from partita.train import unit as units
+from partita.train.zero import zero_state
+
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(3))
+
+
+def model_of(width):
+    """Three blocks of Linears; `width` rows are even or uneven over the ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5, bias=False))
+            for _ in range(3)
+        )
+    )
+
+
+def rows(mesh):
+    return pt.distribute_tensor(X, mesh, [pt.Shard(0)])
+
+
+def nbytes(t):
+    return t.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("width", [4, 7, 1])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_view_or_alias_keeps_a_byte_after_the_last_use(ranks, width):
+    def run(mesh):
+        model = pt.zero(model_of(width), mesh)
+        state, kept = zero_state(model), []
+
+        def keep(module, *_):
+            w = module.weight
+            assert nbytes(w) > 0
+            kept.extend([w, w.t(), w.view(-1), w.detach(), w[:1]])
+
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(keep)
+        out = model(rows(mesh))
+        after_forward = state.alive, sum(map(nbytes, kept[::5]))
+        (out * out).sum().backward()
+        return after_forward, (state.alive, sum(map(nbytes, kept[::5])))
+
+    with pt.ranks(dp=ranks) as world:
+        assert world.run(run) == [((0, 0), (0, 0))] * ranks
+
+
+def test_while_one_block_computes_the_next_is_gathered_and_no_other():
+    def run(mesh):
+        model = pt.zero(model_of(7), mesh)
+        state, seen = zero_state(model), []
+        for k, block in enumerate(model):
+            block[0].register_forward_hook(
+                lambda *_, k=k: seen.append((k, [u.alive > 0 for u in state.units]))
+            )
+        for _ in range(2):
+            seen.clear()
+            model(rows(mesh)).sum().backward()
+        return seen
+
+    with pt.ranks(dp=2) as world:
+        seen = world.run(run)[0]
+    assert seen == [(0, [True, True, False]), (1, [False, True, True]), (2, [False, False, True])]
+
+
+@pytest.mark.parametrize("mixed", ["autocast", "param_dtype"])
+def test_no_cast_of_a_parameter_is_saved_for_backward(mixed, monkeypatch):
+    saved = []
+    pack = units._Forward._pack
+
+    def packed(self, t):
+        found = pack(self, t)
+        if isinstance(found, units._Other):
+            saved.append((tuple(torch.Tensor.size(t.detach().as_subclass(torch.Tensor))), t.dtype))
+        return found
+
+    monkeypatch.setattr(units._Forward, "_pack", packed)
+
+    def run(mesh):
+        precision = torch.bfloat16 if mixed == "param_dtype" else None
+        model = pt.zero(model_of(8), mesh, precision=precision)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed == "autocast"):
+            out = model(rows(mesh))
+        alive = zero_state(model).alive
+        out.float().square().sum().backward()
+        return alive, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+    with pt.ranks(dp=2) as world:
+        alive, grads = world.run(run)[0]
+    assert alive == 0
+    shapes = {(8, 5), (5, 8)}
+    assert saved and not [s for s, _ in saved if s in shapes], "a weight's cast was saved"
+    model = model_of(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(X)
+    out.float().square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=0.05, atol=0.05)
+
+
+def test_persistent_parameters_are_gathered_once_until_the_shards_change():
+    def run(mesh):
+        model = pt.zero(model_of(7), mesh, persistent=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = []
+        for step in range(2):
+            for _ in range(2):
+                with pt.ledger() as log:
+                    model(rows(mesh)).square().sum().backward()
+                counts.append(log.count("all_gather"))
+            if step == 0:
+                optimizer.step()
+        return counts, [p.grad.full_tensor() for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        counts, grads = world.run(run)[0]
+    assert counts == [3, 0, 3, 0]
+    model = model_of(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for _ in range(2):
+            model(X).square().sum().backward()
+        if step == 0:
+            optimizer.step()
+    for mine, p in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, p.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_in_the_middle_nothing_is_held(where):
+    def run(mesh):
+        model = pt.zero(model_of(7), mesh)
+
+        def raise_(*_):
+            raise ZeroDivisionError
+
+        if where == "forward":
+            model[1][1].register_forward_hook(raise_)
+        else:
+            model[1][1].register_full_backward_hook(raise_)
+        with pytest.raises(ZeroDivisionError):
+            model(rows(mesh)).sum().backward()
+        return zero_state(model).alive
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [0, 0]

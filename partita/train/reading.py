@@ -79,10 +79,9 @@ class Reading:
             wrong, many = self.wrong[:_SHOWN], len(self.wrong)
             if many > _SHOWN:
                 wrong.append(f"and {many - _SHOWN} more")
+            do_not = "this does not" if many == 1 else f"these {many} do not"
             raise LayoutError(
-                "parallelize: "
-                + ("this does not" if many == 1 else f"these {many} do not")
-                + " fit",
+                f"parallelize: {do_not} fit",
                 place=user_line(),
                 operands=tuple(wrong),
                 reason="the model is as it was",

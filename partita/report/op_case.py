@@ -260,7 +260,7 @@ def _difference(mine: Any, right: Any, only_kind: bool) -> str:
             return f"{mine.dtype} instead of {right.dtype}"
         if only_kind or right.numel() == 0:
             return ""
-        mine, right = mine.to_dense(), right.to_dense()
+        mine, right = (_comparable(t.to_dense()) for t in (mine, right))
         if not (right.is_floating_point() or right.is_complex()):
             return "" if torch.equal(mine, right) else "other values"
         finite = right[torch.isfinite(right)].abs()
@@ -269,6 +269,11 @@ def _difference(mine: Any, right: Any, only_kind: bool) -> str:
         if torch.allclose(mine, right, RTOL, ATOL * scale, equal_nan=True):
             return ""
         return f"off by {float((mine - right).abs().max()):.3g} of {scale:.3g}"
+
+
+def _comparable(t: torch.Tensor) -> torch.Tensor:
+    """Torch does not compare numbers of 8 bits."""
+    return t.float() if t.is_floating_point() and t.element_size() == 1 else t
 
 
 def _line(error: BaseException) -> str:

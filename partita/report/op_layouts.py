@@ -61,7 +61,8 @@ def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) ->
     """One placement per axis; None to leave `t` a plain tensor."""
     if t.layout is not torch.strided:
         return [pt.Replicate()] * len(sizes)
-    floating = t.is_floating_point() or t.is_complex()
+    # Nothing is added in 8 bits.
+    floating = t.element_size() > 1 and (t.is_floating_point() or t.is_complex())
     left = list(t.shape)
     found: list[Any] = []
     dice = random.Random(turn)
@@ -71,7 +72,7 @@ def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) ->
         shard = _shard(left, klass, turn + axis, parts)
         if klass == "mixed":
             ways = [pt.Replicate(), pt.Invariant()] + [pt.Shard(d) for d in range(t.dim())]
-            ways += [pt.Partial("sum")] * (t.dtype != torch.bool)
+            ways += [pt.Partial("sum")] * (t.element_size() > 1)
             placement = dice.choice(ways)
         elif klass == "partial" and floating:
             placement = pt.Partial("sum")

@@ -55,9 +55,7 @@ def _meaning(special: Callable[..., Any] | None) -> Run:
 
 
 def _without_rule(func: Callable[..., Any]) -> Run:
-    # What is Python of ours is an op: it is made of functions that may be made of it.
-    ours = (getattr(func, "__module__", None) or "").startswith("partita.")
-    body = None if ours else entered(func)
+    body = entered(func)
     if body is not None:
         return lambda func, args, kwargs, op: body(*args, **kwargs)
     return _run_gathered
@@ -144,7 +142,7 @@ def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op
     cache.note_miss()
     plan = make_plan(op.form, func, args, kwargs)
     if plan is None:
-        return _without_rule(func)(func, args, kwargs, op)
+        return gathered(func, args, kwargs, op.form)
     result = plan.run(func, args, kwargs)
     op.plans.remember(key, plan)
     return result

@@ -1,7 +1,7 @@
 """What is known of an operator of torch.library: `torch.ops.aten.add.Tensor`, or one of your own?
 
-Its schema says which operands it writes. Its backward may be Python that reads what forward saved:
-it must find this rank's pieces there, not DTensors beside pieces of gradients.
+The backward of one of your own may be Python that reads what forward saved: it must find this
+rank's pieces there, not DTensors beside pieces of gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .dtensor import DTensor
 
-__all__ = ["Operator", "on_pieces", "operator_of"]
+__all__ = ["Operator", "on_pieces", "operator_of", "overloads_of"]
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,29 @@ class Operator:
         packet: all its overloads.
         is_torchs: it is one of torch's own, so that what is known of the torch function of its
             name holds for it too.
-        writes: place and name of the operands that it writes, besides `out`.
     """
 
     name: str
     packet: OpOverloadPacket
     is_torchs: bool
-    writes: tuple[tuple[int, str], ...]
+
+
+def overloads_of(func: Any) -> list[OpOverload]:
+    """The overloads of an operator, or the one that `func` is; none of another function."""
+    if isinstance(func, OpOverload):
+        return [func]
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, name) for name in func.overloads()]
+    return []
 
 
 def operator_of(func: Callable[..., Any]) -> Operator | None:
     """What `func` is as an operator; None if it is another function."""
-    if isinstance(func, OpOverload):
-        packet, overloads = func.overloadpacket, [func]
-    elif isinstance(func, OpOverloadPacket):
-        packet, overloads = func, [getattr(func, name) for name in func.overloads()]
-    else:
+    overloads = overloads_of(func)
+    if not overloads:
         return None
-    writes = {
-        (i, a.name): None
-        for overload in overloads
-        for i, a in enumerate(overload._schema.arguments)
-        if a.is_write and not a.is_out
-    }
-    space = overloads[0].namespace
-    return Operator(packet.__name__, packet, space == "aten", tuple(writes))
+    packet = overloads[0].overloadpacket
+    return Operator(packet.__name__, packet, overloads[0].namespace == "aten")
 
 
 def on_pieces(func: Callable[..., Any]) -> Callable[..., Any]:

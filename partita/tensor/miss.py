@@ -220,7 +220,7 @@ def make_plan(
                 raise _changes_layout(form.name, value)
             targets.append(Target(path, spec_of(after, wire)))
     kernel = form.local if form.operator is not None else None
-    if form.operator is not None and {t.path for t in targets} & _written(form, args, kwargs):
+    if form.writes and {t.path for t in targets} & _written(form, args, kwargs):
         return None  # what is written keeps its layout
     if local is not None:
         kernel = local(_call(form.local or func, bound, choice, wire))
@@ -425,9 +425,7 @@ def gathered(
 
 def _written(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Path]:
     """Where the operands stand that the op writes."""
-    if form.operator is None:
-        return {(0,)} if form.inplace else set()
-    places: list[Path] = [(i,) if i < len(args) else (n,) for i, n in form.operator.writes]
+    places = {w.path(args, kwargs) for w in form.writes} | ({(0,)} if form.inplace else set())
     return {path for path, _ in _all_tensors(args, kwargs) if path[:1] in places}
 
 

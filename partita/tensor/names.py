@@ -17,6 +17,7 @@ import torch
 from partita.rules import RULES, Rule
 
 from .library import Operator, on_pieces, operator_of
+from .written import Written, written_by
 
 __all__ = ["Form", "form_of", "parameter_names", "rule_named"]
 
@@ -85,7 +86,8 @@ class Form:
         reshapes: in place, and the first operand's shape changes.
         foreach: lists of operands, one call of the op for each place.
         local: what runs on the shard; the function itself where None.
-        operator: what its schema tells of an operator of torch.library; None of other functions.
+        operator: what is known of an operator of torch.library; None of other functions.
+        writes: operands that are written besides the first of one in place.
     """
 
     func: Callable[..., Any]
@@ -96,6 +98,7 @@ class Form:
     foreach: bool = False
     local: Callable[..., Any] | None = None
     operator: Operator | None = None
+    writes: tuple[Written, ...] = ()
 
 
 @cache
@@ -127,14 +130,16 @@ def form_of(func: Callable[..., Any]) -> Form:
             op = bare
         op = _DUNDERS.get(op, op)
     op = _SAME.get(op, op)
+    reshapes, writes = name in _RESHAPING, written_by(func)
     if own is not None:
-        return Form(func, own.name.rstrip("_") or op, own, inplace, name in _RESHAPING)
+        return Form(func, own.name.rstrip("_") or op, own, inplace, reshapes, writes=writes)
     if isinstance(func, types.FunctionType):
         if op in _TWINS and func is getattr(torch.nn.functional, op):
             return Form(func, op, rule_named(op), local=_builtin_twin(op))
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
-    return Form(func, op, rule_named(op) or rule_named(name), inplace, name in _RESHAPING)
+    rule = rule_named(op) or rule_named(name)
+    return Form(func, op, rule, inplace, reshapes, writes=writes)
 
 
 def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
@@ -144,10 +149,12 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     if operator.is_torchs:
         op = name.rstrip("_")
         rule = rule_named(op) or rule_named(name)
-        return Form(func, op, rule, op != name, name in _RESHAPING, operator=operator)
+        reshapes, writes = name in _RESHAPING, written_by(func)
+        return Form(func, op, rule, op != name, reshapes, operator=operator, writes=writes)
     same = (func, operator.packet)
     rule = next((r for f, r in RULES.items() if getattr(f, "_opoverload", f) in same), None)
-    return Form(func, name, rule, local=on_pieces(func), operator=operator)
+    local, writes = on_pieces(func), written_by(func)
+    return Form(func, name, rule, local=local, operator=operator, writes=writes)
 
 
 def _builtin_twin(op: str) -> Callable[..., Any] | None:

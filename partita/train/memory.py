@@ -173,6 +173,8 @@ class MemoryCount:
 class Counting(TorchDispatchMode):
     """Tells a `MemoryCount` of each op while it is entered."""
 
+    supports_higher_order_operators = True  # a compiled region may be one
+
     def __init__(self, count: MemoryCount):
         super().__init__()
         self.count = count

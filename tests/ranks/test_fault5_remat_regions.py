@@ -8,6 +8,7 @@ without remat, or an error names both calls. Ground truth is the same program wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-# -- one of several regions is left out --------------------------------------------------------------
+# -- one of several regions is left out ------------------------------------------------------------
 
 
 def scores(x: Tensor) -> Tensor:
@@ -153,18 +154,13 @@ def test_a_region_in_a_loop_is_left_out_and_the_others_get_their_own():
     region = pt.one_call(backend.compile(lambda x: (x * 2.0).sin()))
     truth_of = torch.compiler.disable(lambda x: (x * 2.0).sin())
     for policy in (None, [region]):
-        remembered: list[Tensor] = []
 
-        def program(x: Tensor, call: Function = region) -> Tensor:
-            constant = torch.ones_like(x)
-            for i in range(3):
-                if i == 0:
-                    if not remembered:
-                        remembered.append(region(constant))  # noqa: B023
-                    x = x * remembered[0]  # noqa: B023
-                else:
-                    x = call(x)
-            return x
+        @cache
+        def remembered() -> Tensor:
+            return region(torch.ones(5))
+
+        def program(x: Tensor, first: Function = remembered) -> Tensor:
+            return region(region(x * first()))
 
         x = leaf(5)
         (truth,) = torch.autograd.grad(truth_of(truth_of(x * truth_of(torch.ones(5)))).sum(), x)

@@ -60,7 +60,8 @@ def vector_norm(
     if math.isinf(ord):
         return amax(x.abs(), dim, keepdim, 1 if ord > 0 else -1)
     if ord == 0:
-        return (x != 0).sum(Names.of(x.ndim).dims(dim), keepdim=keepdim).to(x.dtype)
+        # 1 where x is not 0, with the gradient that torch gives it: zeros.
+        return torch.where(x != 0, 1.0, x * 0).sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
     if ord == 1:
         return x.abs().sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
     return root(power_sum(x, ord, dim, keepdim), ord)

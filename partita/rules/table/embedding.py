@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from ..pieces import nothing, own
-from ..rule import Arg, Call, Kernel, Said, rule
+from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 
 
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
@@ -23,6 +23,25 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     return F.embedding(at, weight, padding_idx).masked_fill(away.unsqueeze(-1), 0)
 
 
+def _renormed(lookup: Kernel) -> Rewrite:
+    """First bring the rows that are read to `max_norm`, in the table itself; then `lookup`."""
+
+    def run(
+        input: Any,
+        weight: Any,
+        third: Any = None,  # padding_idx, or the offsets of bags
+        max_norm: Any = None,
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight.detach(), input, max_norm, norm_type)
+        return lookup(input, weight, third, None, norm_type, *args, **kwargs)
+
+    return Rewrite(run)
+
+
 @rule(F.embedding)
 def embedding(
     input: Arg,
@@ -32,15 +51,21 @@ def embedding(
     _norm_type: Any = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Said | None:
-    if max_norm is not None or scale_grad_by_freq or sparse:
+) -> Said | Rewrite | None:
+    if max_norm is not None:
+        return _renormed(F.embedding)
+    if scale_grad_by_freq:
         return None
 
     def local(call: Call) -> Kernel | None:
         def run(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
             return _rows_of(weight, input, call.pieces["v"], padding_idx)
 
-        return run if call.is_split("v") else None
+        def dense(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
+            return call.run(input, weight, padding_idx)
+
+        # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
+        return run if call.is_split("v") else dense if sparse else None
 
     return Said("[...] * v d -> ... d", local)
 
@@ -64,7 +89,6 @@ def embedding_builtin(
         def dense(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
             return call.run(weight, indices, padding_idx)
 
-        # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
         return run if call.is_split("v") else dense if sparse else None
 
     return Said("v d * [...] -> ... d", local)
@@ -81,8 +105,10 @@ def embedding_bag(
     mode: str = "mean",
     sparse: bool = False,
     per_sample_weights: Any = None,
-) -> str | None:
-    plain = offsets is None and max_norm is None and per_sample_weights is None
+) -> str | Rewrite | None:
+    if max_norm is not None:
+        return _renormed(F.embedding_bag)
+    plain = offsets is None and per_sample_weights is None
     if input.ndim != 2 or not plain or scale_grad_by_freq or sparse:
         return None
     return "b% n!, v! d% -> b% d%" if mode == "max" else "[b% n!] * v! d% -> b% d%"

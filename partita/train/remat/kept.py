@@ -58,6 +58,8 @@ class _Versions:
 class Keeping(TorchDispatchMode):
     """Notes what each kernel of one call makes."""
 
+    supports_higher_order_operators = True  # a compiled region may be one
+
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[Place, bool, Any]] = []
@@ -78,7 +80,7 @@ class Keeping(TorchDispatchMode):
                 had = {start_of(t) for t in tensors_in((args, kwargs))}
                 fresh = not any(start_of(t) in had for t in tensors_in(out))
                 n = self._counts[func] = self._counts.get(func, -1) + 1
-                if fresh or func._schema.is_mutable:
+                if fresh or getattr(func, "_schema", None) is None or func._schema.is_mutable:
                     self.made.append(((func, n), fresh, out))
         return out
 
@@ -156,6 +158,8 @@ class KeptKernels:
 
 class Replaying(TorchDispatchMode):
     """Runs the kernels of one call again, but for those whose results were kept."""
+
+    supports_higher_order_operators = True  # a compiled region may be one
 
     def __init__(self, kept: KeptKernels):
         super().__init__()

@@ -127,6 +127,8 @@ class Flops(TorchDispatchMode):
     What a compiled region computes in kernels of its own is not seen; its matrix products are.
     """
 
+    supports_higher_order_operators = True  # a compiled region may be one
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0

@@ -100,17 +100,17 @@ def handle(
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)
     try:
-        plan = op.plans.get(op.key(*args, **kwargs) if kwargs else op.key(*args))
+        plan = op.find(op.key(*args, **kwargs) if kwargs else op.key(*args))
     except TypeError:
         plan = None
     if plan is None:
         return call(func, args, kwargs or {})
-    if not plan.direct:
-        plan.hits += 1
-        return plan.run(func, args, kwargs or {})
     plan.hits += 1
+    if not plan.direct:
+        return plan.run(func, args, kwargs or {})
     with Local():
-        out = (plan.kernel or op.base)(*args, **(kwargs or {}))
+        kernel = plan.kernel or op.base
+        out = kernel(*args, **kwargs) if kwargs else kernel(*args)
     if type(out) is _Tensor and out.shape == plan.local_shape:
         out.__class__ = DTensor
         out._spec = plan.spec

@@ -22,7 +22,7 @@ from .agreement import compare, does_not_fit, no_strides
 from .autograd import convert_gradient, moved
 from .origin import current
 from .pieces import piece_held
-from .spec import Spec, laid_out, placed, spec_of
+from .spec import Spec, laid_out, placed
 
 __all__ = ["DTensor", "short_dtype", "tagged"]
 
@@ -209,17 +209,15 @@ class DTensor(torch.Tensor):
         """
         spec = self._spec
         wire = spec.wire
-        layout = Layout(spec.layout.shape, invariant=wire.mesh.names)
         if all(p.is_replicate() or p.is_invariant() for p in spec.placements) and (
             grad_placements is None and not self.requires_grad
         ):
             return self.to_local()
-        after = spec_of(layout, wire)
-        out = moved(self, spec, after, "full_tensor", "explicit")
+        out = moved(self, spec, spec.whole, "full_tensor", "explicit")
         if grad_placements is None:
             return out
         given = laid_out(wire, spec.layout.shape, grad_placements)
-        return convert_gradient(out, given, after)
+        return convert_gradient(out, given, spec.whole)
 
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
 

@@ -25,7 +25,7 @@ KeyFunction = Callable[..., Any]
 _PLAIN_VALUES = frozenset(
     (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_INTS = frozenset((int,))
+_HASHABLE = _PLAIN_VALUES - {bool}
 _NUMBERS = frozenset((int, float, bool, complex))
 
 RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
@@ -48,20 +48,20 @@ def operand_kind(value: Any) -> Any:
 def frozen(value: Any) -> Any:
     """What stands in the key for a declared argument: hashable, and without any float's value."""
     t = type(value)
-    if t in _PLAIN_VALUES:
+    if t in _PLAIN_VALUES or (t is tuple and _HASHABLE.issuperset(map(type, value))):
         return value
-    spec = getattr(value, "_spec", None)
-    if spec is not None:
-        return spec
-    if isinstance(value, torch.Tensor):
-        return ("plain", value.dtype is torch.bool, tuple(value.shape))
-    if t is tuple and _INTS.issuperset(map(type, value)):
-        return value
-    if t is list or isinstance(value, tuple):
+    if t is tuple or t is list:
         # bool is told from int: x[True] is not x[1].
-        return (list, *((bool, v) if type(v) is bool else frozen(v) for v in value))
+        return (list, *[(bool, v) if type(v) is bool else frozen(v) for v in value])
     if t is slice:
         return (slice, value.start, value.stop, value.step)
+    if t is DTensor:
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        spec = getattr(value, "_spec", None)  # of a subclass
+        return spec or ("plain", value.dtype is torch.bool, tuple(value.shape))
+    if isinstance(value, tuple):
+        return frozen(tuple(value))
     if t is dict:
         return (dict, *((k, frozen(v)) for k, v in value.items()))
     if t is float or t is complex:
@@ -87,7 +87,7 @@ def _check_rest(
                 harmless.add(name)
             elif value:
                 raise Unkeyed(name)
-        if isinstance(value, torch.Tensor):
+        if type(value) not in _NUMBERS and isinstance(value, torch.Tensor):
             raise Unkeyed(name)
     for value in more:
         if isinstance(value, torch.Tensor) or (flagged and value is True):

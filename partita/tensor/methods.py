@@ -124,7 +124,7 @@ def _method(name: str, kind: str, base: Any, op: Op) -> Any:
         "Local": DisableTorchFunctionSubclass,
         "enabled": _is_torch_function_enabled,
         "stack_length": _len_torch_function_stack,
-        "find": op.plans.get,
+        "find": op.find,
         "key": op.key,
         "kind": keys.operand_kind,
         "call": call,

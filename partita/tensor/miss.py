@@ -166,7 +166,7 @@ def make_plan(
     if _writes_copy(form, args):
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
-    renews = _copies_among(tensors)
+    renews, names = _copies_among(tensors), _parameters(form)
     local = None
     if rule.derive is None:
         operands = _operands_of_call(form, args, kwargs)
@@ -184,7 +184,9 @@ def make_plan(
             rewrite = _into_first(said.run, form) if form.inplace else said.run
             # What the ops inside do to make a view is not known: what is split is taken as copied.
             copies = _is_view(form, args) and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
-            return CallPlan(form.name, wire, rewrite=rewrite, copies=copies, renews=renews)
+            return CallPlan(
+                form.name, wire, rewrite=rewrite, copies=copies, renews=renews, names=names
+            )
         if isinstance(said, Like):
             return _like(form.name, func, wire, args[0]._spec, said)
         text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
@@ -240,6 +242,7 @@ def make_plan(
         retags=form.reshapes,
         copies=copies,
         renews=renews,
+        names=names,
     )
 
 

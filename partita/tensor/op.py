@@ -21,15 +21,16 @@ class Op:
         func, form: the function, and what it is called and known as.
         base: what runs on the shard.
         key: from a call's arguments, the key of its plan.
-        plans: the young generation of plans, by key.
+        plans: the young generation of plans, by key; `find` gives one, or None.
         run: what to do instead of looking a plan up, for what is no op or has no rule.
     """
 
-    __slots__ = ("base", "form", "func", "key", "plans", "run")
+    __slots__ = ("base", "find", "form", "func", "key", "plans", "run")
 
     def __init__(self, func: Callable[..., Any]):
         self.func = func
         self.plans = Plans(getattr(func, "__name__", "?"))
+        self.find = self.plans.get
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:

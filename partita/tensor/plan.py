@@ -25,7 +25,10 @@ from .view_writes import mark_copies
 __all__ = ["CallPlan", "Path", "Target", "at_path", "replaced", "tensors_of"]
 
 Path = tuple[int | str, ...]
-"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list."""
+"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
+
+A plan has it from the call that it was made for; others of the same key may give by name what that
+gave by place (`CallPlan.here`)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class CallPlan:
         retags: the op changes its operand's shape in place, so the operand is tagged anew.
         copies: the op is a view on one device, but here its result has memory of its own.
         renews: the operands that are such results, and may have to be taken again.
+        names: of the arguments that may be given by place or by name, in order.
         fresh: called with a result, gives its spec anew each time (shapes that depend on data).
         hits: calls that found this plan.
     """
@@ -72,13 +76,18 @@ class CallPlan:
     retags: bool = False
     copies: bool = False
     renews: tuple[Path, ...] = ()
+    names: tuple[str, ...] = ()
     fresh: Callable[[torch.Tensor], Spec] | None = None
     hits: int = field(default=0)
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do what was decided, and tag what comes out."""
+        if not args and self.names:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop(self.names[0]),)
         if self.renews:
-            now = {path: current(at_path(args, kwargs, path)) for path in self.renews}
+            paths = [self.here(path, args, kwargs) for path in self.renews]
+            now = {path: current(at_path(args, kwargs, path)) for path in paths}
             args, kwargs = replaced(args, kwargs, now)
         if self.rewrite is not None:
             out = self.rewrite(*args, **kwargs)
@@ -96,16 +105,24 @@ class CallPlan:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         new = {}
         for target in self.targets:
-            value = at_path(args, kwargs, target.path)
+            path = self.here(target.path, args, kwargs)
+            value = at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
                     settle(pending_gradients((value,)))  # its owner's, for good
-                new[target.path] = _moved_once(value, target.spec, self.op)
+                new[path] = _moved_once(value, target.spec, self.op)
             else:
-                admit(value, self.wire, self.op, target.path)
+                admit(value, self.wire, self.op, path)
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
-                new[target.path] = moved(value, target.plain, target.spec, self.op, "implicit")
+                new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replaced(args, kwargs, new)
+
+    def here(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
+        """Where in this call what stood at `path` stands."""
+        head = path[0]
+        if isinstance(head, str):
+            return path if head in kwargs else (self.names.index(head), *path[1:])
+        return path if head < len(args) else (self.names[head], *path[1:])
 
     def tag(self, out: Any) -> Any:
         """Give each new local tensor of a result its spec; raise if a promise is broken."""
@@ -118,6 +135,7 @@ class CallPlan:
                 raise self._broken(out, self.spec)
             return tagged(out, self.spec)  # type: ignore[arg-type]
         if isinstance(out, DTensor):
+            self.direct = self._is_direct()  # in place: nothing is new
             if self.retags:
                 if self.spec is None:
                     with Local():
@@ -174,7 +192,10 @@ class CallPlan:
         self.outputs = tuple(specs)  # one of them may come alone in a tuple too: x.chunk(1)
         if len(specs) == 1:
             self.spec, self.local_shape = specs[0]
-            self.direct = not (self.targets or self.retags or self.copies or self.renews)
+        self.direct = self._is_direct()
+
+    def _is_direct(self) -> bool:
+        return not (self.targets or self.retags or self.copies or self.renews or self.rewrite)
 
     def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
         promise = (

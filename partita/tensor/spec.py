@@ -50,6 +50,11 @@ class Spec:
         return spec_of(self.layout.gradient(self.wire.mesh), self.wire)
 
     @cached_property
+    def whole(self) -> Spec:
+        """The spec of the same value, whole, in the same computation on every rank."""
+        return spec_of(Layout(self.layout.shape, invariant=self.wire.mesh.names), self.wire)
+
+    @cached_property
     def is_pending(self) -> bool:
         return bool(self.layout.partial)
 

@@ -21,6 +21,7 @@ from .composite import entered
 from .dtensor import DTensor, tagged
 from .origin import current
 from .setitem import set_item
+from .settled import allowed_gradient, unmark_settled
 from .spec import Spec, spec_of
 
 __all__ = [
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 T = torch.Tensor
-OURS = frozenset("_spec _reopens _settled _kept _unversioned _origin _rest _gradient_of".split())
+OURS = frozenset("_spec _reopens _kept _unversioned _origin _rest _gradient_of".split())
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
@@ -117,15 +118,16 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
                 operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
-        from .settled import allowed_gradient
-
         grad = allowed_gradient(x, grad)
+    else:
+        unmark_settled(x)  # type: ignore[arg-type]
     with Local():
         _grad.__set__(x, grad)
 
 
 @means(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
+    unmark_settled(x)
     with Local():
         _grad.__delete__(x)
 
@@ -148,12 +150,9 @@ def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, 
     if gradient is None:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        layout = Layout(spec.layout.shape, invariant=spec.wire.mesh.names)
-        before = spec_of(layout, spec.wire)
+        before = spec.whole
         with Local():
-            seed = torch.ones_like(plain) if spec.local_shape == spec.shape else None
-            if seed is None:
-                seed = plain.new_ones(spec.shape)
+            seed = plain.new_ones(spec.shape)
     elif isinstance(gradient, DTensor):
         before, seed = gradient._spec, gradient
     else:

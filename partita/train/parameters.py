@@ -15,6 +15,7 @@ from torch import nn
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
+from partita.tensor.settled import is_watched
 from partita.tensor.special import OURS
 
 __all__ = ["Held", "has_hooks", "held_by", "plain_name", "put_in_place", "refuse_given_up"]
@@ -68,7 +69,7 @@ def plain_name(name: str) -> str:
 def has_hooks(p: torch.Tensor) -> bool:
     """Has a user hung hooks on this tensor?"""
     # There is no public way to ask. One of ours hangs on what has a settled gradient.
-    hooks = len(p._backward_hooks or ()) - ("_reopens" in p.__dict__)
+    hooks = len(p._backward_hooks or ()) - is_watched(p)
     return hooks > 0 or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 

@@ -79,9 +79,11 @@ class Unspecified(TorchFunctionMode):
         return out
 
 
-def on_one_device(program: Program) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All values, and the inputs' gradients."""
-    leaves = {n: v.requires_grad_() for n, v in program.values().items()}
+def on_one_device(
+    program: Program, nudge: int = 0
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All values, and the inputs' gradients; with `nudge` of inputs changed in their last bits."""
+    leaves = {n: nudged(v, nudge).requires_grad_() for n, v in program.values().items()}
     watch = Unspecified()
     try:
         with watch:
@@ -96,7 +98,41 @@ def on_one_device(program: Program) -> tuple[dict[str, torch.Tensor], dict[str, 
     return {n: t.detach() for n, t in tensors.items()}, grads
 
 
+def nudged(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """`x`, each element made a little larger or smaller: by up to 16 units in the last place."""
+    if not seed:
+        return x
+    generator = torch.Generator().manual_seed(seed)
+    return x * (1 + torch.randint(-16, 17, x.shape, generator=generator) * torch.finfo(x.dtype).eps)
+
+
+def left_to_rounding(program: Program) -> set[str]:
+    """What one device itself gives otherwise, beyond our tolerance, if its inputs' last bits differ.
+
+    The order of equal cosines, the place of a value on the edge of a bin: there is no right answer
+    to compare with. Gradients are named like `the gradient of x0`.
+    """
+    names: set[str] = set()
+    values, grads = on_one_device(program)
+    for seed in range(1, 9):
+        others, other_grads = on_one_device(program, seed)
+        for name, truth in values.items():
+            names |= differs(name, others[name], truth)
+        for name, truth in grads.items():
+            names |= differs(f"the gradient of {name}", other_grads[name], truth)
+    return names
+
+
+def differs(what: str, ours: torch.Tensor, truth: torch.Tensor) -> set[str]:
+    try:
+        same(what, ours, truth)
+    except AssertionError:
+        return {what}
+    return set()
+
+
 def on_a_rank(mesh: Any, program: Program, values: dict[str, Any], grads: dict[str, Any]) -> None:
+    """Compare what is in `values` and `grads`."""
     leaves = {
         n: spread(mesh, v, Layout.parse(text))
         for (n, v), text in zip(program.values().items(), program.inputs, strict=True)
@@ -120,8 +156,19 @@ def same(what: str, ours: Any, truth: torch.Tensor) -> None:
 
 def check(program: Program) -> None:
     values, grads = on_one_device(program)
-    with pt.ranks(**program.mesh) as world:
-        world.run(on_a_rank, program, values, grads)
+    try:
+        with pt.ranks(**program.mesh) as world:
+            world.run(on_a_rank, program, values, grads)
+    except AssertionError:
+        # Only now is it worth asking. What does not hang on rounding still has to agree.
+        loose = left_to_rounding(program)
+        if not loose:
+            raise
+        values = {n: v for n, v in values.items() if n not in loose}
+        grads = {n: g for n, g in grads.items() if f"the gradient of {n}" not in loose}
+        with pt.ranks(**program.mesh) as world:
+            world.run(on_a_rank, program, values, grads)
+        raise Unsuited from None
 
 
 def shortest(program: Program) -> Program:

@@ -13,19 +13,21 @@ from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 from ..views import resolve, views
 
 
-def _local_shape(run: Callable[..., Any]) -> Callable[[Call], Kernel | None]:
+def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[Call], Kernel | None]:
     """`run(input, shape)` with this rank's shape, where something is split: the arguments, which
     speak of the global shape, are for the whole tensor."""
 
     def local(call: Call) -> Kernel | None:
-        return (lambda input, *_, **__: run(input, call.outputs[0])) if call.pieces else None
+        shape = call.outputs[0]
+        return (lambda input, *_, **__: run(input, shape)) if call.pieces else None
 
     return local
 
 
-_view = _local_shape(lambda x, shape: x.view(shape))
-_reshape = _local_shape(lambda x, shape: x.reshape(shape))
-_expand = _local_shape(lambda x, shape: x.expand(shape))
+# torch.Tensor's own: a method of a subclass, looked up on the operand, would be one call more.
+_view = _local_shape(torch.Tensor.view)
+_reshape = _local_shape(torch.reshape)
+_expand = _local_shape(torch.Tensor.expand)
 
 
 def _sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """partita: a distributed tensor for PyTorch, and the training runtime around it."""
 
 from .comm import DeviceMesh, check_ranks, init_device_mesh, ledger, ranks, strict
+from .compile import CaptureError, CompiledStep, compile
 from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
 from .rules import rule
 from .tensor import (
@@ -23,10 +24,12 @@ from .tensor import (
 from .train import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
 from .train import plans
 from .train.activations import Inputs, Outputs
+from .train.anomaly import NanError, detect_nan
 from .train.batch import distribute_batch
 from .train.checkpoint import (
     RandomState,
     async_save,
+    is_checkpoint,
     load,
     load_safetensors,
     save,
@@ -50,6 +53,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheInfo",
+    "CaptureError",
+    "CompiledStep",
     "DTensor",
     "DeviceMesh",
     "Inputs",
@@ -57,6 +62,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MixedPrecision",
+    "NanError",
     "Outputs",
     "Partial",
     "Placement",
@@ -70,13 +76,16 @@ __all__ = [
     "check_ranks",
     "checkpoint_name",
     "clip_grad_norm_",
+    "compile",
     "count_memory",
+    "detect_nan",
     "distribute_batch",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "full",
     "init_device_mesh",
+    "is_checkpoint",
     "keep_collectives",
     "ledger",
     "load",

@@ -8,10 +8,26 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from .train import Options, cores, is_rank, joined, launch, make_progress, train, verify
+from .train import (
+    Mesh,
+    Options,
+    cores,
+    flag,
+    is_rank,
+    joined,
+    launch,
+    make_progress,
+    options_in,
+    read_positive,
+    shown_mesh,
+    train,
+    verify,
+)
 
 __all__ = ["BENCHES", "main"]
 
@@ -59,50 +75,66 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "Train a byte-level GPT on this machine's own text: Python's standard library, or any "
         "folder. Starts its ranks itself; under torchrun it joins the ranks that are there."
     )
-    usual = Options()
     add = parser.add_argument
-    add("--ranks", type=_positive, help="processes to start (the mesh's size; else 4)")
-    add("--mesh", type=_mesh, metavar="dp=2,tp=2", help="dp splits the batch, tp the weights")
-    add("--data", type=Path, metavar="PATH", help="a folder of text, or a file")
-    add("--steps", type=_positive, help=f"optimizer steps ({usual.steps}; 20 with --verify)")
-    add("--verify", action="store_true", help="compare the losses with those of one rank")
-    for name, kind, what in (
-        ("seed", int, "of weights, batches and sample"),
-        ("batch", _positive, "sequences per step"),
-        ("context", _positive, "bytes per sequence"),
-        ("layers", _positive, "blocks"),
-        ("width", _positive, "of the residual stream"),
-        ("heads", _positive, "of attention, per block"),
-        ("lr", float, "highest learning rate"),
-        ("sample", int, "bytes of text to write at the end"),
-    ):
-        add(f"--{name}", type=kind, default=getattr(usual, name), help=f"{what} (%(default)s)")
+    add(
+        "--ranks",
+        type=_argument(read_positive),
+        metavar="N",
+        help="processes to start (4, or as --mesh)",
+    )
+    add(
+        "--tp",
+        type=_argument(read_positive),
+        metavar="N",
+        help="ranks among which the weights are split",
+    )
+    add("--verify", action="store_true", help="compare 20 steps' losses with those of one rank")
+    add("--config", type=Path, metavar="FILE", help="options from a TOML file; flags come first")
+    add("--print-config", action="store_true", help="print the options as such a file, and end")
+    for option in fields(Options):
+        facts = option.metadata
+        usual = option.default if facts["show"] is None else facts["show"](option.default)
+        # What is not given is left out, so that a config file can say it.
+        given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": facts["what"]}
+        if isinstance(option.default, bool):
+            given |= {"action": argparse.BooleanOptionalAction}
+        else:
+            given |= {"type": _argument(facts["read"])}
+            name = "N" if isinstance(option.default, int) else option.name.upper()
+            given |= {"metavar": facts["metavar"] or name}
+            if option.default not in (None, ()):
+                given["help"] += f" ({usual})"
+        if facts["alone"] is not None:
+            given |= {"nargs": "?", "const": facts["alone"]}
+        add(f"--{flag(option.name)}", **given)
+
+
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read` for argparse, which shows the message of no error but its own."""
+
+    def argument(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return argument
 
 
 def _train(asked: argparse.Namespace, argv: list[str]) -> int:
     try:
-        mesh = _fit(asked.mesh, int(os.environ["WORLD_SIZE"]) if is_rank() else asked.ranks)
-        options = Options(
-            mesh=mesh,
-            data=asked.data,
-            steps=asked.steps or (20 if asked.verify else Options.steps),
-            seed=asked.seed,
-            batch=asked.batch,
-            context=asked.context,
-            layers=asked.layers,
-            width=asked.width,
-            heads=asked.heads,
-            lr=asked.lr,
-            sample=asked.sample,
-        )
+        options = _options(asked)
+        if asked.print_config:
+            print(options.to_toml(), end="")
+            return 0
         options.check()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"partita train: {error}", file=sys.stderr)
         return 2
     progress = make_progress(
         steps=options.steps,
         tokens=options.batch * options.context,
-        mesh=",".join(f"{name}={size}" for name, size in options.mesh) or "one rank",
+        mesh=shown_mesh(options.mesh) or "one rank",
     )
     try:
         if not is_rank():
@@ -117,35 +149,45 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
         progress.stop()
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
+def _options(asked: argparse.Namespace) -> Options:
+    """Defaults, over them the config file, and over that the command line.
+
+    Raises:
+        ValueError: options that are not, or do not go together.
+        OSError: the config file cannot be read.
+    """
+    found: dict[str, Any] = {}
+    if asked.config is not None:
+        found = options_in(asked.config.read_text(), str(asked.config))
+    given = vars(asked)
+    found |= {o.name: given[o.name] for o in fields(Options) if o.name in given}
+    ranks, mesh = asked.ranks, found.get("mesh")
+    if "mesh" not in given and (ranks, asked.tp) != (None, None):
+        # The file's mesh gives way, but for the number of ranks where only --tp is new.
+        if ranks is None and mesh is not None:
+            ranks = math.prod(size for _, size in mesh)
+        mesh = None
+    found["mesh"] = _fit(mesh, int(os.environ["WORLD_SIZE"]) if is_rank() else ranks, asked.tp)
+    if asked.verify:
+        if found.get("dtype", "fp32") != "fp32" or found.get("save") is not None:
+            raise ValueError("--verify compares losses in fp32, and saves nothing")
+        found.setdefault("steps", 20)
+    return Options(**found)
 
 
-def _mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """`dp=2,tp=2` as (("dp", 2), ("tp", 2))."""
-    axes = []
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in ("dp", "tp") or not size.isdecimal() or int(size) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is no axis: write dp=N, tp=N or dp=N,tp=N")
-        axes.append((name, int(size)))
-    if len({name for name, _ in axes}) < len(axes):
-        raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
-    return tuple(axes)
-
-
-def _fit(mesh: tuple[tuple[str, int], ...] | None, ranks: int | None) -> tuple:
-    """The mesh for so many ranks; one rank needs none."""
+def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
+    """The mesh for so many ranks, of which `tp` split the weights; one rank needs none."""
     if mesh is None:
-        n = 4 if ranks is None else ranks
-        mesh = (("dp", n // 2), ("tp", 2)) if n % 2 == 0 and n > 2 else (("dp", n),)
+        n = ranks or max(4, tp or 1)
+        tp = tp or (2 if n % 2 == 0 and n > 2 else 1)
+        if n % tp:
+            raise ValueError(f"--tp {tp} does not divide {n} ranks")
+        mesh = tuple((name, size) for name, size in (("dp", n // tp), ("tp", tp)) if size > 1)
     size = math.prod(n for _, n in mesh)
     if ranks is not None and size != ranks:
-        shape = ",".join(f"{name}={n}" for name, n in mesh)
-        raise ValueError(f"--mesh {shape} has {size} ranks, but there are {ranks}")
+        raise ValueError(f"--mesh {shown_mesh(mesh)} has {size} ranks, but there are {ranks}")
+    if tp is not None and dict(mesh).get("tp", 1) != tp:
+        raise ValueError(f"--mesh {shown_mesh(mesh)} is at odds with --tp {tp}")
     return mesh if size > 1 else ()
 
 

@@ -11,6 +11,7 @@ from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .ranks import World, ranks
 from .source import call_site, user_line
+from .trace import TraceWire, in_place_of, stand_ins
 from .under_way import UnderWay
 from .wire import Ask, Wire
 
@@ -25,6 +26,7 @@ __all__ = [
     "Ledger",
     "MeshHandle",
     "Record",
+    "TraceWire",
     "UnderWay",
     "Wire",
     "World",
@@ -32,11 +34,13 @@ __all__ = [
     "check_ranks",
     "dry_mesh",
     "everyone",
+    "in_place_of",
     "init_device_mesh",
     "ledger",
     "ranks",
     "recomputing",
     "saved_as",
+    "stand_ins",
     "strict",
     "user_line",
     "wire_of",

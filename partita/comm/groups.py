@@ -123,8 +123,6 @@ class GroupWire(Wire):
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
-        if self._gloo:
-            return gloo.start_all_gather(self._process_groups[axes], out, x)
         return self._process_groups[axes]._allgather_base(out, x)
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
@@ -135,13 +133,9 @@ class GroupWire(Wire):
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
         group = self._process_groups[axes]
-        if self._gloo:
+        if self._gloo or out.dtype != x.dtype:
             return gloo.start_reduce_scatter(group, out, x)
-        if out.dtype == x.dtype:
-            return group._reduce_scatter_base(out, x)
-        shares = torch.empty_like(x)
-        exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
-        return Summed(exchange, shares.view(group.size(), -1).unbind(), out.view(-1))
+        return group._reduce_scatter_base(out, x)
 
     def _all_to_all(
         self,

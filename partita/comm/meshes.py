@@ -14,6 +14,7 @@ from ..layout import Fix, LayoutError
 from .groups import GroupWire
 from .handle import MeshHandle, find_handle
 from .source import user_line
+from .trace import in_place_of
 from .wire import Wire
 
 __all__ = ["init_device_mesh", "saved_as", "wire_of", "wire_saved_as"]
@@ -98,7 +99,7 @@ def wire_of(device_mesh: object) -> Wire:
     """
     global _world
     if isinstance(device_mesh, MeshHandle):
-        return device_mesh.wire
+        return in_place_of(device_mesh.wire)
     if not isinstance(device_mesh, DeviceMesh):
         raise LayoutError(
             f"device_mesh is {device_mesh!r}, which is no mesh",
@@ -117,7 +118,7 @@ def wire_of(device_mesh: object) -> Wire:
     found = _wires.get(device_mesh)
     if found is None:
         found = _wires[device_mesh] = GroupWire(device_mesh)
-    return found
+    return in_place_of(found)
 
 
 def saved_as(wire: Wire) -> tuple[Any, ...]:

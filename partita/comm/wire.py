@@ -7,11 +7,12 @@ none at all (`dry`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..layout import Coordinate, LayoutError, Mesh
+from ..layout import Coordinate, Layout, LayoutError, Mesh
 from ..redistribute.cost import bytes_sent
 from .checks import refuse_implicit
 from .ledger import Record, Scope, scope
@@ -241,6 +242,15 @@ class Wire:
         for axis in axes:
             n *= self.mesh.size(axis)
         return n
+
+    def region(self, layout: Layout) -> tuple[tuple[int, int], ...]:
+        """`(offset, length)` of this rank's piece of a tensor so laid out, for each dimension."""
+        return layout.local_region(self.mesh, self.at)
+
+    def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
+        """For each list of axes, is this rank the first along all of them? A bool tensor."""
+        at = dict(zip(self.mesh.names, self.at, strict=True))
+        return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
 
     def group(self, axes: Axes) -> tuple[Axes, tuple[Coordinate, ...]]:
         """`axes` in mesh order (one group serves all orders), and its members in group order."""

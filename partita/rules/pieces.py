@@ -13,7 +13,7 @@ import torch
 
 from .rule import Call, Kernel
 
-__all__ = ["nothing", "of_none", "own", "unless_empty"]
+__all__ = ["nothing", "of_none", "own", "part", "unless_empty"]
 
 
 def own(index: Any, piece: tuple[int, int, int], *, from_end: bool = False) -> tuple[Any, Any]:
@@ -29,6 +29,14 @@ def own(index: Any, piece: tuple[int, int, int], *, from_end: bool = False) -> t
     at = at - offset
     away = ((at < 0) | (at >= length)) & (at >= -offset) & (at < size - offset)
     return at.masked_fill(away, 0), away
+
+
+def part(x: Any, dim: int, offset: Any, length: int) -> Any:
+    """`length` places of `x` from `offset` on; where that is a tensor, as in a captured step, whose
+    graph must not say where one rank is, they are looked up."""
+    if isinstance(offset, torch.Tensor):
+        return x.index_select(dim, torch.arange(length, device=x.device) + offset)
+    return x.narrow(dim, offset, length)
 
 
 def nothing(input: Any, shape: Sequence[int]) -> Any:

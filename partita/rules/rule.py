@@ -97,7 +97,8 @@ class Like:
 
     Shares are not inherited (`ones_like` of shares would be counted once per rank) unless `pending`
     says that the memory is overwritten at once (`new_empty`). `shape` is the global shape; where it
-    is another than the operand's the result is whole.
+    is another than the operand's the result is whole. The `Call` that `local` is given names the
+    pieces as `Arg.names` names the dimensions.
     """
 
     shape: tuple[int, ...]

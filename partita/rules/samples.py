@@ -81,7 +81,7 @@ def _pointwise() -> Part:
                 out.append((f, [c(u(5, 4) + 3, 2)]))
             elif rule.name in whole_numbers:
                 out.append((f, [c(i(9, 5, 4))]))
-            elif rule.name in ("fill", "leaky_relu", "dropout", "alpha_dropout"):
+            elif rule.name in ("fill", "leaky_relu", "dropout"):
                 more = (0.0, True) if "dropout" in rule.name else (0.3,)
                 out.append((f, [c(x(5, 4), *more)]))
             elif rule.name == "imag":

@@ -41,7 +41,7 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
     """The tensors whose gradients are among `values` and are pending, each once, in order."""
     owners: dict[int, DTensor] = {}
     for value in values:
-        if type(value) is DTensor and value._spec.is_pending:
+        if isinstance(value, DTensor) and value._spec.is_pending:
             owner = owner_of(value)
             if owner is not None:
                 owners[id(owner)] = owner
@@ -124,7 +124,10 @@ def _settle(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], .
             whole = piece.view(g.shape)
             if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
                 whole = torch.empty_like(g).copy_(whole)
-            _data.__set__(g, whole)
+            if type(g) is DTensor:
+                _data.__set__(g, whole)
+            else:  # traced: a graph knows a tensor by its object, and sees only what is written
+                g.copy_(whole)
     for p, g in zip(params, grads, strict=True):
         g._spec = p._spec
         mark_settled(p)

@@ -9,6 +9,7 @@ import torch
 
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
+from partita.rules.pieces import part as cut
 
 from .agreement import alike, no_strides
 from .dtensor import DTensor, tagged
@@ -36,14 +37,19 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     part = whole
     for dim, (offset, length) in enumerate(spec.region):
         if length != part.shape[dim]:
-            part = part.narrow(dim, offset, length)
+            part = cut(part, dim, offset, length)
     part = part.contiguous()
     if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
         part = part.clone()  # a piece that shares memory would keep the whole value alive
-    mesh, at = spec.wire.mesh, spec.wire.at
-    if any(op == "sum" and at[mesh.index(axis)] for axis, op in spec.layout.partial):
-        part.zero_()
+    _keep_on_first(part, spec)
     return part
+
+
+def _keep_on_first(local: torch.Tensor, spec: Spec) -> None:
+    """Of the ranks whose shares are summed, the first keeps what it holds, the others zeros."""
+    summed = [axis for axis, op in spec.layout.partial if op == "sum"]
+    if summed:
+        local.masked_fill_(~spec.wire.firsts([summed], local.device)[0], 0)
 
 
 def distribute_tensor(
@@ -173,9 +179,7 @@ def _filled(
     options.setdefault("device", spec.wire.device)
     local = make(spec.local_shape, **options)
     if spec.is_pending and not pending:
-        mesh, at = spec.wire.mesh, spec.wire.at
-        if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
-            local.zero_()
+        _keep_on_first(local, spec)
     return tagged(local, spec).requires_grad_(requires_grad)
 
 

@@ -24,7 +24,7 @@ from .origin import current
 from .pieces import piece_held
 from .spec import Spec, laid_out, placed
 
-__all__ = ["DTensor", "short_dtype", "tagged"]
+__all__ = ["TYPED", "DTensor", "short_dtype", "tagged"]
 
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
@@ -253,9 +253,15 @@ class DTensor(torch.Tensor):
         return repr(self)
 
 
+TYPED: dict[type, type] = {torch.Tensor: DTensor}
+"""For each class of tensors that hold a shard, the class of DTensors that it is re-tagged as.
+
+Capture adds one: tensors that are traced are no plain ones (see `compile.fakes`)."""
+
+
 def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
     """Re-tag `local`, which nobody else may hold, as a DTensor of `spec`."""
-    local.__class__ = DTensor
+    local.__class__ = TYPED.get(local.__class__, DTensor)
     local._spec = spec  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
 

@@ -42,7 +42,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
         parts = _local_norms(tensors, ord)
         split: dict[Wire, list[int]] = {}
         for i, t in enumerate(tensors):
-            if type(t) is DTensor and t._spec.is_sharded:
+            if isinstance(t, DTensor) and t._spec.is_sharded:
                 split.setdefault(t._spec.wire, []).append(i)
         for wire, places in split.items():
             layouts = [tensors[i]._spec.layout for i in places]  # type: ignore[attr-defined]
@@ -51,12 +51,8 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
             values = torch.stack([parts[i].to(dtype or torch.float32) for i in places])
             if not math.isinf(ord):
                 # Of the ranks that hold the same piece, the first speaks for it.
-                at = dict(zip(wire.mesh.names, wire.at, strict=True))
-                speaks = [
-                    all(at[a] == 0 or layout.placement(a).is_shard() for a in axes)
-                    for layout in layouts
-                ]
-                values = torch.where(torch.tensor(speaks, device=values.device), values, 0)
+                copied = [[a for a in axes if not x.placement(a).is_shard()] for x in layouts]
+                values = torch.where(wire.firsts(copied, values.device), values, 0)
                 values = values if ord in (0, 1) else values**ord
             whole = _reduced(values, wire, axes, ord, "norms")
             whole = whole if math.isinf(ord) or ord in (0, 1) else whole ** (1 / ord)
@@ -113,7 +109,7 @@ def _foreach_norm(
         n.to(dtype or torch.empty((), dtype=t.dtype).abs().dtype)
         for n, t in zip(norms(tensors, ord), tensors, strict=True)
     ]
-    wires = {t._spec.wire if type(t) is DTensor else None for t in tensors}
+    wires = {t._spec.wire if isinstance(t, DTensor) else None for t in tensors}
     (wire, *others) = wires
     if wire is None or others:
         return tuple(found)
@@ -123,7 +119,7 @@ def _foreach_norm(
 
 def _reduced_shares(t: torch.Tensor) -> torch.Tensor:
     """What is pending and nobody's gradient, reduced."""
-    if type(t) is not DTensor or not t._spec.is_pending:
+    if not isinstance(t, DTensor) or not t._spec.is_pending:
         return t
     layout = t._spec.layout
     after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), t._spec.wire)
@@ -139,7 +135,7 @@ def _check_and_unscale(
         mine = torch.zeros_like(found_inf)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)
         increment_version(grads)  # the kernel does not count what it changes
-        wires = dict.fromkeys(t._spec.wire for t in grads if type(t) is DTensor)
+        wires = dict.fromkeys(t._spec.wire for t in grads if isinstance(t, DTensor))
         for wire in wires:
             mine = _reduced(mine, wire, set(wire.mesh.names), math.inf, "GradScaler")
         found_inf.copy_(torch.maximum(found_inf, mine))

@@ -277,7 +277,7 @@ def _copies_among(tensors: Sequence[tuple[Path, Any]]) -> tuple[Path, ...]:
 def _writes_copy(form: Form, args: Sequence[Any]) -> bool:
     """Is this an op in place on a copy of what would be a view on one device?"""
     first = args[0] if args else None
-    return form.inplace and type(first) is DTensor and first._spec.is_copy
+    return form.inplace and isinstance(first, DTensor) and first._spec.is_copy
 
 
 def _seen(value: Any) -> Any:
@@ -311,7 +311,7 @@ def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire) -> Call:
     for name, axes in choice.splits.items():
         if name in bound.sizes and any(wire.mesh.size(a) > 1 for a in axes):
             one = Layout((bound.sizes[name],), (axes,))
-            ((offset, length),) = one.local_region(wire.mesh, wire.at)
+            ((offset, length),) = wire.region(one)
             pieces[name] = (offset, length, bound.sizes[name])
     outputs = []
     for dims in bound.outputs:
@@ -335,7 +335,14 @@ def _like(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPla
     else:
         layout = Layout(said.shape)
     out = spec_of(layout, wire)
-    kernel = said.local and said.local(Call(run, (spec.layout.shape,), (tuple(out.local_shape),)))
+    kernel = None
+    if said.local is not None:
+        names = Arg(said.shape).names
+        split = [
+            d for d, axes in enumerate(layout.shards) if any(wire.mesh.size(a) > 1 for a in axes)
+        ]
+        pieces = {names[d]: (*out.region[d], said.shape[d]) for d in split}
+        kernel = said.local(Call(run, (spec.layout.shape,), (tuple(out.local_shape),), pieces))
     return CallPlan(name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel)
 
 
@@ -365,7 +372,8 @@ def gathered(
     """Run an op of which no rule speaks: operands whole, result whole.
 
     In place the result is moved back into the operand's layout, since others may hold it too: where
-    that is pending, the first rank keeps the result and the others hold zeros.
+    that is pending, the first rank keeps the result and the others hold zeros; of a pending maximum
+    or minimum each keeps it.
 
     Raises:
         LayoutError: in place, and the result has another shape.
@@ -422,7 +430,14 @@ def gathered(
         x = at_path(args, kwargs, path)
         if copy.shape != x.shape:
             raise _changes_layout(form.name, x)
-        x.copy_(tagged(copy, whole(x.shape)))
+        layout = x._spec.layout
+        if all(op == "sum" for _, op in layout.partial):
+            x.copy_(tagged(copy, whole(x.shape)))
+            continue
+        # A pending maximum of one value is that value: each rank keeps it whole.
+        after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), wire)
+        with Local():
+            x.copy_(moved(copy, whole(x.shape), after, form.name, "implicit"))
     return args[0] if form.inplace else out
 
 

@@ -13,13 +13,15 @@ not on the number of ranks that hold the same piece, and a run is reproducible o
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from partita.rules import Call, Kernel, Said, rule
+from partita.rules import Call, Kernel, Like, Said, rule
+from partita.rules.pieces import part
 
 __all__ = ["random_mode"]
 
@@ -62,7 +64,7 @@ def _drawn(
     for dim, name in enumerate(names):
         if name in call.pieces:
             offset, length, _ = call.pieces[name]
-            full = full.narrow(dim, offset, length)
+            full = part(full, dim, offset, length)
     return full
 
 
@@ -100,6 +102,36 @@ def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
 rule(torch.dropout)(_dropout)
 
 
+@rule(torch.alpha_dropout)
+def _alpha_dropout(x: Any) -> Said:
+    names = tuple(x.names)
+
+    def local(call: Call) -> Kernel | None:
+        if not call.pieces:
+            return None
+
+        def kernel(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+            if not train or p in (0, 1):  # nothing is drawn
+                return torch.alpha_dropout(input, p, train)
+            # What is dropped becomes -b, and then all is brought back to mean 0 and variance 1.
+            b = 1.7580993408473766
+            scale = 1 / math.sqrt((b * b * p + 1) * (1 - p))
+
+            def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+                if generator is None:
+                    return torch.alpha_dropout(out.zero_(), p, True)
+                kept = out.bernoulli_(1 - p, generator=generator)
+                return kept.sub_(1).mul_(b * scale).add_(b * scale * p)
+
+            with torch.no_grad():
+                shift = _drawn(call, names, input, draw)  # above 0 where it is kept
+            return input * ((shift > 0) * scale) + shift
+
+        return kernel
+
+    return Said(f"{x.names} -> {x.names}", local)
+
+
 def _register_fill(name: str) -> None:
     fill = getattr(torch.Tensor, name)
 
@@ -132,7 +164,7 @@ for _name in "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ rando
 
 
 def _register_like(function: Callable[..., Any]) -> None:
-    def derive(x: Any) -> Said:
+    def derive(x: Any) -> Like:
         names = tuple(x.names)
 
         def local(call: Call) -> Kernel | None:
@@ -153,7 +185,7 @@ def _register_like(function: Callable[..., Any]) -> None:
 
             return kernel
 
-        return Said(f"{x.names} -> {x.names}", local)
+        return Like(x.shape, local=local)
 
     rule(function)(derive)
 

@@ -80,7 +80,7 @@ class Spec:
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
         """`(offset, length)` of this rank's piece in the global tensor, per dimension."""
-        return self.layout.local_region(self.wire.mesh, self.wire.at)
+        return self.wire.region(self.layout)
 
     def __repr__(self) -> str:
         return f"Spec({self.layout} on {self.wire.mesh} at {self.wire.at})"

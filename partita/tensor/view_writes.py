@@ -97,6 +97,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
     with Local():
         # First, since on some ranks a copy that is not pending may share its source's memory.
         T.copy_(copy, moved(value, settled, held, "write", "implicit"))
+    origin, own = _before_expand(origin), origin
     source = origin.source
     # What is written through a detached tensor has no history on one device either.
     with torch.set_grad_enabled(torch.is_grad_enabled() and origin.view.__name__ != "detach"):
@@ -104,8 +105,21 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
             source[origin.args[0]] = value
         else:
             source.copy_(_replaced(source, origin, value))
-    origin.seen, origin.again = writes(source), None
+    own.seen, own.again = writes(own.source), None
     return copy
+
+
+def _before_expand(origin: Origin) -> Origin:
+    """The same part as one of what was expanded: what is stretched cannot be written itself."""
+    wide = origin.source.__dict__.get("_origin")
+    if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
+        return origin
+
+    def view(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return origin.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
+
+    part = Origin(wide.source, view, origin.args, origin.kwargs, origin.index, None)
+    return _before_expand(part)
 
 
 def reshaped(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:

@@ -31,9 +31,15 @@ class Watcher(Protocol):
 
 
 class _Here(threading.local):
-    """Who watches this thread: a rank, or a part of one that runs alone."""
+    """Who watches this thread: a rank, or a part of one that runs alone.
+
+    Attributes:
+        watcher: who is told.
+        capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
+    """
 
     watcher: Any = None
+    capturing: bool = False
 
 
 HERE = _Here()

@@ -25,6 +25,7 @@ from .flat import Flat
 __all__ = ["Early"]
 
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
 class _Bucket:
@@ -125,8 +126,12 @@ class Early:
             bucket.wait, bucket.sent = list, []
             if not current:
                 return
-            if self.stage < 2:
-                torch._foreach_copy_(grads, sums)
+            if self.stage < 2:  # each keeps its identity, and its order in memory
+                for g, total in zip(grads, sums, strict=True):
+                    if g.is_contiguous():
+                        _data.__set__(g, total)
+                    else:
+                        g.copy_(total)
                 sums = grads
             for p, g in zip(bucket.params, sums, strict=True):
                 hold(p, tagged(g, self._after(p)))

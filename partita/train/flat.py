@@ -113,13 +113,7 @@ class Flat:
         if self.here or self._arriving is not None:
             return
         with Local(), torch.no_grad():
-            mine = torch.empty(self.length, dtype=self.dtype, device=self.device)
-            into = []
-            for p, s in zip(self.pieces, shards, strict=True):
-                into.append(mine[p.start : p.start + s.numel()].view(s.shape))
-                if s.numel() < p.length:
-                    mine[p.start + s.numel() : p.start + p.length] = 0
-            torch._foreach_copy_(into, list(shards))
+            mine = self._end_to_end(shards)
             if len(self.pieces) == 1:
                 self._allocate()
                 out = self._full[: self.n * self.length]
@@ -127,6 +121,20 @@ class Flat:
                 out = mine.new_empty(self.n * self.length)
             work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
             self._arriving = (work, mine, out)
+
+    def _end_to_end(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(shards) == 1:
+            (only,) = shards
+            if only.numel() == self.length and only.dtype == self.dtype and only.is_contiguous():
+                return only.detach().view(-1)
+        mine = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        into = []
+        for p, s in zip(self.pieces, shards, strict=True):
+            into.append(mine[p.start : p.start + s.numel()].view(s.shape))
+            if s.numel() < p.length:
+                mine[p.start + s.numel() : p.start + p.length] = 0
+        torch._foreach_copy_(into, list(shards))
+        return mine
 
     def finish(self) -> None:
         """Wait until everything is here."""

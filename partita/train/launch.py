@@ -18,14 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+
+from .failures import Failure, Last, failure_of, obituary, phase_of
 
 __all__ = ["Rank", "cores", "is_rank", "joined", "launch"]
 
@@ -51,14 +52,22 @@ class _Child:
     events: int
     log: IO[bytes]
     unread: bytes = b""
+    at: dict[str, Any] | None = None
     last_step: int = -1
     done: bool = False
     ended: bool = False
-    failed: dict[str, Any] = field(default_factory=dict)
+    failed: Failure | None = None
+    failed_when: float = 0.0
 
     def died(self) -> bool:
         """Ended without a word: asked only of what it wrote, which may outlast the process."""
         return self.ended and not self.done
+
+    def last(self) -> Last:
+        """What is known of it when the job ends."""
+        code = self.process.returncode if self.died() else None
+        log = "" if self.failed or not self.died() else _last_lines(self.log)
+        return Last(self.rank, self.at, code, self.failed, self.failed_when, log)
 
 
 def launch(command: list[str], ranks: int, show: Show) -> int:
@@ -74,6 +83,14 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
         call, nor a parent that is killed.
     """
     children: list[_Child] = []
+    saved: dict[str, Any] | None = None
+
+    def told(event: str, facts: dict[str, Any]) -> None:
+        nonlocal saved
+        if event == "saved":
+            saved = facts
+        show(event, facts)
+
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with selectors.DefaultSelector() as selector:
@@ -83,10 +100,11 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
                 children.append(child)
                 selector.register(child.events, selectors.EVENT_READ, child)
             while selector.get_map():
-                _listen(selector, show)
+                _listen(selector, told)
                 if any(child.died() for child in children):
-                    _gather_last_words(selector, show)
-                    show("job", {"message": _obituary(children)})
+                    _gather_last_words(selector, told)
+                    message = obituary([child.last() for child in children], saved)
+                    show("job", {"message": message})
                     return 1
         return max(child.process.wait() for child in children)
     except KeyboardInterrupt:
@@ -159,7 +177,10 @@ def _take(child: _Child, message: dict[str, Any], show: Show) -> None:
     if event == "done":
         child.done = True
     elif event == "failed":
-        child.failed = message
+        child.failed_when = message.pop("when")
+        child.failed = Failure(**message)
+    elif event == "at":
+        child.at = message
     else:
         if event == "step":
             child.last_step = message["step"]
@@ -173,29 +194,9 @@ def _gather_last_words(selector: selectors.BaseSelector, show: Show) -> None:
         _listen(selector, show, timeout=0.05)
 
 
-def _obituary(children: list[_Child]) -> str:
-    """Which rank ended the job: one that fails because a peer is gone is not to blame."""
-    dead = [child for child in children if child.died()]
-    killed = [child for child in dead if child.process.returncode < 0]
-    told = sorted((child for child in dead if child.failed), key=lambda c: c.failed["at"])
-    untold = [child for child in dead if not child.failed]
-    child = (killed or untold or told)[0]
-    last = max(child.last_step for child in children)  # ranks keep step, but for the telling
-    when = f"after step {last}" if last >= 0 else "before the first step"
-    code = child.process.returncode
-    said = child.failed.get("said") or _last_lines(child)
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    elif child.failed:
-        how = "failed"
-    else:
-        how = f"ended with exit code {code}"
-    return f"rank {child.rank} {how} {when}; the job is ended" + (f"\n{said}" if said else "")
-
-
-def _last_lines(child: _Child, count: int = 15) -> str:
-    child.log.seek(0)
-    return "\n".join(child.log.read().decode(errors="replace").splitlines()[-count:])
+def _last_lines(log: IO[bytes], count: int = 15) -> str:
+    log.seek(0)
+    return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
 
 
 def _end(children: list[_Child]) -> None:
@@ -241,7 +242,12 @@ def joined(show: Show) -> Iterator[Rank]:
     if listener is not None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    at: dict[str, Any] | None = None
+
     def tell(event: str, **facts: Any) -> None:
+        nonlocal at
+        if event == "at":
+            at = facts
         if listener is not None:
             os.write(int(listener), json.dumps({"event": event, **facts}).encode() + b"\n")
         elif rank == 0:
@@ -256,12 +262,12 @@ def joined(show: Show) -> Iterator[Rank]:
             dist.destroy_process_group()
         tell("done")
     except Exception as error:
-        if listener is None:
-            raise
-        # What a user can mend is said in a message; only a fault of ours needs its traceback.
-        mendable = isinstance(error, ValueError)
-        said = f"{type(error).__name__}: {error}" if mendable else traceback.format_exc()
-        tell("failed", at=time.monotonic(), said=said)
+        failure = failure_of(error)
+        if listener is not None:
+            tell("failed", when=time.monotonic(), **asdict(failure))
+        else:
+            said = f"another rank is gone ({failure.place})" if failure.lost else failure.said
+            print(f"rank {rank} failed {phase_of(at)}: {said}", file=sys.stderr, flush=True)
         os._exit(1)  # threads of a broken process group may never end
 
 

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.settled import settled_spec, update_spec
 
 from .gradients import reduce_gradients
@@ -55,7 +55,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     refuse_given_up(params)
-    spread = [p for p in params if type(p) is DTensor]
+    spread = [p for p in params if isinstance(p, DTensor)]
     if not spread:
         return None
     owners = {p.__dict__["_rest"].owner: None for p in spread if "_rest" in p.__dict__}
@@ -93,21 +93,23 @@ def _step_as_plain(
         tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
     tensors += params
     for p in params:
-        tensors += [v for v in state[p].values() if type(v) is DTensor] if p in state else ()
+        tensors += [v for v in state[p].values() if isinstance(v, DTensor)] if p in state else ()
+    typed = type(params[0])  # another class than DTensor while a step is captured
+    plain = next(cls for cls, kind in TYPED.items() if kind is typed)
     try:
         for t in tensors:
-            t.__class__ = torch.Tensor
+            t.__class__ = plain
         step(*args, **kwargs)
     finally:
         # Fused kernels do not count what they change, and we keep what is made of tensors by count.
         if any(group.get("fused") for group in optimizer.param_groups):
             increment_version(tensors)
         for t in tensors:
-            t.__class__ = DTensor
+            t.__class__ = typed
     for p in params:
         for name, value in state[p].items() if p in state else ():
             # Only the count of steps is a scalar that belongs to no element.
-            if type(value) is torch.Tensor and name != "step":
+            if type(value) is plain and name != "step":
                 tagged(value, update_spec(p))
 
 
@@ -141,14 +143,16 @@ def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
     with Local():
         grads = [_grad(p) for p in params]
     for p, grad in zip(params, grads, strict=True):
-        if grad is not None and (type(grad) is not DTensor or grad._spec is not settled_spec(p)):
+        if grad is None:
+            continue
+        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
             return False
     states = optimizer.state
     for p in params:
         if p._spec.is_pending:
             return False
         for value in states[p].values() if p in states else ():
-            if type(value) is DTensor and value._spec is not update_spec(p):
+            if isinstance(value, DTensor) and value._spec is not update_spec(p):
                 return False
     return True
 

@@ -1,4 +1,4 @@
-"""What can be asked of a training run? Options: one table for flags, config files and checkpoints."""
+"""What can be asked of a training run? One table: of flags, of config files, of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "shown_mesh"]
+from .checkpoint import is_checkpoint
+
+__all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "read_positive", "shown_mesh"]
 
 Mesh = tuple[tuple[str, int], ...]
 """Axis names and sizes; () for one device without a mesh."""
@@ -20,7 +23,7 @@ LAST = "last"  # the checkpoint within --save DIR
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
-# -- values as text ----------------------------------------------------------------------------------
+# -- values as text --------------------------------------------------------------------------------
 
 
 def read_mesh(text: str) -> Mesh:
@@ -40,16 +43,26 @@ def shown_mesh(mesh: Mesh) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh)
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError(f"{number} is not a positive number")
+def read_whole(text: str, least: float = -math.inf) -> int:
+    """A whole number, at least `least`."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise ValueError(f"{number} is not a positive number" if least else f"{number} is below 0")
     return number
 
 
-def _count(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise ValueError(f"{number} is less than 0")
-    return number
+read_positive = partial(read_whole, least=1)
+_read_count = partial(read_whole, least=0)
+
+
+def _read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
 
 
 def _one_of(*allowed: Any) -> Callable[[str], Any]:
@@ -64,7 +77,7 @@ def _one_of(*allowed: Any) -> Callable[[str], Any]:
 
 
 def _read_remat(text: str) -> str | int:
-    """"none", "blocks", or a number of bytes: "64MiB"."""
+    """ "none", "blocks", or a number of bytes: "64MiB"."""
     if text in ("none", "blocks"):
         return text
     for unit, size in _UNITS.items():
@@ -81,7 +94,7 @@ def _shown_remat(remat: str | int) -> str:
     return f"{remat // size}{unit}"
 
 
-# -- the table ---------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def _option(
@@ -110,24 +123,26 @@ class Options:
         ValueError: from `check`, which names the flag.
     """
 
-    mesh: Mesh = _option(
+    mesh: Mesh = _option(  # noqa: RUF009  it returns a field
         (),
         "dp splits the batch, tp the weights",
         read_mesh,
         show=shown_mesh,
         metavar="dp=2,tp=2",
     )
-    data: Path | None = _option(
+    data: Path | None = _option(  # noqa: RUF009
         None, "a folder of text, or a file (Python's standard library)", Path, show=str
     )
-    steps: int = _option(600, "optimizer steps", _positive)
-    seed: int = _option(0, "of weights, batches and sample", int)
-    batch: int = _option(16, "sequences per step, over all ranks", _positive)
-    context: int = _option(128, "bytes per sequence", _positive)
-    layers: int = _option(4, "blocks", _positive)
-    width: int = _option(128, "of the residual stream", _positive)
-    heads: int = _option(4, "of attention, per block", _positive)
-    lr: float = _option(2e-3, "highest learning rate, reached in 20 steps; then a cosine", float)
+    steps: int = _option(600, "optimizer steps", read_positive)
+    seed: int = _option(0, "of weights, batches and sample", read_whole)
+    batch: int = _option(16, "sequences per step, over all ranks", read_positive)
+    context: int = _option(128, "bytes per sequence", read_positive)
+    layers: int = _option(4, "blocks", read_positive)
+    width: int = _option(128, "of the residual stream", read_positive)
+    heads: int = _option(4, "of attention, per block", read_positive)
+    lr: float = _option(
+        2e-3, "highest learning rate, reached in 20 steps; then a cosine", _read_number
+    )
     zero: int = _option(
         0,
         "share over dp: 1 optimizer state, 2 gradients too, 3 parameters too",
@@ -146,15 +161,15 @@ class Options:
     dtype: str = _option(
         "fp32", "fp32, or bf16 to compute in, over fp32 weights", _one_of("fp32", "bf16")
     )
-    accumulate: int = _option(1, "micro-batches that each batch is cut into", _positive)
-    save: Path | None = _option(
+    accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
+    save: Path | None = _option(  # noqa: RUF009
         None, "keep a checkpoint in this folder", Path, show=str, metavar="DIR"
     )
-    save_every: int = _option(100, "steps between checkpoints; 0: at the end only", _count)
+    save_every: int = _option(100, "steps between checkpoints; 0: at the end only", _read_count)
     resume: bool = _option(False, "go on from the checkpoint in --save DIR, if there is one")
     detect_nan: bool = _option(False, "name the module that made the first nan (slower)")
     check_ranks: bool = _option(False, "compare what ranks ask for at each collective (slower)")
-    sample: int = _option(200, "bytes of text to write at the end", _count)
+    sample: int = _option(200, "bytes of text to write at the end", _read_count)
 
     @property
     def ranks(self) -> int:
@@ -194,7 +209,7 @@ class Options:
             raise ValueError("--resume goes on from the checkpoint in --save DIR: name the folder")
         if self.save is not None and self.save.exists() and not self.save.is_dir():
             raise ValueError(f"--save: {self.save} is no folder")
-        if self.checkpoint is not None and self.checkpoint.exists() and not self.resume:
+        if self.checkpoint is not None and is_checkpoint(self.checkpoint) and not self.resume:
             raise ValueError(
                 f"--save: {self.save} holds a checkpoint already; --resume goes on from it"
             )

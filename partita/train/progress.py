@@ -29,6 +29,7 @@ class Progress:
         self._seconds = 0.0  # of one step, a running mean
         self._began = self._said = time.monotonic()
         self._every = max(1, steps // 30)
+        self._first = 0
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
         """Show one event that a rank told of; an unknown one is left out."""
@@ -51,19 +52,22 @@ class Progress:
     # -- events ----------------------------------------------------------------------------------
 
     def _on_ready(
-        self, *, parameters: int, bytes: int, files: int, source: str, threads: int
+        self, *, parameters: int, bytes: int, files: int, source: str, threads: int, first: int
     ) -> None:
         self.say(
             f"{parameters:,} parameters on {self.mesh}, {threads} thread{'s' * (threads > 1)} a "
             f"rank; {bytes / 1e6:.1f} MB of text in {files} files from {source}; "
             f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends"
         )
+        if first:
+            self.say(f"goes on at step {first}, from the checkpoint")
         self._began = time.monotonic()
+        self._first = first
 
     def _on_step(self, *, step: int, loss: float, seconds: float, nbytes: int) -> None:
         self.last_step = step
         # The first step plans and allocates: it says nothing about the others.
-        self._seconds = seconds if step <= 1 else 0.9 * self._seconds + 0.1 * seconds
+        self._seconds = seconds if step <= self._first + 1 else 0.9 * self._seconds + 0.1 * seconds
         self._step(step, loss, nbytes)
 
     def _step(self, step: int, loss: float, nbytes: int) -> None:

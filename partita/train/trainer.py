@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ import partita as pt
 
 from .data import Text, read
 from .models import GPT
+from .options import Options
+from .saves import Saves
 
-__all__ = ["Options", "sample", "train", "verify"]
+__all__ = ["build", "sample", "train", "verify"]
 
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
@@ -28,110 +30,133 @@ WARM_UP = 20  # steps until the learning rate is reached
 PROMPT = b"def "
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to train, on what, for how long.
+def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = None) -> list[float]:
+    """Train a GPT and return the loss of each step (nats per byte, before its update).
 
-    Attributes:
-        mesh: axis names and sizes: any of "dp" (the batch is split) and "tp" (the weights are);
-            () for one device without a mesh.
-        data: a folder of text; Python's standard library where None.
-        steps: optimizer steps.
-        seed: of the weights, the batches and the sample.
-        batch: sequences per step, over all ranks.
-        context: bytes per sequence.
-        layers, width, heads: the model, see `GPT`.
-        lr: the highest learning rate, reached after 20 steps; a cosine then takes it to a tenth.
-        sample: bytes of text to write at the end; 0 for none.
-    """
-
-    mesh: tuple[tuple[str, int], ...] = ()
-    data: Path | None = None
-    steps: int = 600
-    seed: int = 0
-    batch: int = 16
-    context: int = 128
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    lr: float = 2e-3
-    sample: int = 200
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(size for _, size in self.mesh)
-
-    def check(self) -> None:
-        """Refuse what can be refused before any rank starts.
-
-        Raises:
-            ValueError: a width that fits no heads, or no such data.
-        """
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"--width {self.width} does not divide into --heads {self.heads} of an even size; "
-                f"--width {2 * self.heads * max(1, round(self.width / (2 * self.heads)))} does"
-            )
-        if self.data is not None and not self.data.exists():
-            raise ValueError(f"--data: there is no {self.data}")
-
-
-def train(options: Options, tell: Tell, text: Text | None = None) -> list[float]:
-    """Train a fresh GPT and return the loss of each step (nats per byte, before its update).
-
-    Every rank of `options.mesh` calls this with equal options. Tells of "ready" once, of "step"
-    after each step and of "sample" at the end.
+    Every rank of `options.mesh` calls this with equal options, and with the mesh, if it has one
+    already (that of `pt.ranks`). Tells of "ready" once, of "at" when
+    a step goes into another phase, of "step" after each step, of "saved" when a checkpoint is on
+    the disk, and of "sample" at the end.
 
     Raises:
-        ValueError: options that fit no model or no text.
+        ValueError: options that fit no model, no text or no checkpoint; a loss that is not finite.
     """
     if text is None:
         text = read(options.data, context=options.context)
-    mesh = _mesh(options)
-    torch.manual_seed(options.seed)
-    model = GPT(
-        layers=options.layers, width=options.width, heads=options.heads, context=options.context
-    )
-    parameters = sum(p.numel() for p in model.parameters())
-    if mesh is not None:
-        # A byte has 256 values: to split so few words would cost more than it saves.
-        tp = pt.plans.gpt(split_words=False) if "tp" in mesh.mesh_dim_names else None
-        pt.parallelize(model, mesh, tp)
+    mesh = _mesh(options) if mesh is None else mesh
+    model = build(options, mesh)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
+    saves = Saves(options, model, optimizer, tell)
+    first = saves.resume()
     tell(
         "ready",
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         bytes=len(text.bytes),
         files=text.files,
         source=text.source,
         threads=torch.get_num_threads(),
+        first=first,
     )
     losses = []
-    for step in range(options.steps):
-        start = time.monotonic()
-        with pt.ledger() as log:
-            batch = text.batch(step, seed=options.seed, size=options.batch, context=options.context)
-            inputs, targets = batch if mesh is None else pt.distribute_batch(batch, mesh)
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            for group in optimizer.param_groups:
-                group["lr"] = options.lr * _share_of_lr(step, options.steps)
-            optimizer.step()
-            losses.append(loss.item())
-        tell(
-            "step",
-            step=step,
-            loss=losses[-1],
-            seconds=time.monotonic() - start,
-            nbytes=log.bytes,
-        )
-    if options.sample:
-        written = sample(model, PROMPT, options.sample, seed=options.seed)
-        tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="replace"))
+    with ExitStack() as inside:
+        if options.check_ranks:
+            inside.enter_context(pt.check_ranks())
+        nan = inside.enter_context(pt.detect_nan(model)) if options.detect_nan else None
+        for step in range(first, options.steps):
+            start = time.monotonic()
+            with pt.ledger() as log:
+                batch = text.batch(
+                    step, seed=options.seed, size=options.batch, context=options.context
+                )
+                optimizer.zero_grad()
+                loss = _accumulate(model, batch, mesh, options, step, tell)
+                if nan is not None:
+                    nan.check(loss, step)
+                elif not math.isfinite(loss):
+                    raise ValueError(
+                        f"the loss of step {step} is {loss}; --detect-nan names the module that "
+                        "made it"
+                    )
+                tell("at", phase="optimizer", step=step)
+                for group in optimizer.param_groups:
+                    group["lr"] = options.lr * _share_of_lr(step, options.steps)
+                optimizer.step()
+            losses.append(loss)
+            tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
+            saves.after(step)
+        saves.finish()
+        if options.sample:
+            tell("at", phase="sample", step=options.steps)
+            with _precision(options):
+                written = sample(model, PROMPT, options.sample, seed=options.seed)
+            tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="replace"))
     return losses
+
+
+def build(options: Options, mesh: Any) -> GPT:
+    """The model as `options` ask for it, on `mesh`; on one device where that is None."""
+    torch.manual_seed(options.seed)
+    model = GPT(
+        layers=options.layers, width=options.width, heads=options.heads, context=options.context
+    )
+    if mesh is not None:
+        axes = mesh.mesh_dim_names
+        # A byte has 256 values: to split so few words would cost more than it saves.
+        plan = pt.plans.gpt(split_words=False, sequence=options.sp) if "tp" in axes else None
+        pt.parallelize(model, mesh, plan)
+        if "dp" in axes:
+            pt.zero(model, mesh, "dp", stage=options.zero, precision=_zero_precision(options))
+    if options.remat == "blocks":
+        pt.remat(model, blocks=list(model.blocks))
+    elif options.remat != "none":
+        pt.remat(model, policy=options.remat)
+    return model
+
+
+def _accumulate(
+    model: GPT,
+    batch: tuple[Tensor, Tensor],
+    mesh: Any,
+    options: Options,
+    step: int,
+    tell: Tell,
+) -> float:
+    """The gradients of a batch, micro-batch by micro-batch. Returns its loss."""
+    total = torch.zeros(())
+    micro_batches = zip(*(t.chunk(options.accumulate) for t in batch), strict=True)
+    for k, (inputs, targets) in enumerate(micro_batches, 1):
+        if mesh is not None:
+            inputs, targets = pt.distribute_batch((inputs, targets), mesh)
+        with _holding_back(model, options) if k < options.accumulate else nullcontext():
+            tell("at", phase="forward", step=step)
+            with _precision(options):
+                logits = model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss = loss / options.accumulate
+            tell("at", phase="backward", step=step)
+            loss.backward()
+        total = total + loss.detach()
+    return total.item()  # shares of all micro-batches, settled once
+
+
+def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
+    """Who holds whole gradients anyhow sends them once a step; shards are sent as they come."""
+    return pt.no_sync(model) if "dp" in dict(options.mesh) and options.zero < 2 else nullcontext()
+
+
+def _precision(options: Options) -> AbstractContextManager[Any]:
+    """bf16 by autocast; but what ZeRO-3 gathers it has cast before, at half the bytes."""
+    if options.dtype == "fp32" or options.zero == 3:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _zero_precision(options: Options) -> pt.MixedPrecision | None:
+    if options.dtype == "fp32" or options.zero < 3:
+        return None
+    return pt.MixedPrecision(torch.bfloat16)
 
 
 def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
@@ -149,7 +174,17 @@ def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
     def tell_nothing(event: str, **facts: Any) -> None:
         pass
 
-    single = train(replace(options, mesh=()), tell_nothing, text)
+    alone = replace(
+        options,
+        mesh=(),
+        zero=0,
+        sp=False,
+        remat="none",
+        accumulate=1,
+        detect_nan=False,
+        check_ranks=False,
+    )
+    single = train(alone, tell_nothing, text)
     worst = max(abs(a - b) / abs(b) for a, b in zip(spread_out, single, strict=True))
     tell("verify", mesh=spread_out, one=single, difference=worst, tolerance=TOLERANCE)
     return worst <= TOLERANCE
@@ -168,7 +203,7 @@ def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
         recent = tokens[-model.context :]
         window = torch.zeros(1, model.context, dtype=torch.int64)
         window[0, : len(recent)] = torch.tensor(recent)
-        logits = _whole(model(window))[0, len(recent) - 1]
+        logits = _whole(model(window))[0, len(recent) - 1].float()
         chances = F.softmax(logits / 0.7, dim=-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(tokens[len(prompt) :])

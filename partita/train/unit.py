@@ -19,15 +19,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
+from partita.tensor.watch import HERE
 
 from .blocks import Block
 from .flat import Flat
+from .in_graph import InGraph
 from .nested import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from .zero import Zero
 
 __all__ = ["Shares", "Unit", "in_backward"]
+
+
+_ALONE = 1 << 22
+"""Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
 
 def in_backward() -> bool:
@@ -57,7 +63,6 @@ class Unit:
 
     Attributes:
         depth: forwards of the block that have begun and not ended.
-        has_parts: do its modules have modules of their own?
         needed: was it read in backward, as far as is known, the last time?
         busy: the calls whose backward has begun and not ended.
         calls: the forwards whose gradients are yet to come; the last one's are sent with all.
@@ -66,21 +71,24 @@ class Unit:
 
     def __init__(self, zero: Zero, block: Block):
         self.zero, self.name, self.slots = zero, block.name, block.slots
+        self._modules = block.modules
         self.depth = 0
-        self.needed = self.has_parts = any(next(m.children(), m) is not m for m in block.modules)
+        self.needed = self.saves_unseen
         self.busy: set[Call] = set()
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self.held: dict[int, Shares] = {}
         self._shown = False
         self._versions: list[int] = []
         self._shards: list[DTensor] = []
-        groups: dict[torch.dtype, list[int]] = {}
+        groups: dict[tuple[torch.dtype, int | None], list[int]] = {}
         shards = self.shards()
         for i, p in enumerate(shards):
-            groups.setdefault(zero.precision.param_dtype or p.dtype, []).append(i)
+            dtype = zero.precision.param_dtype or p.dtype
+            alone = zero.whole(p._spec).largest * dtype.itemsize >= _ALONE
+            groups.setdefault((dtype, i if alone else None), []).append(i)
         self.groups = list(groups.values())
         self.flats = []
-        for dtype, members in groups.items():
+        for (dtype, _), members in groups.items():
             specs = [shards[i]._spec for i in members]
             wholes = [zero.whole(s) for s in specs]
             device = shards[members[0]].device
@@ -89,12 +97,18 @@ class Unit:
             module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._end, always_call=True, with_kwargs=True)
         self._open: list[_Forward | None] = []
+        self._in_graph = InGraph(self)
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
         if not self._shown:
             self._shards = [s[0].owner._parameters[s[0].attr] for s in self.slots]  # type: ignore[misc]
         return self._shards
+
+    @property
+    def saves_unseen(self) -> bool:
+        """May there be a checkpoint within: of a module's part, or of its own forward?"""
+        return any(next(m.children(), m) is not m or "forward" in vars(m) for m in self._modules)
 
     # -- where the bytes are -----------------------------------------------------------------------
 
@@ -103,8 +117,14 @@ class Unit:
         """Bytes that are gathered, or on their way."""
         return sum(flat.alive for flat in self.flats)
 
+    @property
+    def _is_ready(self) -> bool:
+        return bool(self.depth or self.busy) and all(flat.here for flat in self.flats)
+
     def start(self) -> None:
         """Begin to gather."""
+        if self._is_ready:
+            return
         shards = self.shards()
         versions = [_version(p) for p in shards]
         if versions != self._versions and not self.depth and not self.busy:
@@ -117,6 +137,8 @@ class Unit:
 
     def gather(self) -> None:
         """Have everything here."""
+        if self._is_ready:
+            return
         self.start()
         for flat in self.flats:
             flat.finish()
@@ -163,6 +185,9 @@ class Unit:
     # -- forward -----------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if HERE.capturing:
+            self._in_graph.begin()
+            return self._prepared(args, kwargs, None)
         self._open.append(None)
         if self.depth:  # a tied weight's other module, or the same module again, within
             self.depth += 1
@@ -177,6 +202,10 @@ class Unit:
         self._show(call)
         if call is not None:
             self._open[-1] = _Forward(call)
+        return self._prepared(args, kwargs, call)
+
+    def _prepared(self, args: Any, kwargs: Any, call: Call | None) -> Any:
+        """The inputs of a forward, cast and marked; None where they stay as they are."""
         dtype = self.zero.precision.param_dtype
         cast = dtype is not None and self.zero.precision.cast_inputs
         marks = call is not None and call.watches_inputs
@@ -193,6 +222,9 @@ class Unit:
         return map_tensors(prepared, args), map_tensors(prepared, kwargs)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if HERE.capturing:
+            self._in_graph.end()
+            return
         if not self._open:
             return
         forward = self._open.pop()
@@ -222,15 +254,15 @@ class Call:
 
     Attributes:
         trains: does any of the block's parameters get a gradient?
-        needs: will backward read the parameters? Not of an embedding, say. What a module with
-            parts of its own saves may not all be seen here: parts may be checkpointed.
+        needs: will backward read the parameters? Not of an embedding, say. What a checkpoint within
+            saves is not seen here.
         watches_inputs: is the block done only when its inputs' gradients are there? Only where a
             parameter gets none: else no node reads a parameter after its own gradient is complete.
     """
 
     def __init__(self, unit: Unit, graded: bool):
         self.unit = unit
-        self.needs = unit.has_parts
+        self.needs = unit.saves_unseen
         wanting = [p.requires_grad for p in unit.shards()]
         self.trains = any(wanting)
         self.watches_inputs = graded and not all(wanting)

@@ -165,8 +165,9 @@ class Zero:
     def reduce(self, unit: Unit, k: int, shares: Shares) -> None:
         """Begin to reduce gradients, after those that were begun before are here."""
         dtype = self.precision.reduce_dtype or unit.shards()[unit.groups[k][0]].dtype
-        if self._under_way:
-            self._under_way[-1].wait()
+        for one in self._under_way:
+            if one.unit is not unit:
+                one.wait()
         wait = unit.flats[k].reduce(shares.sums, dtype)
         members = [i for i, used in zip(unit.groups[k], shares.used, strict=True) if used]
         places = [i for i, used in enumerate(shares.used) if used]

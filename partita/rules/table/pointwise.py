@@ -19,7 +19,7 @@ UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh 
     signbit sin sinc sinh sqrt square tan tanh trunc
     bool byte char short int long fill
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logsigmoid mish
-    relu relu6 selu silu softplus softshrink softsign tanhshrink threshold alpha_dropout"""
+    relu relu6 selu silu softplus softshrink softsign tanhshrink threshold"""
 
 SPECIAL_UNARY = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx
     erfinv exp2 expit expm1 gammaln i0 i0e i1 i1e log1p log_ndtr logit modified_bessel_i0

@@ -1,6 +1,7 @@
 """How does a run outlive its processes? In a folder that any mesh can load."""
 
 from .fitting import Loaded
+from .folder import is_checkpoint
 from .loading import load
 from .random_state import RandomState
 from .safetensors_file import load_safetensors, save_safetensors
@@ -10,6 +11,7 @@ __all__ = [
     "Loaded",
     "RandomState",
     "async_save",
+    "is_checkpoint",
     "load",
     "load_safetensors",
     "save",

@@ -13,7 +13,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-__all__ = ["begin", "beside", "discard", "publish", "standing"]
+__all__ = ["begin", "beside", "discard", "is_checkpoint", "publish", "standing"]
 
 
 def beside(home: Path) -> Path:
@@ -73,6 +73,15 @@ def standing(home: Path) -> Path:
         if (place / ".metadata").is_file():
             return place
     raise ValueError(f"there is no checkpoint at {home}")
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `load` would find a checkpoint at `path`: for a run that goes on if it can."""
+    try:
+        standing(Path(os.path.abspath(path)))
+    except ValueError:
+        return False
+    return True
 
 
 def _previous(home: Path) -> Path:

@@ -1,0 +1,258 @@
+"""How does a move become nodes of a graph that is the same on every rank?
+
+A `TraceWire` stands in for a rank's wire while a step is captured. Its collectives are functional
+ones, over groups that have one name on all ranks, and nothing of it knows where the rank is: a
+coordinate is a tensor, an input of the graph. What is different on each rank (a piece that is cut
+out, a share that only the first rank holds) is computed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..layout import Coordinate, Fix, Layout, LayoutError
+from .groups import GroupWire
+from .ledger import Scope
+from .pieces import neutral, prepare
+from .source import user_line
+from .wire import Ask, Axes, Wire
+
+if TYPE_CHECKING:
+    from ..redistribute import Move
+
+__all__ = ["TraceWire", "in_place_of", "stand_ins"]
+
+Region = tuple[tuple[Any, Any], ...]
+Noting = Callable[["Move", int, str, str], AbstractContextManager[None]]
+
+_functional = torch.ops._c10d_functional
+
+
+class TraceWire(Wire):
+    """What carries while a step is captured: nothing leaves the rank.
+
+    Attributes:
+        real: the wire that it stands in for.
+        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
+        groups: by the names that the graph calls them, the axes of the groups that it uses.
+    """
+
+    def __init__(self, real: Wire, coordinate: dict[str, torch.Tensor], noting: Noting):
+        scope = Scope()
+        scope.set(strict=real.scope.strict)
+        super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
+        self.real, self.coordinate, self._noting = real, coordinate, noting
+        self.groups: dict[str, Axes] = {}
+        self.moved, self.reduced = real.moved, real.reduced
+        self.device, self.device_mesh = real.device, real.device_mesh
+
+    # -- where the rank is, as tensors -------------------------------------------------------------
+
+    def place(self, axes: Sequence[str]) -> torch.Tensor:
+        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
+        places = [self.coordinate[a] for a in axes if self.mesh.size(a) > 1]
+        sizes = [self.mesh.size(a) for a in axes if self.mesh.size(a) > 1]
+        if not places:
+            return torch.zeros((), dtype=torch.int64)
+        place = places[0]
+        for size, inner in zip(sizes[1:], places[1:], strict=True):
+            place = place * size + inner
+        return place
+
+    def region(self, layout: Layout) -> Region:
+        region: list[tuple[Any, Any]] = []
+        for size, axes in zip(layout.shape, layout.shards, strict=True):
+            parts = self.mesh_size(axes)
+            if parts == 1:
+                region.append((0, size))
+            else:
+                length = _even(layout, size, parts)
+                region.append((self.place(axes) * length, length))
+        return tuple(region)
+
+    def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
+        return torch.stack([self.place(axes) == 0 for axes in of]).to(device)
+
+    def check_even(self, layout: Layout) -> None:
+        """Raise unless all ranks hold as much of a tensor of this layout."""
+        for size, axes in zip(layout.shape, layout.shards, strict=True):
+            _even(layout, size, self.mesh_size(axes))
+
+    # -- moves -------------------------------------------------------------------------------------
+
+    def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
+        with self._noting(move, x.element_size(), op, reason):
+            return super().carry(move, x, op=op, reason=reason)
+
+    def _prepare(self, move: Move) -> Any:
+        for axis in move.axes:
+            self.mesh.index(axis)
+        for layout in (move.before, move.after):
+            self.check_even(layout)
+        build = {"slice": self._slice, "place": self._place, "mask": self._mask}.get(move.kind)
+        step = prepare(move, self) if build is None else build(move)
+        entry = (move, step, move.before.local_shape(self.mesh, self.at))
+        self._steps[id(move)] = entry
+        return entry
+
+    def _stacks(self, whole: Layout, cut: Layout) -> list[tuple[int, tuple[str, ...], int]]:
+        """For each dimension that is cut anew: it, the axes that cut it, into how many pieces."""
+        found = []
+        for dim, (outer, all_axes) in enumerate(zip(whole.shards, cut.shards, strict=True)):
+            axes = all_axes[len(outer) :]
+            if self.mesh_size(axes) > 1:
+                found.append((dim, axes, self.mesh_size(axes)))
+        return found
+
+    def _slice(self, move: Move) -> Any:
+        stacks = self._stacks(move.before, move.after)
+
+        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+            for dim, axes, n in stacks:
+                rows = x.unflatten(dim, (n, x.shape[dim] // n))
+                x = rows.index_select(dim, self.place(axes).view(1)).squeeze(dim)
+            return x.clone(memory_format=torch.contiguous_format)
+
+        return run
+
+    def _place(self, move: Move) -> Any:
+        stacks = self._stacks(move.after, move.before)
+
+        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+            for dim, axes, n in stacks:
+                shape = [*x.shape[:dim], n, *x.shape[dim:]]
+                rows = x.new_full(shape, neutral(move.op, x.dtype))
+                rows = rows.index_copy(dim, self.place(axes).view(1), x.unsqueeze(dim))
+                x = rows.flatten(dim, dim + 1)
+            return x.clone(memory_format=torch.contiguous_format)
+
+        return run
+
+    def _mask(self, move: Move) -> Any:
+        if move.op != "sum":
+            return lambda x, ask: x.clone(memory_format=torch.contiguous_format)
+
+        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+            first = self.place(move.axes).to(x.device) == 0
+            return torch.where(first, x, x.new_zeros(())).contiguous()
+
+        return run
+
+    def group_name(self, axes: Axes) -> str:
+        """What the graph calls the group over `axes`."""
+        name = _name_of(self.real, axes)
+        self.groups[name] = axes
+        return name
+
+    # -- collectives, on contiguous memory ---------------------------------------------------------
+
+    def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
+        members = self.real.group(axes)[1]
+        if members != self.mesh.group(axes, self.real.at):
+            raise LayoutError(
+                f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",
+                place=user_line(),
+                reason="each rank's graph would put pieces together in another order",
+                fixes=(Fix("a mesh whose ranks ascend along each axis"),),
+            )
+        return self.mesh.group(axes, self.at)
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+        whole = _functional.all_gather_into_tensor(
+            x.reshape(-1), self.mesh_size(axes), self.group_name(axes)
+        )
+        out.copy_(_functional.wait_tensor(whole).view(out.shape))
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+    ) -> None:
+        part = _functional.reduce_scatter_tensor(
+            x.reshape(-1), reduce_op, self.mesh_size(axes), self.group_name(axes)
+        )
+        out.copy_(_functional.wait_tensor(part).view(out.shape))
+
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+        whole = _functional.all_reduce(x, reduce_op, self.group_name(axes))
+        x.copy_(_functional.wait_tensor(whole))
+
+    def _all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        axes: Axes,
+        get: list[int],
+        send: list[int],
+        ask: Ask,
+    ) -> None:
+        got = _functional.all_to_all_single(x, get, send, self.group_name(axes))
+        out.copy_(_functional.wait_tensor(got))
+
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+        told = _functional.broadcast(x, root, self.group_name(axes))
+        x.copy_(_functional.wait_tensor(told))
+
+    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """All ranks trace one program, which the ranks' keys will tell: so they say the same."""
+        return [tuple(values)] * self.mesh.size()
+
+
+def _even(layout: Layout, size: int, parts: int) -> int:
+    if size % parts:
+        raise LayoutError(
+            f"capture: {size} places do not divide into {parts} equal pieces",
+            place=user_line(),
+            operands=(layout.brief(),),
+            reason="ranks with pieces of other sizes would have other graphs",
+            fixes=(Fix('pt.compile(step, fallback="eager")', "runs such a step eagerly"),),
+        )
+    return size // parts
+
+
+# -- groups, by the name that graphs call them -----------------------------------------------------
+
+_registered: dict[str, Any] = {}
+
+
+def _name_of(wire: Wire, axes: Axes) -> str:
+    """The name of a group in a graph: of the mesh and the axes, and so the same on all ranks.
+
+    Private torch: a functional collective finds its group by name, and the names that torch gives
+    the groups of one axis differ from rank to rank.
+    """
+    name = base = f"{wire.mesh}/{' '.join(axes)}"
+    if isinstance(wire, GroupWire):
+        group = wire.process_group(axes)
+        count = 1
+        while _registered.get(name, group) is not group:
+            count += 1
+            name = f"{base}#{count}"
+        if name not in _registered:
+            _registered[name] = group
+            torch._C._distributed_c10d._register_process_group(name, group)
+    return name
+
+
+# -- standing in -----------------------------------------------------------------------------------
+
+_standing: dict[Wire, Wire] = {}
+
+
+def in_place_of(wire: Wire) -> Wire:
+    """The wire to use for `wire` now: what stands in for it while a step is captured, or itself."""
+    return _standing.get(wire, wire) if _standing else wire
+
+
+@contextmanager
+def stand_ins(wires: dict[Wire, Wire]) -> Iterator[None]:
+    """Within, meshes are served by these."""
+    before = dict(_standing)
+    _standing.update(wires)
+    try:
+        yield
+    finally:
+        _standing.clear()
+        _standing.update(before)

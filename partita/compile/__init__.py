@@ -1,0 +1,6 @@
+"""A training step as one graph: captured, checked, rewritten and compiled."""
+
+from .errors import CaptureError
+from .step import CompiledStep, compile
+
+__all__ = ["CaptureError", "CompiledStep", "compile"]

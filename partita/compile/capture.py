@@ -1,0 +1,302 @@
+"""How does a training step become one graph?
+
+It is run once over tensors without memory, which take the places of its parameters, its optimizer's
+state and its arguments. Every ATen call under it, in backward and in the update too, becomes a
+node; a redistribution becomes collectives of local tensors. Nothing is carried and nothing changed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+from partita.comm import TraceWire, Wire, stand_ins, user_line
+from partita.layout import LayoutError
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.spec import Spec, spec_of
+from partita.tensor.watch import HERE
+
+from .errors import not_captured
+from .functional import functional
+from .inputs import Inputs
+from .notes import Recorder
+from .optimizers import Stepping
+from .program import TENSOR, Output, Program, written_inputs
+from .state import Slot, State
+
+__all__ = ["capture"]
+
+_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+
+
+def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> Program:
+    """The graph of `step(*args, **kwargs)`.
+
+    Raises:
+        CaptureError: the step does what a graph cannot say, naming the user's line.
+    """
+    # Whether a step reads the gradients that it finds is seen by giving it some to read.
+    for marks in (True, False):
+        program = _Capture(step, args, kwargs, state, marks).program()
+        if program is not None:
+            return program
+    raise AssertionError("without marks there is nothing to read")
+
+
+class _Capture:
+    """One run of a step over tensors without memory."""
+
+    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any, state: State, marks: bool):
+        self.step, self.args, self.kwargs = step, args, kwargs
+        self.slots = [*state.slots, *state.optimizer_slots()]
+        self.inputs = Inputs(self.slots, state.optimizers, args, kwargs, marks)
+        self.stepping = Stepping(state.optimizers)
+        self.wires: dict[Wire, TraceWire] = {}
+        self.outputs: list[Output] = []
+        self.constants: list[Any] = []
+        self.cleared: list[int] = []
+
+    def program(self) -> Program | None:
+        """None where the step read the gradients that it was given as marks."""
+        inputs = self.inputs
+        self._line = ""
+        try:
+            with inputs.mode:
+                made = make_fx(self._traced, _error_on_data_dependent_ops=True)(*inputs.fakes)
+        except Exception as error:
+            told = self._told(error)
+            if told is error:
+                raise
+            raise told from error
+        nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
+        made.graph.eliminate_dead_code()
+        for node, given in zip(nodes, inputs.all, strict=True):
+            if given.kind == "mark" and node.users:
+                return None
+        with inputs.mode:
+            return self._finished(functional(made))
+
+    def _told(self, error: Exception) -> Exception:
+        if isinstance(error, LayoutError):
+            return error
+        text = str(error).strip().split("\n")[0]
+        if "_local_scalar_dense" in str(error) or "data-dependent" in str(error).lower():
+            return not_captured(
+                "the step reads a value",
+                "while it is captured there are no values: .item(), float(x) and a branch on x "
+                "ask for one; return the tensor and read it outside",
+                place=self._line,
+            )
+        if "FakeTensor" in text or "Fake" in type(error).__name__:
+            return not_captured(
+                "the step uses a tensor that is not among its inputs",
+                f"it is not an argument, nor found by name where the step is defined ({text})",
+                place=self._line,
+            )
+        return error
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def _traced(self, *fakes: torch.Tensor) -> list[Any]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        recorder = self.recorder = Recorder(mode.tracer.graph)
+        stand_in = self.inputs.stand_in
+        with ExitStack() as stack:
+            stack.enter_context(recorder)
+            self._make_wires()
+            self._tag()
+            stack.enter_context(stand_ins(dict(self.wires)))
+            stack.enter_context(_compiling())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self._swapped())
+            stack.enter_context(self.stepping.traced(stand_in, self.inputs.rate, recorder))
+            args, kwargs = pytree.tree_map(stand_in, (self.args, self.kwargs))
+            try:
+                result = self.step(*args, **kwargs)
+            except Exception as error:
+                self._line = _users_line(error)
+                raise
+            with torch.no_grad():
+                out = self._read_out(result)
+        recorder.finish()
+        return out
+
+    def _make_wires(self) -> None:
+        for given in self.inputs.all:
+            spec = given.spec
+            if spec is not None and spec.wire not in self.wires:
+                wire = spec.wire
+                trace = TraceWire(wire, self.inputs.places(wire), lambda *_: nullcontext())
+                trace._noting = self.recorder.noting_on(trace)
+                # A plain tensor is made by the graph, alike on all ranks, or is an input.
+                trace.__dict__["plain_seen"] = _Everything()
+                self.wires[wire] = trace
+
+    def _tag(self) -> None:
+        """Make the stand-ins what they stand for: laid out, leaves, with their gradients."""
+        for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
+            spec = given.spec
+            if spec is not None:
+                spec = spec.gradient if given.kind == "mark" else spec
+                wire = self.wires[spec.wire]
+                wire.check_even(spec.layout)
+                tagged(fake, spec_of(spec.layout, wire))
+            with Local():
+                if given.kind in ("mark", "gradient"):
+                    _grad.__set__(self.inputs.owner(given), fake)
+                elif given.tensor.requires_grad:
+                    fake.requires_grad_()
+            fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Within, every slot holds what stands for its value."""
+        before = [slot.value for slot in self.slots]
+        try:
+            for slot, value in zip(self.slots, before, strict=True):
+                slot.put(pytree.tree_map(self.inputs.stand_in, value))
+            self._first = [slot.value for slot in self.slots]
+            yield
+        finally:
+            for slot, value in zip(self.slots, before, strict=True):
+                slot.put(value)
+
+    # -- what comes out ----------------------------------------------------------------------------
+
+    def _read_out(self, result: Any) -> list[torch.Tensor]:
+        """The tensors that the graph returns; `self.outputs` says what each is."""
+        values: list[torch.Tensor] = []
+
+        def out(kind: str, value: torch.Tensor, **more: Any) -> None:
+            spec = more.pop("spec", None) or getattr(value, "_spec", None)
+            self.outputs.append(Output(kind, self._real(spec), **more))
+            with Local():
+                values.append(value.detach())
+
+        leaves, self.result = pytree.tree_flatten(result)
+        for leaf in leaves:
+            self.constants.append(TENSOR if isinstance(leaf, torch.Tensor) else leaf)
+            if isinstance(leaf, torch.Tensor):
+                out("result", leaf)
+        made = self.stepping.made()
+        for slot, first in zip(self.slots, self._first, strict=True):
+            if slot.value is not first and slot.kind != "optimizer":
+                self._check_slot(slot)
+                out("slot", slot.value, slot=slot)
+        for slot, value in made:
+            out("slot", value, slot=slot)
+        for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
+            if given.kind in ("mark", "gradient") or not fake.requires_grad:
+                continue
+            with Local():
+                grad = _grad.__get__(fake)
+            if grad is None:
+                self.cleared.append(given.index)
+            elif grad not in self.inputs.identities:
+                spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
+                out("gradient", grad, spec=spec and spec.gradient, index=given.index)
+        return values
+
+    def _check_slot(self, slot: Slot) -> None:
+        if not isinstance(slot.value, torch.Tensor):
+            raise not_captured(
+                f"{slot.name} is no tensor after the step", "it would be one before the next step"
+            )
+
+    def _real(self, spec: Spec | None) -> Spec | None:
+        if spec is None:
+            return None
+        wire = spec.wire
+        return spec_of(spec.layout, wire.real if isinstance(wire, TraceWire) else wire)
+
+    # -- the program -------------------------------------------------------------------------------
+
+    def _finished(self, made: fx.GraphModule) -> Program:
+        graph, inputs = made.graph, self.inputs.all
+        written = {inputs[i].index for i in written_inputs(graph) if inputs[i].kind != "gradient"}
+        (end,) = graph.find_nodes(op="output")
+        dropped = self._dropped_gradients(graph)
+        kept = []
+        for output, value in zip(self.outputs, end.args[0], strict=True):
+            # What a step cleared first, and then updated by, has done its work: it would only
+            # hold memory. A gradient that is the step's result, or accumulates, is kept.
+            if output.kind == "gradient" and output.index in written & dropped:
+                self.cleared.append(output.index)
+            else:
+                kept.append((output, value))
+        end.args = ([value for _, value in kept],)
+        graph.eliminate_dead_code()
+        used = []
+        for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if node.users:
+                used.append(given)
+            else:
+                graph.erase_node(node)
+        made.recompile()
+        groups = {
+            name: (trace.real, axes)
+            for trace in self.wires.values()
+            for name, axes in trace.groups.items()
+        }
+        return Program(
+            made,
+            used,
+            [output for output, _ in kept],
+            self.result,
+            self.constants,
+            sorted(set(self.cleared)),
+            groups,
+        )
+
+    def _dropped_gradients(self, graph: fx.Graph) -> set[int]:
+        """Whose gradients, as it found them, the step did not read."""
+        nodes = graph.find_nodes(op="placeholder")
+        pairs = zip(nodes, self.inputs.all, strict=True)
+        return {
+            given.index
+            for node, given in pairs
+            if given.kind in ("mark", "gradient") and not node.users
+        }
+
+
+class _Everything:
+    def __contains__(self, item: Any) -> bool:
+        return True
+
+    def add(self, item: Any) -> None:
+        pass
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Tell torch and partita that a graph is made: optimizers then read no number from a tensor.
+
+    Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
+    """
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
+    HERE.capturing = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+        HERE.capturing = False
+
+
+def _users_line(error: BaseException) -> str:
+    """The user's innermost line in the traceback of an error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, number in reversed(frames):
+        line = user_line(frame)
+        if line and frame.f_code.co_filename.endswith(line.rsplit(":", 1)[0].lstrip("./")):
+            return f"{line.rsplit(':', 1)[0]}:{number}"
+    return ""

@@ -1,0 +1,113 @@
+"""How does a captured graph become one without writes?
+
+What a step writes in place (gradients that are added up, parameters, optimizer state) becomes a new
+value; what it wrote into its inputs is copied into them by the last nodes of the graph. Only these
+`copy_` write. Then each node is a value, and a pass may move, merge or drop it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from .notes import NOTE
+
+__all__ = ["functional"]
+
+
+def functional(graph: fx.GraphModule) -> fx.GraphModule:
+    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept."""
+
+    def run(*inputs: torch.Tensor) -> Any:
+        return _Noting(graph).run(*inputs)
+
+    fakes = [n.meta["val"] for n in _inputs(graph.graph)]
+    with torch.no_grad():
+        made: fx.GraphModule = make_fx(functionalize(run, remove="mutations"))(*fakes)
+    for old, new in zip(_inputs(graph.graph), _inputs(made.graph), strict=True):
+        new.meta.update({k: v for k, v in old.meta.items() if k not in new.meta or k == NOTE})
+    _simplify(made.graph)
+    made.recompile()
+    return made
+
+
+class _Noting(fx.Interpreter):
+    """Runs a graph while another is made of it; new nodes get the notes of the old."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        graph = mode.tracer.graph
+        before = graph._root.prev
+        out = super().run_node(n)
+        node = graph._root.prev
+        while node is not before and n.op == "call_function":
+            node.meta[NOTE] = n.meta.get(NOTE)
+            if node.meta[NOTE] is None:
+                del node.meta[NOTE]
+            node = node.prev
+        return out
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(target, "_opname", "")
+        if name.startswith("_foreach_"):
+            return _each(name.removeprefix("_foreach_"), args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _each(name: str, args: Any, kwargs: Any) -> list[Any]:
+    """A call over lists, as one call for each place: each parameter's update is its own."""
+    call = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+    if name == "norm" and len(args) > 2:
+        args, kwargs = args[:2], dict(kwargs, dtype=args[2])
+    if name.startswith(("addcmul", "addcdiv")) and len(args) > 3:
+        args, kwargs = args[:3], dict(kwargs, value=args[3])
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+
+    def at(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    return [
+        call(*[at(a, i) for a in args], **{k: at(v, i) for k, v in kwargs.items()})
+        for i in range(len(lists[0]))
+    ]
+
+
+def _inputs(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drop what functionalization and autograd leave: aliases, and copies into fresh memory."""
+    for node in list(graph.nodes):
+        if node.target in _SAME:
+            if node.target is _aten.lift_fresh_copy.default:
+                continue
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is _aten.copy.default:
+            into, value = node.args[0], node.args[1]
+            if _alike(into, value) and not node.args[2:]:
+                node.replace_all_uses_with(value)
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _alike(a: Any, b: Any) -> bool:
+    one, other = a.meta.get("val"), b.meta.get("val")
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+    )

@@ -1,0 +1,138 @@
+"""What are the inputs of a graph, and what stands for each while it is made?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from partita.comm import Wire
+
+from .errors import not_captured
+from .fakes import fake_mode, local_of
+from .program import Input
+from .state import Slot, tensors_of_call
+
+__all__ = ["Inputs"]
+
+
+class Inputs:
+    """The inputs of one capture.
+
+    Attributes:
+        all: in the graph's order: coordinates, rates, tensors, gradients.
+        fakes: for each, what stands for it: a tensor without memory.
+        identities: the fakes, by identity.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        optimizers: dict[str, Optimizer],
+        args: Any,
+        kwargs: Any,
+        marks: bool,
+    ):
+        self.mode = fake_mode()
+        self.all: list[Input] = []
+        self.fakes: list[torch.Tensor] = []
+        self.identities = _Identities()
+        self._standing: dict[int, torch.Tensor] = {}
+        self._rates: dict[int, torch.Tensor] = {}
+        self._places: dict[tuple[Wire, str], torch.Tensor] = {}
+        self._of: dict[int, Input] = {}
+        names = self._names(slots, args, kwargs)
+        tensors = tensors_of_call(slots, args, kwargs)
+        self._add_coordinates(tensors)
+        self._add_rates(optimizers)
+        for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
+            if isinstance(t, torch.Tensor) and id(t) not in self._standing:
+                if t.requires_grad and not t.is_leaf:
+                    raise not_captured(
+                        f"{name} has a history of its own",
+                        "its gradient would have to leave the graph",
+                    )
+                self._of[i] = self._add(Input(name, kind, t, i))
+        for given in list(self._of.values()):
+            grad = given.tensor.grad if given.tensor.requires_grad else None
+            name = given.name + ".grad"
+            if grad is not None:
+                self._add(Input(name, "gradient", grad, given.index))
+            elif marks and given.tensor.requires_grad:
+                self._add(Input(name, "mark", given.tensor, given.index))
+
+    def _names(self, slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
+        found = []
+        for slot in slots:
+            leaves = pytree.tree_leaves(slot.value)
+            one = len(leaves) == 1
+            found += [
+                (slot.name if one else f"{slot.name}[{i}]", slot.kind) for i in range(len(leaves))
+            ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        return found + [(f"argument[{i}]", "argument") for i in range(len(leaves))]
+
+    def _add_coordinates(self, tensors: Sequence[Any]) -> None:
+        wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
+        for wire in wires:
+            for axis, at in zip(wire.mesh.names, wire.at, strict=True):
+                if wire.mesh.size(axis) > 1:
+                    self._add(Input(f"at {axis}", "coordinate", torch.tensor(at)))
+                    self._places[(wire, axis)] = self.fakes[-1]
+
+    def _add_rates(self, optimizers: dict[str, Optimizer]) -> None:
+        for name, optimizer in optimizers.items():
+            for i, group in enumerate(optimizer.param_groups):
+                if not isinstance(group["lr"], torch.Tensor):
+                    rate = torch.tensor(float(group["lr"]), dtype=torch.float64)
+                    self._add(Input(f"{name}.lr[{i}]", "rate", rate, home=group))
+                    self._rates[id(group)] = self.fakes[-1]
+
+    def _add(self, given: Input) -> Input:
+        local = local_of(given.tensor)
+        if given.kind == "mark":
+            with self.mode:
+                fake = torch.empty_strided(
+                    local.shape, local.stride(), dtype=local.dtype, device=local.device
+                )
+        else:
+            fake = self.mode.from_tensor(local, static_shapes=True)
+            if given.kind not in ("coordinate", "rate"):
+                self._standing[id(given.tensor)] = fake
+        self.all.append(given)
+        self.fakes.append(fake)
+        self.identities.add(fake)
+        return given
+
+    # -- what stands for what ----------------------------------------------------------------------
+
+    def stand_in(self, value: Any) -> Any:
+        """What stands for `value`, where that is an input; itself otherwise."""
+        return self._standing.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        """What stands for the learning rate of a parameter group."""
+        found = self._rates.get(id(group))
+        return self.stand_in(group["lr"]) if found is None else found
+
+    def places(self, wire: Wire) -> dict[str, torch.Tensor]:
+        """What stands for the rank's coordinate on each axis of more than one rank."""
+        return {axis: fake for (w, axis), fake in self._places.items() if w is wire}
+
+    def owner(self, gradient: Input) -> torch.Tensor:
+        """What stands for the tensor whose gradient an input is."""
+        return self._standing[id(self._of[gradient.index].tensor)]
+
+
+class _Identities:
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+
+    def add(self, value: Any) -> None:
+        self._ids.add(id(value))
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._ids

@@ -1,0 +1,159 @@
+"""Where does each node of a graph come from?
+
+Every ATen call of a step passes here while it is captured. Its nodes are noted with the user's line
+that asked for it (in backward: the line of the forward call whose gradient it is), with the phase
+of the step, and, in a redistribution, with the move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita.comm import Wire, user_line
+from partita.redistribute import Move
+from partita.redistribute.cost import bytes_sent
+from partita.tensor.dtensor import DTensor
+
+from .errors import not_captured
+
+__all__ = ["NOTE", "Note", "Recorder", "note_of"]
+
+NOTE = "partita"
+"""Under which a node's `meta` has its note."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a node comes from.
+
+    Attributes:
+        source: the user's "file:line".
+        phase: "forward", "backward" or "update" (within an optimizer's step).
+        layout: of the tensor that the node makes, where it is a DTensor.
+        kind, axes, nbytes, op, reason: of the move that the node belongs to, as in a ledger's
+            `Record`; kind is "" where there is none.
+        move: numbers the moves of a step, so that the nodes of one can be told.
+    """
+
+    source: str = ""
+    phase: str = "forward"
+    layout: str = ""
+    kind: str = ""
+    axes: tuple[str, ...] = ()
+    nbytes: int = 0
+    op: str = ""
+    reason: str = ""
+    before: str = ""
+    after: str = ""
+    move: int = 0
+
+
+def note_of(node: fx.Node) -> Note:
+    found: Note = node.meta.get(NOTE, _NOTHING)
+    return found
+
+
+_NOTHING = Note()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the nodes that each call adds to `graph`.
+
+    It also makes every call see shards: kernels that Python implements ask for shapes, and in
+    backward, where torch-function must be on, a saved DTensor would tell its global one.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        super().__init__()
+        self.graph = graph
+        self.updating = False
+        self._move = _NOTHING
+        self._moves = 0
+        self._last = self._newest()
+        self._lines: dict[int, str] = {}
+        self._made: list[tuple[fx.Node, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise not_captured(
+                f"the shape of {func._schema.name.removeprefix('aten::')} depends on data",
+                "a graph is of tensors whose shapes are known before it runs",
+            )
+        with Local():
+            out = func(*args, **(kwargs or {}))
+        newest = self._newest()
+        if newest is not self._last:
+            note = self._note()
+            node = newest
+            while node is not self._last:
+                node.meta[NOTE] = note
+                node = node.prev
+            self._last = newest
+            if isinstance(out, torch.Tensor):
+                self._made.append((newest, out))
+        return out
+
+    def finish(self) -> None:
+        """Note the layouts, which tensors are given after they are made."""
+        for node, made in self._made:
+            if isinstance(made, DTensor):
+                node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
+        self._made.clear()
+
+    @contextmanager
+    def noting(self, wire: Wire, move: Move, itemsize: int, op: str, reason: str) -> Iterator[None]:
+        """What is called within makes `move`; bytes as a ledger counts them."""
+        outer, self._moves = self._move, self._moves + 1
+        self._move = Note(
+            kind=move.kind,
+            axes=move.axes,
+            nbytes=bytes_sent(move, wire.mesh, itemsize),
+            op=op,
+            reason=reason,
+            before=move.before.brief(),
+            after=move.after.brief(),
+            move=self._moves,
+        )
+        try:
+            yield
+        finally:
+            self._move = outer
+
+    def noting_on(self, wire: Wire) -> Callable[..., AbstractContextManager[None]]:
+        """`noting` for the moves of one wire."""
+        return partial(self.noting, wire)
+
+    def line(self) -> str:
+        """The user's line that is at work now."""
+        backward = torch._C._current_autograd_node()  # private; there is no public way to ask
+        if backward is not None:
+            known = self._lines.get(backward._sequence_nr(), "")
+            if known:
+                return known
+        line = user_line()
+        if torch.is_grad_enabled() or self._move is not _NOTHING:
+            # The node of this call has the number before the next one.
+            self._lines[torch.autograd._get_sequence_nr() - 1] = line
+        return line
+
+    def _note(self) -> Note:
+        phase = "forward"
+        if self._move.reason == "settle":  # what backward left to do
+            phase = "backward"
+        elif self.updating:
+            phase = "update"
+        elif torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+        return replace(self._move, source=self.line(), phase=phase)
+
+    def _newest(self) -> fx.Node:
+        return self.graph._root.prev

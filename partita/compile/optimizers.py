@@ -1,0 +1,184 @@
+"""How does a torch.optim optimizer step in a graph?
+
+Its state and its parameters are inputs like all others. A learning rate, which a schedule changes,
+is an input too: as a number in the graph it would make another graph in every step. Steps are
+counted in float64 inside, so that bias corrections are as exact as the Python numbers of eager.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .errors import not_captured
+from .notes import Recorder
+from .state import Slot
+
+__all__ = ["Stepping", "prime", "unprime"]
+
+Primed = list[tuple[Optimizer, torch.Tensor]]
+
+
+def prime(optimizers: dict[str, Optimizer]) -> Primed:
+    """Have torch's optimizers make their state now, as their first step would.
+
+    So that the first step is the same program as the others. Private torch: `_init_group`, which
+    every optimizer of torch.optim has, makes the state of each parameter with a gradient.
+
+    Returns:
+        What was given a state, for `unprime`.
+    """
+    found: Primed = []
+    for optimizer in optimizers.values():
+        make = getattr(optimizer, "_init_group", None)
+        if make is None or not type(optimizer).__module__.startswith("torch.optim."):
+            continue
+        lists = len(inspect.signature(make).parameters) - 1
+        for group in optimizer.param_groups:
+            new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+            before = [(p, p.grad) for p in group["params"]]
+            for p, _ in before:
+                p.grad = p.detach() if any(p is q for q in new) else None
+            try:
+                make(group, *[[] for _ in range(lists)])
+            finally:
+                for p, grad in before:
+                    p.grad = grad
+            found += [(optimizer, p) for p in new]
+    return found
+
+
+def unprime(primed: Primed, used: Callable[[Any], bool]) -> None:
+    """Take the state away again that the step turned out not to use: `used` of each tensor."""
+    for optimizer, p in primed:
+        state = optimizer.state.get(p)
+        tensors = [v for v in (state or {}).values() if isinstance(v, torch.Tensor)]
+        if state is not None and not any(map(used, tensors)):
+            del optimizer.state[p]
+
+
+class _StateOf:
+    """The state of one parameter, as a dictionary that is there once it is written."""
+
+    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
+        self.optimizer, self.p = optimizer, p
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.optimizer.state[self.p][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.optimizer.state[self.p][key] = value
+
+
+class Stepping:
+    """The optimizers of a step while it is captured."""
+
+    def __init__(self, optimizers: dict[str, Optimizer]):
+        self.optimizers = optimizers
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
+        self._real: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def traced(
+        self,
+        stand_in: Callable[[Any], Any],
+        rates: Callable[[dict[str, Any]], Any],
+        recorder: Recorder,
+    ) -> Iterator[None]:
+        """Within, the optimizers hold what stands for their state and rates.
+
+        The tensors within their dictionaries are exchanged by the slots that they are in.
+
+        Args:
+            stand_in: what stands for a tensor.
+            rates: what stands for the learning rate of a parameter group.
+        """
+        before = [(o, o.state, o.param_groups) for o in self.optimizers.values()]
+
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            recorder.updating = True
+
+        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            recorder.updating = False
+
+        hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+        try:
+            for optimizer, state, groups in before:
+                standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+                self._held[optimizer] = {}
+                for p, entries in state.items():
+                    self._real[id(stand_in(p))] = p
+                    standing[stand_in(p)] = self._counted(dict(entries))
+                    self._held[optimizer][stand_in(p)] = dict(standing[stand_in(p)])
+                optimizer.state = standing
+                optimizer.param_groups = [self._group(g, stand_in, rates) for g in groups]
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for optimizer, state, groups in before:
+                optimizer.state, optimizer.param_groups = state, groups
+
+    def _counted(self, entries: dict[Any, Any]) -> dict[Any, Any]:
+        count = entries.get("step")
+        if isinstance(count, torch.Tensor) and count.dtype == torch.float32 and count.ndim == 0:
+            entries["step"] = count.double()
+            self._counts.append((count, entries["step"]))
+        return entries
+
+    def _group(
+        self,
+        group: dict[str, Any],
+        stand_in: Callable[[Any], Any],
+        rates: Callable[[dict[str, Any]], Any],
+    ) -> dict[str, Any]:
+        for p in group["params"]:
+            self._real.setdefault(id(stand_in(p)), p)
+        now = dict(group, params=[stand_in(p) for p in group["params"]], lr=rates(group))
+        # Without reading a count or a rate as a number; which kernel does it is for the compiler.
+        for name, value in (("capturable", True), ("foreach", True), ("fused", False)):
+            if name in group:
+                now[name] = value
+        return now
+
+    def made(self) -> list[tuple[Slot, torch.Tensor]]:
+        """After the step: what optimizers hold that they did not hold before, and where.
+
+        Raises:
+            CaptureError: the step changed a number in an optimizer's state.
+        """
+        for count, wide in self._counts:
+            count.copy_(wide)
+        found = []
+        for name, optimizer in self.optimizers.items():
+            for p, entries in optimizer.state.items():
+                held = self._held[optimizer].get(p, {})
+                real = self._real.get(id(p))
+                if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
+                    raise not_captured(
+                        f"{name} has a state of a tensor that it does not update",
+                        "where it belongs after the step cannot be told",
+                    )
+                for key, value in entries.items():
+                    if value is held.get(key):
+                        continue
+                    if isinstance(value, torch.Tensor) and real is not None:
+                        slot = Slot(f"{name}.{key}", "optimizer", _StateOf(optimizer, real), key)
+                        found.append((slot, value))
+                    elif value != held.get(key):
+                        raise not_captured(
+                            f"{name} counts {key!r} in a Python number",
+                            "the graph would always have the number of its first step",
+                        )
+        return found

@@ -1,0 +1,237 @@
+"""What does a step read and write that is not one of its arguments?
+
+What its function can reach by name: modules, optimizers, tensors, and lists and dictionaries of
+them, in its closure, its defaults, the globals that it uses, and the object that it is a method of;
+what other functions of the user that it reaches can reach; and what is given as `state=`. Each
+tensor is in a slot: a place in a dictionary, a list or a cell, where capture puts another in its
+stead for a while.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+__all__ = ["Slot", "State", "state_of", "tensors_of_call"]
+
+_SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_NOT_USERS = ("torch", "partita", "builtins")
+
+
+class _Cell:
+    """A closure's cell, read and written as a dictionary of one entry."""
+
+    def __init__(self, cell: types.CellType):
+        self.cell = cell
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.cell.cell_contents
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where a value stands.
+
+    Attributes:
+        name: as a person would say it: "model.head.weight".
+        kind: "parameter", "buffer", "optimizer" (its state) or "value".
+        home, key: `home[key]` is the value.
+    """
+
+    name: str
+    kind: str
+    home: Any
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        return self.home[self.key]
+
+    def put(self, value: Any) -> None:
+        self.home[self.key] = value
+
+
+@dataclass
+class State:
+    """What a step can reach.
+
+    Attributes:
+        modules, optimizers: each once, under the name by which it was found first.
+        slots: of the tensors of modules, and of tensors by themselves or in lists and dictionaries.
+            Not of optimizers, whose state comes and goes: see `optimizer_slots`.
+        values: of plain Python values, which are part of the program: another value, another
+            capture.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    values: list[Slot] = field(default_factory=list)
+
+    def optimizer_slots(self) -> list[Slot]:
+        """The tensors that optimizers hold now."""
+        names = {id(s.value): s.name for s in self.slots if s.kind == "parameter"}
+        found = []
+        for name, optimizer in self.optimizers.items():
+            for i, (p, state) in enumerate(optimizer.state.items()):
+                of = names.get(id(p), str(i))
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        found.append(Slot(f"{name}[{of}].{key}", "optimizer", state, key))
+        return found
+
+    def settings(self) -> Iterator[tuple[str, Any]]:
+        """What is no tensor and is part of the program: values, modes, hyperparameters."""
+        for slot in self.values:
+            yield slot.name, slot.value
+        for name, module in self.modules.items():
+            yield f"{name}.training", tuple([m.training for m in module.modules()])
+        for name, optimizer in self.optimizers.items():
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if key not in ("params", "lr", "initial_lr") and not isinstance(
+                        value, torch.Tensor
+                    ):
+                        yield f"{name}.{key}[{i}]", value
+                yield f"{name}.params[{i}]", len(group["params"])
+            yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
+
+
+def state_of(step: Callable[..., Any], given: Iterable[Any], args: Any, kwargs: Any) -> State:
+    """All that `step` can reach, in an order that is the same on every rank."""
+    search = _Search()
+    search.function(step)
+    for i, value in enumerate(given):
+        search.value(f"state[{i}]", value, None)
+    for value in (*args, *kwargs.values()):  # tensors among the arguments are inputs anyway
+        if isinstance(value, (nn.Module, Optimizer)):
+            search.value(type(value).__name__.lower(), value, None)
+    return search.state
+
+
+def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
+    """The leaves of all slots and arguments, in order: among them all tensors of a call."""
+    found: list[Any] = []
+    for slot in slots:
+        value = slot.value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found += pytree.tree_leaves(value)
+    return found + pytree.tree_leaves((args, kwargs))
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.state = State()
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []
+
+    def _first_time(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._kept.append(value)  # an id is one object's as long as that lives
+        return True
+
+    def function(self, f: Any) -> None:
+        if isinstance(f, functools.partial):
+            for i, value in enumerate((*f.args, *f.keywords.values())):
+                self.value(f"partial[{i}]", value, None)
+            return self.function(f.func)
+        if isinstance(f, types.MethodType):
+            self._object(f.__self__)
+            return self.function(f.__func__)
+        if not isinstance(f, types.FunctionType):
+            if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
+                self._object(f)
+                return self.function(type(f).__call__)
+            return None
+        if not self._first_time(f) or (f.__module__ or "").split(".")[0] in _NOT_USERS:
+            return None
+        if hasattr(f, "__wrapped__"):
+            self.function(f.__wrapped__)
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self.value(name, value, Slot(name, "value", _Cell(cell), 0))
+        for name in _global_names(f.__code__):
+            if name in f.__globals__:
+                self.value(name, f.__globals__[name], Slot(name, "value", f.__globals__, name))
+        for i, value in enumerate(f.__defaults__ or ()):
+            self.value(f"default[{i}]", value, None)
+        for name, value in (f.__kwdefaults__ or {}).items():
+            self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
+        return None
+
+    def _object(self, owner: Any) -> None:
+        if isinstance(owner, (nn.Module, Optimizer)):
+            self.value(type(owner).__name__.lower(), owner, None)
+        elif hasattr(owner, "__dict__") and self._first_time(owner):
+            for name, value in list(vars(owner).items()):
+                self.value(name, value, Slot(name, "value", vars(owner), name))
+
+    def value(self, name: str, value: Any, slot: Slot | None) -> None:
+        """`slot` is where it stands, where it can be exchanged."""
+        if isinstance(value, nn.Module):
+            if self._first_time(value):
+                self.state.modules[name] = value
+                self._module(name, value)
+        elif isinstance(value, Optimizer):
+            if self._first_time(value):
+                self.state.optimizers[name] = value
+                for i, group in enumerate(value.param_groups):
+                    for j, p in enumerate(group["params"]):
+                        at = Slot(f"{name}.params[{i}][{j}]", "parameter", group["params"], j)
+                        self.value(at.name, p, at)
+        elif isinstance(value, torch.Tensor):
+            if slot is not None:
+                self.state.slots.append(slot)
+        elif isinstance(value, (list, dict)):
+            if self._first_time(value):
+                for key, v in value.items() if isinstance(value, dict) else enumerate(value):
+                    at = Slot(f"{name}[{key!r}]", "value", value, key)
+                    if not isinstance(v, _SIMPLE):
+                        self.value(at.name, v, at)
+        elif isinstance(value, tuple) and _has_tensor(value):
+            if slot is not None:
+                self.state.slots.append(slot)
+        elif isinstance(value, _SIMPLE):
+            if slot is not None and not name.startswith("__"):
+                self.state.values.append(slot)
+        elif callable(value) and not isinstance(value, type):
+            self.function(value)
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        for prefix, part in module.named_modules():
+            self._first_time(part)
+            where = f"{name}.{prefix}." if prefix else f"{name}."
+            for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
+                for key, t in home.items():
+                    if t is not None:
+                        self.state.slots.append(Slot(where + key, kind, home, key))
+
+
+def _global_names(code: types.CodeType) -> Sequence[str]:
+    names = list(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names += _global_names(const)
+    return names
+
+
+def _has_tensor(value: tuple[Any, ...]) -> bool:
+    return any(isinstance(v, torch.Tensor) for v in value)

@@ -1,0 +1,193 @@
+"""What does `pt.compile(step)` give?
+
+A function like `step`. Its first call captures a graph, compiles it and runs it; later calls run
+it. A call that differs in what the graph was made for (shapes, layouts, modes, Python values that
+the step reads) is another program, which is captured in its turn; how many are kept is bounded, and
+each says why it was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import CaptureError
+from .optimizers import prime, unprime
+from .state import State, state_of, tensors_of_call
+
+if TYPE_CHECKING:
+    from .program import Program
+
+__all__ = ["CompiledStep", "compile"]
+
+BACKENDS = ("inductor", "graph")
+
+
+def compile(
+    step: Callable[..., Any] | None = None,
+    *,
+    state: Iterable[Any] = (),
+    backend: str = "inductor",
+    fallback: str | None = None,
+    keep: int = 8,
+) -> Any:
+    """Capture a training step, forward, loss, backward and update, into one compiled graph.
+
+    Args:
+        step: an ordinary function over DTensors (or plain tensors). Modules, optimizers and tensors
+            that it reaches by name (closure, globals, `self`) or is given are found; all that it
+            writes into them is written by the graph. Gradients that a step clears, makes and
+            updates by do not outlive it.
+        state: modules, optimizers and tensors that it reaches in another way.
+        backend: "inductor", or "graph" to run the graph node by node without compiling it.
+        fallback: "eager" to run a step that cannot be captured as it is.
+        keep: how many programs are kept.
+
+    Raises:
+        ValueError: an unknown backend or fallback. The call raises CaptureError where the step does
+            what a graph cannot say, unless there is a fallback.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
+    if fallback not in (None, "eager"):
+        raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
+    options = {"state": tuple(state), "backend": backend, "fallback": fallback, "keep": keep}
+    if step is None:
+        return lambda f: CompiledStep(f, **options)
+    return CompiledStep(step, **options)
+
+
+class CompiledStep:
+    """A step that runs as a graph.
+
+    Attributes:
+        reasons: for each capture, why it was made.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        state: tuple[Any, ...],
+        backend: str,
+        fallback: str | None,
+        keep: int,
+    ):
+        functools.update_wrapper(self, step)
+        self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
+        self.keep = max(1, keep)
+        self.reasons: list[str] = []
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._eager: set[Any] = set()
+        self._state: State | None = None
+        self._last: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        """What ran last.
+
+        Raises:
+            ValueError: nothing was captured yet.
+        """
+        if self._last is None:
+            raise ValueError("this step has not been captured: call it first")
+        return self._last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.step(*args, **kwargs)  # part of a step that is being captured
+        state = self._state
+        if state is None:
+            state = self._state = state_of(self.step, self._given, args, kwargs)
+        slots = [*state.slots, *state.optimizer_slots()]
+        tensors = tensors_of_call(slots, args, kwargs)
+        signature = self._signature(state, tensors, (args, kwargs))
+        if signature in self._eager:
+            return self.step(*args, **kwargs)
+        program = self._programs.get(signature)
+        if program is None:
+            return self._first(signature, args, kwargs)
+        self._programs.move_to_end(signature)
+        self._last = program
+        return program.run(tensors)
+
+    def _first(self, signature: Any, args: Any, kwargs: Any) -> Any:
+        """Capture, and run for the first time."""
+        from .capture import capture  # it takes seconds to import what makes graphs
+
+        state = self._state = state_of(self.step, self._given, args, kwargs)
+        primed = prime(state.optimizers)
+        try:
+            program = capture(self.step, args, kwargs, state)
+        except CaptureError as error:
+            unprime(primed, lambda t: False)
+            if self.fallback is None:
+                raise
+            warnings.warn(f"runs eagerly: {error}", stacklevel=3)
+            self._eager.add(signature)
+            return self.step(*args, **kwargs)
+        except BaseException:
+            unprime(primed, lambda t: False)
+            raise
+        inputs = {id(i.tensor) for i in program.inputs}
+        unprime(primed, lambda t: id(t) in inputs)
+        slots = [*state.slots, *state.optimizer_slots()]
+        tensors = tensors_of_call(slots, args, kwargs)
+        signature = self._signature(state, tensors, (args, kwargs))
+        self.reasons.append(self._reason(signature))
+        while len(self._programs) >= self.keep:
+            self._programs.popitem(last=False)
+        self._programs[signature] = self._last = program
+        program.call = self._call_of(program)
+        return program.run(tensors)
+
+    def _call_of(self, program: Program) -> Any:
+        from .run import interpreted
+
+        return interpreted(program.graph, program.groups)
+
+    # -- which program -----------------------------------------------------------------------------
+
+    def _signature(self, state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
+        """All that a graph is made for, as a hashable value: name and value of each part."""
+        first: dict[int, int] = {}
+        parts: list[Any] = [("structure", str(pytree.tree_structure(call)))]
+        for i, t in enumerate(tensors):
+            if not isinstance(t, torch.Tensor):
+                parts.append((f"value {i}", _hashable(t)))
+                continue
+            same = first.setdefault(id(t), i)
+            grad = t.grad if t.requires_grad and t.is_leaf else None
+            parts.append((f"tensor {i}", same, _kind(t), None if grad is None else _kind(grad)))
+        parts += [(name, _hashable(value)) for name, value in state.settings()]
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        parts.append(("modes", *modes, torch.get_default_dtype()))
+        return tuple(parts)
+
+    def _reason(self, signature: tuple[Any, ...]) -> str:
+        if not self._programs:
+            return "the first call"
+        last = next(reversed(self._programs))
+        known = {part[0]: part[1:] for part in last}
+        for name, *rest in signature:
+            if known.get(name) != tuple(rest):
+                return f"{name}: {known.get(name)} became {tuple(rest)}"
+        return "something is no longer there"
+
+
+def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+    spec = getattr(t, "_spec", None)
+    return (spec or t.shape, t.dtype, t.requires_grad, t.device)
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)

@@ -1,0 +1,149 @@
+"""What does a user read when a rank fails? Which one, why, and where the others were."""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from partita.comm import user_line
+
+__all__ = ["Failure", "Last", "failure_of", "obituary", "phase_of"]
+
+_LOST = re.compile(
+    r"(connection (closed|reset|refused)|broken pipe|socket closed|another rank has ended"
+    r"|gloo/transport|recvValue failed)",
+    re.IGNORECASE,
+)
+"""What Gloo and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
+
+_PHASES = {
+    "forward": "in forward of step {}",
+    "backward": "in backward of step {}",
+    "optimizer": "in the optimizer of step {}",
+    "save": "in the save after step {}",
+    "sample": "at the sample after step {}",
+}
+
+
+def phase_of(at: dict[str, Any] | None) -> str:
+    """Where a rank is that last told so: "in backward of step 12"."""
+    return "before the first step" if at is None else _PHASES[at["phase"]].format(at["step"])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a rank.
+
+    Attributes:
+        said: what the user should read of it.
+        lost: it is only that another rank is gone.
+        place: the program's line, and the move that the rank was at, where they are known.
+    """
+
+    said: str
+    lost: bool
+    place: str
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What there is to say of an error.
+
+    What a user can mend (a ValueError; a layout that does not fit is one) is said in its own words;
+    only a fault of a program needs its traceback.
+    """
+    said = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, ValueError):
+        said = f"{type(error).__name__}: {error}"
+    return Failure(said, isinstance(error, RuntimeError) and _is_lost(error), _place(error))
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    while error is not None:
+        if _LOST.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _place(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    line = user_line(frames[-1]) if frames else ""
+    return ", ".join(filter(None, [line, *getattr(error, "__notes__", [])]))
+
+
+# -- seen from the parent --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last that is known of a rank.
+
+    Attributes:
+        at: the phase and step that it told of.
+        code: its exit code, if it has ended.
+        failed: its failure, if it told of one.
+        when: at which second of the machine's clock.
+        log: what it wrote last.
+    """
+
+    rank: int
+    at: dict[str, Any] | None
+    code: int | None
+    failed: Failure | None
+    when: float
+    log: str
+
+
+def obituary(ranks: Sequence[Last], saved: dict[str, Any] | None) -> str:
+    """Which rank ended the job, why, and where the others were.
+
+    One that fails because a peer is gone is not to blame.
+
+    Args:
+        ranks: at least one has ended.
+        saved: the last checkpoint's "step" and "path", if there is one.
+    """
+    ended = [r for r in ranks if r.code is not None]
+    killed = [r for r in ended if r.code is not None and r.code < 0]
+    own = sorted((r for r in ended if r.failed and not r.failed.lost), key=lambda r: r.when)
+    untold = [r for r in ended if r.failed is None]
+    first = (killed or own or untold or sorted(ended, key=lambda r: r.when))[0]
+    alike = [r for r in own if first.failed and r.failed and r.failed.said == first.failed.said]
+    if first in own and len(alike) == len(ranks) > 1:
+        lines = [f"every rank failed {phase_of(first.at)}; the job is ended"]
+        others = []
+    else:
+        lines = [f"rank {first.rank} {_how(first)} {phase_of(first.at)}; the job is ended"]
+        others = [r for r in ranks if r is not first]
+    if said := first.failed.said if first.failed else first.log:
+        lines.append(said)
+    lines += _where(others)
+    if saved is not None:
+        lines.append(
+            f"the checkpoint {saved['path']} is that of step {saved['step']}: --resume goes on "
+            "from it"
+        )
+    return "\n".join(lines)
+
+
+def _how(rank: Last) -> str:
+    if rank.code is not None and rank.code < 0:
+        return f"was killed by {signal.Signals(-rank.code).name}"
+    return "failed" if rank.failed else f"ended with exit code {rank.code}"
+
+
+def _where(others: Sequence[Last]) -> list[str]:
+    """Where the ranks were that had nothing to do with it; those at one place in one line."""
+    places: dict[str, list[str]] = {}
+    for r in others:
+        line = f" ({r.failed.place})" if r.failed and r.failed.place else ""
+        places.setdefault(phase_of(r.at) + line, []).append(str(r.rank))
+    return [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'were' if len(ranks) > 1 else 'was'} "
+        + place
+        for place, ranks in places.items()
+    ]

@@ -1,0 +1,57 @@
+"""How does a rank come to die where a test wants it to? Python runs this file as it starts.
+
+A test puts this folder first on PYTHONPATH and says in DIE which rank is to end, how, in which
+phase and of which step: "1 kill backward 5". It happens once, though torchrun starts the rank anew.
+The file DIED is then written, so that the test knows when.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+RANK, HOW, PHASE, STEP = os.environ["DIE"].split()
+
+
+def die(*_: object) -> None:
+    Path(os.environ["DIED"]).write_text(str(time.monotonic()))
+    if HOW == "raise":
+        raise ZeroDivisionError("this rank has had enough")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.environ.get("RANK") == RANK and not Path(os.environ["DIED"]).exists():
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from partita.comm.dcp import Writer
+    from partita.train.models.gpt import GPT, Block
+
+    step = -1
+    forward_of_model, forward_of_block, write = GPT.forward, Block.forward, Writer.write_data
+
+    def model(self, *args):
+        global step
+        step += 1
+        return forward_of_model(self, *args)
+
+    def block(self, *args):
+        out = forward_of_block(self, *args)
+        if PHASE == "forward" and step == int(STEP):
+            die()
+        if PHASE == "backward" and step == int(STEP):
+            out.register_hook(die)
+        return out
+
+    def before_optimizer(*_):
+        if PHASE == "optimizer" and step == int(STEP):
+            die()
+
+    def write_data(self, *args):
+        if PHASE == "save" and step >= int(STEP):
+            die()
+        return write(self, *args)
+
+    GPT.forward, Block.forward, Writer.write_data = model, block, write_data
+    register_optimizer_step_pre_hook(before_optimizer)

@@ -1,0 +1,447 @@
+"""Is a captured step the step, whatever it does, and the same graph on every rank?"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import partita as pt
+from tests.ranks.test_zero import TOKENS, gpt
+
+
+def rows(mesh):
+    placements = [pt.Shard(0) if a == "dp" else pt.Replicate() for a in mesh.mesh_dim_names]
+    return lambda t: pt.distribute_tensor(t, mesh, placements)
+
+
+def data_parallel(model, mesh):
+    return pt.parallelize(model, mesh)
+
+
+def tensor_parallel(model, mesh):
+    return pt.parallelize(model, mesh, pt.plans.gpt(split_words=False))
+
+
+def split_words(model, mesh):
+    return pt.parallelize(model, mesh, pt.plans.gpt(split_words=True))
+
+
+def zero3(model, mesh):
+    return pt.zero(model, mesh)
+
+
+def loss_of(model, tokens, targets):
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def plain_step(model, optimizer):
+    def step(tokens, targets):
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def losses(step, batch, steps):
+    return [float(step(*batch)) for _ in range(steps)]
+
+
+def same(found, wanted, rtol=1e-6):
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=rtol, atol=0)
+
+
+def compare(mesh, spread_out, build, make, make_step=plain_step, steps=4):
+    """The losses of an eager and of a captured run, and the captured step."""
+    batch = [rows(mesh)(t) for t in TOKENS]
+    found = []
+    for compiled in (False, True):
+        model = spread_out(build(), mesh)
+        step = make_step(model, make(model.parameters()))
+        if compiled:
+            step = pt.compile(step, backend="graph")
+        found.append(losses(step, batch, steps))
+    same(found[1], found[0])
+    return found[1], step, model
+
+
+def graphs(per_rank):
+    return {str(step.program.graph.graph) for _, step, _ in per_rank}
+
+
+def adamw(params, **options):
+    return torch.optim.AdamW(params, lr=1e-2, **options)
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spread_out", "axes"),
+    [
+        (data_parallel, {"dp": 2}),
+        (tensor_parallel, {"tp": 2}),
+        (split_words, {"tp": 2}),
+        (tensor_parallel, {"dp": 2, "tp": 2}),
+        (split_words, {"dp": 2, "tp": 2}),
+        (zero3, {"dp": 2}),
+        (zero3, {"dp": 4}),
+    ],
+)
+def test_a_captured_step_has_the_losses_of_eager_and_one_graph_on_all_ranks(spread_out, axes):
+    with pt.ranks(**axes) as world:
+        per_rank = world.run(compare, spread_out, gpt, adamw)
+    assert len(graphs(per_rank)) == 1
+    assert all(step.reasons == ["the first call"] for _, step, _ in per_rank)
+    model = gpt()
+    single = losses(plain_step(model, adamw(model.parameters())), TOKENS, 4)
+    same(per_rank[0][0], single, rtol=1e-5)
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+MAKE = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "foreach": lambda p: adamw(p, foreach=True),
+    "loop": lambda p: adamw(p, foreach=False),
+    "fused": lambda p: adamw(p, fused=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("spread_out", [data_parallel, zero3])
+def test_any_optimizer_of_torch_steps_in_the_graph(make, spread_out):
+    with pt.ranks(dp=2) as world:
+        per_rank = world.run(compare, spread_out, gpt, MAKE[make])
+    assert len(graphs(per_rank)) == 1
+    # The first step of SGD makes its momentum: another program than the steps that follow.
+    assert len(per_rank[0][1].reasons) == (2 if make == "momentum" else 1)
+
+
+def test_a_schedule_of_learning_rates_needs_one_graph():
+    def run(mesh):
+        def make_step(model, optimizer):
+            inner = plain_step(model, optimizer)
+            if compiled:
+                inner = steps[0] = pt.compile(inner, backend="graph")
+
+            def step(*batch):
+                optimizer.param_groups[0]["lr"] *= 0.5
+                return inner(*batch)
+
+            return step
+
+        steps = [None]
+        found = []
+        for compiled in (False, True):
+            model = data_parallel(gpt(), mesh)
+            batch = [rows(mesh)(t) for t in TOKENS]
+            found.append(losses(make_step(model, adamw(model.parameters())), batch, 5))
+        same(found[1], found[0])
+        assert steps[0].reasons == ["the first call"]
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def test_an_optimizer_goes_on_eagerly_where_the_graph_left_off():
+    def run(mesh):
+        batch = [rows(mesh)(t) for t in TOKENS]
+        found = []
+        for compiled in (0, 2, 4):
+            model = zero3(gpt(), mesh)
+            step = plain_step(model, adamw(model.parameters()))
+            fast = pt.compile(step, backend="graph")
+            found.append([float((fast if i < compiled else step)(*batch)) for i in range(4)])
+        same(found[1], found[0])
+        same(found[2], found[0])
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+# -- what a step does ------------------------------------------------------------------------------
+
+
+def accumulating(model, optimizer):
+    def step(tokens, targets):
+        optimizer.zero_grad()
+        total = 0
+        for tok, tar in zip(tokens.chunk(2, 1), targets.chunk(2, 1), strict=True):
+            loss = loss_of(model, tok, tar) / 2
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def clipping(model, optimizer):
+    def step(tokens, targets):
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        pt.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def torchs_clipping(model, optimizer):
+    def step(tokens, targets):
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def functional_update(model, optimizer):
+    params = list(model.parameters())
+
+    def step(tokens, targets):
+        loss = loss_of(model, tokens, targets)
+        grads = torch.autograd.grad(loss, params)
+        pt_grads = [g.redistribute(placements=p.placements) for g, p in zip(grads, params)]
+        with torch.no_grad():
+            for p, g in zip(params, pt_grads, strict=True):
+                p -= 0.1 * g
+        return loss
+
+    return step
+
+
+def autocast(model, optimizer):
+    inner = plain_step(model, optimizer)
+
+    def step(tokens, targets):
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(tokens, targets)
+
+    return step
+
+
+def never_cleared(model, optimizer):
+    """Gradients add up over the steps: a mistake, and the graph makes the same."""
+
+    def step(tokens, targets):
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+STEPS = [accumulating, clipping, torchs_clipping, functional_update, autocast, never_cleared]
+
+
+@pytest.mark.parametrize("make_step", STEPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("spread_out", "axes"), [(data_parallel, {"dp": 2}), (tensor_parallel, {"dp": 2, "tp": 2})]
+)
+def test_a_step_may_do_what_steps_do(make_step, spread_out, axes):
+    with pt.ranks(**axes) as world:
+        per_rank = world.run(compare, spread_out, gpt, MAKE["sgd"], make_step)
+    assert len(graphs(per_rank)) == 1
+
+
+class Small(nn.Module):
+    """A tied weight, a buffer that is written, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 256, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens):
+        self.seen = self.seen + 1
+        x = self.embed(tokens)
+        x = self.norm(x.flatten(0, 1)).unflatten(0, tokens.shape)
+        return self.head(F.dropout(x, 0.1, self.training))
+
+
+def small():
+    torch.manual_seed(0)
+    return Small()
+
+
+def test_tied_weights_written_buffers_and_dropout_are_those_of_eager():
+    def run(mesh):
+        batch = [rows(mesh)(t) for t in TOKENS]
+        found, buffers = [], []
+        for compiled in (False, True):
+            model = pt.parallelize(small(), mesh)
+            step = plain_step(model, adamw(model.parameters()))
+            step = pt.compile(step, backend="graph") if compiled else step
+            torch.manual_seed(5)
+            found.append(losses(step, batch, 4))
+            buffers.append({n: copy.deepcopy(b) for n, b in model.named_buffers()})
+        same(found[1], found[0])
+        assert int(buffers[1]["seen"]) == 4
+        for name, b in buffers[0].items():
+            torch.testing.assert_close(buffers[1][name].full_tensor(), b.full_tensor())
+        return found[1], step, model
+
+    with pt.ranks(dp=2) as world:
+        per_rank = world.run(run)
+    assert len(graphs(per_rank)) == 1
+
+
+def test_inputs_and_outputs_may_be_nested():
+    def run(mesh):
+        w = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)]).requires_grad_()
+
+        def step(batch, *, scale):
+            y = (batch["x"] @ w).sum() * scale
+            (grad,) = torch.autograd.grad(y, w)
+            return {"y": y, "grads": [grad], "text": "done", "n": 3}
+
+        x = pt.distribute_tensor(torch.arange(8.0).view(2, 4), mesh)
+        wanted = step({"x": x}, scale=2.0)
+        found = pt.compile(step, backend="graph")({"x": x}, scale=2.0)
+        assert found["text"] == "done" and found["n"] == 3
+        for a, b in ((found["y"], wanted["y"]), (found["grads"][0], wanted["grads"][0])):
+            assert a.placements == b.placements
+            torch.testing.assert_close(a.full_tensor(), b.full_tensor())
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def test_gradients_that_a_step_makes_for_others_are_kept_and_add_up():
+    def run(mesh):
+        batch = [rows(mesh)(t) for t in TOKENS]
+
+        def grads(compiled):
+            model = data_parallel(gpt(), mesh)
+
+            def step(tokens, targets):
+                loss_of(model, tokens, targets).backward()
+
+            step = pt.compile(step, backend="graph") if compiled else step
+            for _ in range(3):
+                step(*batch)
+            return [p.grad.full_tensor() for p in model.parameters()]
+
+        for a, b in zip(grads(True), grads(False), strict=True):
+            torch.testing.assert_close(a, b)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def test_gradients_that_have_done_their_work_are_gone():
+    def run(mesh):
+        model = data_parallel(gpt(), mesh)
+        step = pt.compile(plain_step(model, MAKE["sgd"](model.parameters())), backend="graph")
+        step(*[rows(mesh)(t) for t in TOKENS])
+        assert all(p.grad is None for p in model.parameters())
+        assert [o.kind for o in step.program.outputs] == ["result"]
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+# -- other programs --------------------------------------------------------------------------------
+
+
+def test_another_shape_value_or_mode_is_another_capture_with_its_reason():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    scale = 1.0
+
+    def step(x):
+        return (model(x) * scale).sum()
+
+    fast = pt.compile(step, backend="graph", keep=2)
+    for n in (2, 3, 2):
+        assert float(fast(torch.ones(n, 4))) == float(step(torch.ones(n, 4)))
+    assert len(fast.reasons) == 2 and "torch.Size([3, 4])" in fast.reasons[1]
+    scale = 3.0
+    assert float(fast(torch.ones(2, 4))) == float(step(torch.ones(2, 4)))
+    assert "scale" in fast.reasons[2]
+    model.eval()
+    fast(torch.ones(2, 4))
+    assert "training" in fast.reasons[3]
+    assert len(fast._programs) == 2
+
+
+# -- what cannot be captured -----------------------------------------------------------------------
+
+
+def branch(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def item(x):
+    return x * x.sum().item()
+
+
+def unknown_shape(x):
+    return x[x > 0]
+
+
+@pytest.mark.parametrize("step", [branch, item, unknown_shape], ids=lambda f: f.__name__)
+def test_what_depends_on_data_is_refused_with_the_users_line_or_runs_eagerly(step):
+    x = torch.arange(-2.0, 6)
+    with pytest.raises(pt.CaptureError) as caught:
+        pt.compile(step, backend="graph")(x)
+    assert "test_capture.py:" in str(caught.value)
+    assert 'fallback="eager"' in str(caught.value)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        found = pt.compile(step, backend="graph", fallback="eager")(x)
+    torch.testing.assert_close(found, step(x))
+
+
+def test_uneven_shards_are_refused():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.ones(3), mesh, [pt.Shard(0)])
+        with pytest.raises(pt.LayoutError, match="do not divide into 2 equal pieces"):
+            pt.compile(lambda x: x * 2, backend="graph")(x)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def test_a_capture_that_breaks_off_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = adamw(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    params = list(model.parameters())
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        pt.compile(step, backend="graph")(torch.ones(2, 4))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, was) and p.grad is None
+    assert not torch.compiler.is_compiling()

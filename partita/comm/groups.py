@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..layout import Coordinate, Fix, LayoutError, Mesh
 from . import gloo
 from .source import user_line
-from .under_way import Summed, UnderWay
+from .under_way import UnderWay
 from .wire import Ask, Axes, Wire
 
 __all__ = ["GroupWire"]

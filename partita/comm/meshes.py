@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 from ..layout import Fix, LayoutError
 from .groups import GroupWire
 from .handle import MeshHandle, find_handle
+from .joining import join
 from .source import user_line
 from .trace import in_place_of
 from .wire import Wire
@@ -53,6 +54,8 @@ def init_device_mesh(
                 Fix(f"torchrun --nproc-per-node {wanted} ..."),
             ),
         )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not dist.is_initialized():
+        join()  # torch would, too, but after a restart it finds what dead ranks have left
     options = {} if backend_override is None else {"backend_override": backend_override}
     mesh = _init_device_mesh(
         device_type, tuple(mesh_shape), mesh_dim_names=mesh_dim_names, **options

@@ -150,10 +150,10 @@ class _Capture:
                 wire = self.wires[spec.wire]
                 wire.check_even(spec.layout)
                 tagged(fake, spec_of(spec.layout, wire))
-            with Local():
-                if given.kind in ("mark", "gradient"):
-                    _grad.__set__(self.inputs.owner(given), fake)
-                elif given.tensor.requires_grad:
+            if given.kind in ("mark", "gradient"):
+                self.inputs.owner(given).grad = fake  # typed: it may be settled already
+            elif given.tensor.requires_grad:
+                with Local():
                     fake.requires_grad_()
             fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
 

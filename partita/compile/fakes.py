@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from partita.tensor.dtensor import TYPED, DTensor
+from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 
 __all__ = ["FakeDTensor", "fake_mode", "local_of"]
 
@@ -26,6 +26,7 @@ class FakeDTensor(DTensor, FakeTensor):
     device = FakeTensor.device
 
 
+PLAIN.add(FakeTensor)
 TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
 
 

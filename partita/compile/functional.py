@@ -61,7 +61,7 @@ class _Noting(fx.Interpreter):
 
 def _each(name: str, args: Any, kwargs: Any) -> list[Any]:
     """A call over lists, as one call for each place: each parameter's update is its own."""
-    call = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+    call = _single(name)
     if name == "norm" and len(args) > 2:
         args, kwargs = args[:2], dict(kwargs, dtype=args[2])
     if name.startswith(("addcmul", "addcdiv")) and len(args) > 3:
@@ -75,6 +75,15 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Any]:
         call(*[at(a, i) for a in args], **{k: at(v, i) for k, v in kwargs.items()})
         for i in range(len(lists[0]))
     ]
+
+
+def _single(name: str) -> Any:
+    if name == "norm":
+        return torch.ops.aten.linalg_vector_norm
+    if hasattr(torch.ops.aten, name):
+        return getattr(torch.ops.aten, name)
+    made = getattr(torch.ops.aten, name.removesuffix("_"))  # not all have a form in place
+    return lambda x, *args, **kwargs: x.copy_(made(x, *args, **kwargs))
 
 
 def _inputs(graph: fx.Graph) -> list[fx.Node]:

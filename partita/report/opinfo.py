@@ -6,7 +6,9 @@ of its other forms, which has the same samples, as `add:method`, `add:inplace`, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -58,6 +60,11 @@ class Form:
     def samples(self) -> Iterator[Any]:
         """Torch's samples, made anew from one seed."""
         torch.default_generator.manual_seed(0)
+        random.seed(0)
+        with contextlib.suppress(ImportError):
+            import numpy
+
+            numpy.random.seed(0)
         graded = self.info.supports_autograd and self.dtype != torch.int64 and not self.fills
         # `sample_inputs` itself asks the stack which test it is in, which takes longer than an op.
         return iter(self.info.sample_inputs_func(self.info, "cpu", self.dtype, graded))

@@ -463,14 +463,15 @@ def main(names: Sequence[str]) -> int:
     """Prove the rules that have samples, or those of `names`; 1 if a row is wrong."""
     from .samples import samples
 
-    wrong = rows = 0
+    wrong = rows = missed = 0
     for function, cases in samples().items():
         if names and RULES[function].name not in names:
             continue
         proof = prove(function, cases)
         wrong, rows = wrong + len(proof.wrong), rows + proof.rows
+        missed += len(proof.missed)
         print(proof)
-    print(f"{rows} rows, {wrong} wrong")
+    print(f"{rows} rows: {wrong} wrong; {missed} right ones are missed")
     return 1 if wrong else 0
 
 

@@ -17,6 +17,7 @@ from partita.rules.rule import ON_NEW_RULE
 from . import cache
 from .composite import entered
 from .dtensor import DTensor
+from .engine import in_backward
 from .foreach import run_foreach, run_fused
 from .miss import gathered, in_order, make_plan
 from .names import form_of
@@ -70,7 +71,7 @@ def _run_gathered(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
 def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
     """One of torch's own operators. In backward, which is local, a TorchDispatchMode may call it:
     on pieces of gradients, and on DTensors that forward saved."""
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         with Local():
             return func(*args, **kwargs)
     if op.form.rule is None:

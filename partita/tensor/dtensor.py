@@ -24,7 +24,7 @@ from .origin import current
 from .pieces import piece_held
 from .spec import Spec, laid_out, placed
 
-__all__ = ["TYPED", "DTensor", "short_dtype", "tagged"]
+__all__ = ["PLAIN", "TYPED", "DTensor", "short_dtype", "tagged"]
 
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
@@ -253,10 +253,12 @@ class DTensor(torch.Tensor):
         return repr(self)
 
 
-TYPED: dict[type, type] = {torch.Tensor: DTensor}
-"""For each class of tensors that hold a shard, the class of DTensors that it is re-tagged as.
+PLAIN: set[type] = {torch.Tensor}
+"""The classes of results that have no layout yet.
 
-Capture adds one: tensors that are traced are no plain ones (see `compile.fakes`)."""
+Capture adds one: tensors that are traced have a class of their own (see `compile.fakes`)."""
+TYPED: dict[type, type] = {torch.Tensor: DTensor}
+"""For each class of tensors that hold a shard, the class of DTensors that it is re-tagged as."""
 
 
 def tagged(local: torch.Tensor, spec: Spec) -> DTensor:

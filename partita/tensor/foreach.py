@@ -148,8 +148,14 @@ def _plan_of(
     return None if own.rule is None else make_plan(own, single, _place(i, args, kwargs), kwargs)
 
 
+def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, a, b, value=1: single(x, a, b, value=value)
+
+
 def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     single, outs = _single(op), []
+    if op.form.name in ("addcdiv", "addcmul"):  # the op itself takes its number by name only
+        single = _with_value(single)
     for i, place in enumerate(plan.places):
         mine = _place(i, args, kwargs)
         if place is None:

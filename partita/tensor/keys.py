@@ -48,11 +48,12 @@ def operand_kind(value: Any) -> Any:
 def frozen(value: Any) -> Any:
     """What stands in the key for a declared argument: hashable, and without any float's value."""
     t = type(value)
-    if t in _PLAIN_VALUES or (t is tuple and _HASHABLE.issuperset(map(type, value))):
+    if t in _HASHABLE or (t is tuple and _HASHABLE.issuperset(map(type, value))):
         return value
+    if t is bool:  # told from int: x[True] is not x[1], nor x.var(True) x.var(1)
+        return (bool, value)
     if t is tuple or t is list:
-        # bool is told from int: x[True] is not x[1].
-        return (list, *[(bool, v) if type(v) is bool else frozen(v) for v in value])
+        return (list, *[frozen(v) for v in value])
     if t is slice:
         return (slice, value.start, value.stop, value.step)
     if t is DTensor:
@@ -124,7 +125,10 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
             signature.append(f"{p.name}=default_{p.name}")
         if not p.name.startswith("_"):
             n = p.name
-            parts.append(f"{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})")
+            # Where a bool is expected, an int given in its stead means the same.
+            plain = "V" if type(p.default) is bool else "H"
+            kept = f"{n} if type({n}) in {plain} else freeze({n})"
+            parts.append(f"{n}._spec if type({n}) is D else {kept}")
     return _compiled(", ".join(signature), parts, variadic, flagged, defaults)
 
 
@@ -146,6 +150,7 @@ def _compiled(
     space = {
         "D": DTensor,
         "V": _PLAIN_VALUES,
+        "H": _HASHABLE,
         "kind": operand_kind,
         "freeze": frozen,
         "check": _check_rest,

@@ -16,7 +16,7 @@ from partita.rules import Bound
 from .autograd import moved
 from .buckets import pending_gradients, settle
 from .choose import Choice
-from .dtensor import TYPED, DTensor, tagged
+from .dtensor import PLAIN, DTensor, tagged
 from .origin import current
 from .plain import admit
 from .spec import Spec, spec_of
@@ -126,7 +126,7 @@ class CallPlan:
 
     def tag(self, out: Any) -> Any:
         """Give each new local tensor of a result its spec; raise if a promise is broken."""
-        if type(out) in TYPED:
+        if type(out) in PLAIN:
             if self.fresh is not None:
                 return tagged(out, self.fresh(out))
             if self.spec is None:
@@ -144,12 +144,12 @@ class CallPlan:
             return out
         if self.outputs and (type(out) is tuple or type(out) is list):
             for t, (spec, shape) in zip(out, self.outputs, strict=False):
-                if type(t) not in TYPED or t.shape != shape:
+                if type(t) not in PLAIN or t.shape != shape:
                     break
                 tagged(t, spec)
             else:
                 return out
-        news = [t for t in tensors_of(out) if type(t) in TYPED]
+        news = [t for t in tensors_of(out) if type(t) in PLAIN]
         if not news:
             return out
         if self.fresh is not None:

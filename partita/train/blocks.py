@@ -47,7 +47,8 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
 
     Args:
         chosen: the modules that are to be blocks, themselves or as patterns of names
-            ("layers.*"); by default the children of the outermost ModuleLists and Sequentials.
+            ("layers.*": of what lies within another match, the outermost); by default the children
+            of the outermost ModuleLists and Sequentials.
 
     Raises:
         ValueError: a pattern that matches no module, a module that is not the model's or that
@@ -101,7 +102,7 @@ def _chosen(
     found: dict[nn.Module, None] = {}
     for one in chosen:
         if isinstance(one, str):
-            matching = [m for m, name in names.items() if fnmatchcase(name, one)]
+            matching = _outermost([m for m, name in names.items() if fnmatchcase(name, one)])
             if not matching:
                 some = ", ".join(n for n in list(names.values())[1:6])
                 raise ValueError(f"blocks: no module is called {one!r}; there are {some}, ...")
@@ -111,3 +112,9 @@ def _chosen(
         else:
             found[one] = None
     return list(found)
+
+
+def _outermost(matching: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that lie within no other: "*" matches dots too, and "layers.*" means the layers."""
+    within = {child for m in matching for child in m.modules() if child is not m}
+    return [m for m in matching if m not in within]

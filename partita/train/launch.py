@@ -20,11 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+
+from partita.comm import join
 
 from .failures import Failure, Last, failure_of, obituary, phase_of
 
@@ -255,7 +256,7 @@ def joined(show: Show) -> Iterator[Rank]:
 
     try:
         if world > 1:
-            dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+            join("gloo")
         yield Rank(rank, world, tell)
         if world > 1:
             dist.barrier()  # the store lives on rank 0, which must not leave first

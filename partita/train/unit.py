@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.engine import in_backward, saving_hooks
 from partita.tensor.spec import Spec
 from partita.tensor.watch import HERE
 
@@ -29,25 +30,11 @@ from .nested import map_tensors, tensors_in
 if TYPE_CHECKING:
     from .zero import Zero
 
-__all__ = ["Shares", "Unit", "in_backward"]
+__all__ = ["Shares", "Unit"]
 
 
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
-
-
-def in_backward() -> bool:
-    """Is autograd at work in this thread? There is no public way to ask."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _saving_hooks() -> tuple[Any, Any] | None:
-    """What else packs and unpacks saved tensors now (a checkpoint, an offload).
-
-    Of nested `saved_tensors_hooks` torch calls the innermost alone, and has no public way to ask
-    for the next, to which whatever is not a gathered parameter must go.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 @dataclass(frozen=True)
@@ -322,7 +309,7 @@ class _Forward:
     def __init__(self, call: Call):
         self.call = call
         self._flats = call.unit.flats
-        self._other = _saving_hooks()
+        self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 

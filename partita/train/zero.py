@@ -21,6 +21,7 @@ from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.engine import in_backward
 from partita.tensor.settled import Rest
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
@@ -28,7 +29,7 @@ from partita.tensor.special import BROKEN_OFF
 from .blocks import Block, find_blocks
 from .early import Early
 from .nested import map_tensors
-from .unit import Shares, Unit, in_backward
+from .unit import Shares, Unit
 
 __all__ = ["MixedPrecision", "Zero", "no_sync", "zero", "zero_state"]
 

@@ -230,6 +230,11 @@ ONCE_WRONG = {
         ("[1, 4, 1@a]",),
         ("t0 = (x0 > 0.1).any()", "t0[t0 > 0] = 0.5", "t0.logical_not_()", "t1 = x0 * t0"),
     ),
+    "a rank without channels": (
+        {"a": 2, "b": 3},
+        ("[4, 3@(a b)]",),
+        ("t0 = F.group_norm(x0, x0.size(1))",),
+    ),
     "F.unfold is no view": (
         {"a": 2, "b": 2},
         ("[4, 3, 3@b] {inv a}",),

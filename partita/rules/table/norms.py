@@ -55,7 +55,7 @@ def group_norm(input: Arg, num_groups: int, weight: Any = None, bias: Any = None
     def local(call: Call) -> Kernel | None:
         if not call.is_split("g"):
             return None
-        mine = call.pieces["g"][1]
+        mine = max(call.pieces["g"][1], 1)  # torch takes no channels, but not no groups
         return lambda input, num_groups, *more, **named: call.run(input, mine, *more, **named)
 
     return Said(f"{x}{_affine(weight, bias, channels)} -> {x}", local)

@@ -14,6 +14,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
+from partita.tensor.engine import saving_hooks
 from partita.tensor.watch import HERE
 
 from ..nested import tensors_in
@@ -103,11 +104,6 @@ class _Held:
         return self.packed if self.hooks is None else self.hooks[1](self.packed)
 
 
-def outer_hooks() -> tuple[Any, Any] | None:
-    """Who packs saved tensors here? torch calls the innermost only; it has no public way to ask."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
 class Forward:
     """The first run of a region: a `Watcher` while it lasts, a record afterwards.
 
@@ -134,7 +130,7 @@ class Forward:
         self._keeping: Keeping | None = None
         self._inside: _Inside | None = None
         self._kept: dict[int, KeptKernels | KeptCall] = {}
-        self._outer = outer_hooks()
+        self._outer = saving_hooks()
         self.surroundings = Surroundings(t.device for t in tensors_in((args, kwargs)))
         self.inputs = Inputs(args, kwargs, self.origins)
         self.names = region.names.start(self) if self.policy.wants_names else None

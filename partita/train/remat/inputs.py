@@ -67,8 +67,9 @@ class Inputs:
         Raises:
             RuntimeError: a tensor was changed in place since.
         """
+        packed = self._node.saved_tensors  # a region around may run again for these, as a program
         with Local():
-            saved = [t.detach() for t in self._node.saved_tensors]
+            saved = [t.detach() for t in packed]
         for i, (t, (spec, requires_grad)) in enumerate(zip(saved, self._meta, strict=True)):
             with Local():
                 t.requires_grad_(requires_grad)

@@ -1,0 +1,63 @@
+"""How do ranks that torchrun started anew find each other, and not those that they replace?
+
+torchrun's store outlives the ranks (torch issue 135712): after a restart, the addresses of the dead
+are still in it, and a rank that reads one too early waits for nobody. TORCHELASTIC_RESTART_COUNT
+does not tell the rounds apart: each machine counts its own. So rank 0 names the round, and goes on
+when every rank of this round has answered to that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["join"]
+
+_LOOK = 0.02  # seconds between two looks into the store
+
+
+def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Begin the default process group of the job that the environment describes, as torchrun does.
+
+    Args:
+        backend: as torch's; None for one that serves every device.
+
+    Raises:
+        TimeoutError: the other ranks did not come within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    fresh = dist.PrefixStore(_agree(store, rank, world, timeout), store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=timeout)
+
+
+def _agree(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
+    """A name that all ranks of this round have, and none of an earlier one."""
+    until = time.monotonic() + timeout.total_seconds()
+    me = uuid.uuid4().hex
+    name = me  # rank 0's
+    if rank == 0:
+        store.set("partita/round", name)
+    while time.monotonic() < until:
+        if rank == 0:
+            answers = [f"partita/{name}/{other}" for other in range(1, world)]
+            if not answers or store.check(answers):
+                store.set(
+                    f"partita/{name}/all", json.dumps([store.get(a).decode() for a in answers])
+                )
+                return name
+        elif store.check(["partita/round"]):
+            name = store.get("partita/round").decode()  # it may yet be that of an earlier round,
+            store.set(f"partita/{name}/{rank}", me)
+            everyone = f"partita/{name}/all"
+            if store.check([everyone]) and me in json.loads(store.get(everyone)):  # without me
+                return name
+        time.sleep(_LOOK)
+    raise TimeoutError(f"rank {rank} of {world} waited {timeout} for the other ranks to start")

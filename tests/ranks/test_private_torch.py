@@ -1,0 +1,151 @@
+"""Does torch still behave as partita takes for granted, where torch promises nothing?
+
+Each test is of torch alone, and fails clearly when a new torch breaks what one file stands on.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import partita as pt
+from partita.tensor.engine import in_backward, saving_hooks
+
+
+class Typed(torch.Tensor):
+    """What a DTensor is, without anything of ours."""
+
+
+def test_a_plain_tensor_may_become_one_of_a_subclass_and_autograd_does_not_mind():
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.__class__ = Typed
+    y.note = "kept with the object"
+    assert type(y) is Typed and y.grad_fn is not None
+    with torch._C.DisableTorchFunctionSubclass():
+        z = y.sum()
+    z.backward()
+    assert x.grad.tolist() == [2, 2, 2]
+    assert y.note == "kept with the object"
+
+
+def test_the_attributes_of_the_base_class_speak_of_the_tensor_itself():
+    base = torch._C.TensorBase
+    x = torch.ones(2, 3)
+    assert base.shape.__get__(x) == (2, 3) and base.size(x) == (2, 3) and base.numel(x) == 6
+    base.grad.__set__(x, torch.zeros(2, 3))
+    assert base.grad.__get__(x) is x.grad
+    base.data.__set__(x, torch.ones(4))
+    assert x.shape == (4,)
+
+
+def test_it_is_known_whether_torch_functions_are_heard():
+    assert torch._C._is_torch_function_enabled() and torch._C._len_torch_function_stack() == 0
+    with torch._C.DisableTorchFunctionSubclass():
+        assert not torch._C._is_torch_function_enabled()
+        with torch._C._EnableTorchFunction():
+            assert torch._C._is_torch_function_enabled()
+        assert not torch._C._is_torch_function_enabled()
+
+
+def test_the_modes_that_listen_can_be_asked_for():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode() as mode:
+        assert torch._C._len_torch_function_stack() == 1
+        assert torch._C._get_function_stack_at(0) is mode
+
+
+def test_it_is_known_whether_a_backward_pass_is_at_work():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(in_backward()))
+    seen.append(in_backward())
+    y.backward()
+    assert [*seen, in_backward()] == [False, True, False]
+
+
+def test_the_innermost_hooks_on_saved_tensors_can_be_asked_for():
+    assert saving_hooks() is None
+    outer, inner = (lambda t: t, lambda t: t), (lambda t: t, lambda t: t)
+    with saved_tensors_hooks(*outer):
+        assert saving_hooks() == outer
+        with saved_tensors_hooks(*inner):
+            assert saving_hooks() == inner
+        assert saving_hooks() == outer
+    assert saving_hooks() is None
+
+
+def test_a_hook_is_taken_off_and_hung_up_again_by_its_number():
+    called = []
+    x = torch.ones(1, requires_grad=True)
+    handle = x.register_hook(called.append)
+    hook = x._backward_hooks.pop(handle.id)
+    x.sum().backward()
+    assert not called
+    x._backward_hooks[handle.id] = hook
+    x.sum().backward()
+    assert len(called) == 1
+
+
+def test_an_optimizer_asks_lists_which_types_its_foreach_kernels_take():
+    from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
+    from torch.utils._foreach_utils import _foreach_supported_types as in_clip
+
+    assert pt.DTensor in _foreach_supported_types and pt.DTensor in in_clip
+    source = inspect.getsource(_default_to_fused_or_foreach)
+    assert "_foreach_supported_types" in source
+
+
+def test_the_apply_of_a_custom_function_is_one_function_that_all_share():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert len(ctx.saved_tensors) == 1
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+    assert callable(torch.autograd.Function.apply.__func__)
+    assert callable(torch.autograd.function._is_setup_context_defined)
+    assert hasattr(torch.autograd.function.BackwardCFunction.saved_tensors, "__get__")
+
+
+def test_a_module_with_backward_hooks_makes_a_backward_hook_object():
+    seen = []
+    module = nn.Linear(2, 2)
+    module.register_full_backward_hook(lambda m, before, after: seen.append((before, after)))
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert len(seen) == 1
+    names = inspect.signature(torch.utils.hooks.BackwardHook.__init__).parameters
+    assert list(names) == ["self", "module", "user_hooks", "user_pre_hooks"]
+
+
+def test_a_storage_that_is_emptied_frees_every_view_and_can_be_filled_again():
+    x = torch.ones(8)
+    view = x[2:4]
+    x.untyped_storage().resize_(0)
+    assert view.untyped_storage().nbytes() == 0
+    x.untyped_storage().resize_(32)
+    x.fill_(3)
+    assert view.tolist() == [3, 3]
+
+
+def test_what_torch_func_wraps_is_told_from_a_tensor():
+    from torch._C._functorch import is_functorch_wrapped_tensor
+
+    seen = []
+    torch.func.vmap(lambda x: seen.append(is_functorch_wrapped_tensor(x)) or x)(torch.ones(2))
+    assert seen == [True] and not is_functorch_wrapped_tensor(torch.ones(2))

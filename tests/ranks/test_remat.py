@@ -1,0 +1,414 @@
+"""Does a recomputed region give the gradients of one that is not, and keep what it was told to?
+
+The truth is the same program without remat. Compiled regions have their own module, fault 5.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita as pt
+
+Function = Callable[..., Any]
+
+
+class Block(nn.Module):
+    """A feed-forward block whose calls are countable: 2 products and an activation."""
+
+    def __init__(self, width: int = 8, p: float = 0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.p = nn.LayerNorm(width), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = pt.checkpoint_name(F.gelu(self.up(self.norm(x))), "active")
+        return x + F.dropout(self.down(y), self.p, self.training)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 8, p: float = 0.0):
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block(width, p) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def rows(n: int = 6, width: int = 8) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(7))
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def equal(mine: list[Any], truth: list[Any]) -> None:
+    for g, h in zip(mine, truth, strict=True):
+        assert torch.equal(g, h)
+
+
+def down_projections(call: pt.remat.__class__) -> bool:  # type: ignore[valid-type]
+    return call.op == "linear" and call.inputs[0][0][-1] == 32  # type: ignore[attr-defined]
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+POLICIES = {
+    "nothing": (None, 0),
+    "an op": ([F.linear], 2),
+    "two ops": ([F.linear, F.gelu], 3),
+    "a name": (["active"], 1),
+    "an op and a name": ([F.layer_norm, "active"], 2),
+    "a function": (down_projections, 1),
+    "all by a function": (lambda call: True, None),
+    "a function of names": (lambda call: call.name == "active", 1),
+}
+
+
+@pytest.mark.parametrize("which", POLICIES)
+def test_gradients_are_those_without_remat_and_what_a_policy_names_is_kept(which: str) -> None:
+    policy, kept = POLICIES[which]
+    model, x = Stack(), rows()
+    truth = gradients(model, x)
+    pt.remat(model, policy, blocks=["blocks.*"])
+    for _ in range(2):  # names are known from the first step on
+        with pt.remat_report() as report:
+            equal(gradients(model, x), truth)
+    assert len(report.regions) == 4
+    if kept is not None:
+        assert [r.kept for r in report.regions] == [kept] * 4
+    products = 2 * 6 * 8 * 32  # operations of each of a block's two
+    again = {"nothing": 2, "a name": 2, "two ops": 0, "an op": 0, "a function": 1}.get(which)
+    if again is not None:
+        # What is kept and what backward does not read is not computed.
+        assert report.flops <= 4 * again * products
+        assert (report.flops > 0) == (again > 0)
+
+
+def test_a_module_that_a_policy_names_is_not_run_again() -> None:
+    model, x = Stack(layers=2), rows()
+    truth = gradients(model, x)
+    runs = []
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda *_: runs.append(1))
+        pt.remat(block, policy=[block.up])
+    equal(gradients(model, x), truth)
+    assert len(runs) == 2
+
+
+def test_names_of_parameters_are_as_without_it_and_a_copy_trains() -> None:
+    model, x = Stack(), rows()
+    names, truth = list(model.state_dict()), gradients(model, x)
+    pt.remat(model, policy=[F.linear], blocks=["blocks.*"])
+    assert list(model.state_dict()) == names
+    equal(gradients(copy.deepcopy(model), x), truth)
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.mm], [lambda x: x], -1, 2.5, [3]])
+def test_a_policy_that_names_what_nobody_sees_is_refused(policy: Any) -> None:
+    with pytest.raises(ValueError, match="policy"):
+        pt.remat(Stack(), policy)
+
+
+# -- regions within regions ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", [None, [F.linear]])
+@pytest.mark.parametrize("outer", [None, ["active"], [F.gelu]])
+def test_a_region_within_a_region_is_right(inner: Any, outer: Any) -> None:
+    model, x = Stack(), rows()
+    truth = gradients(model, x)
+    pt.remat(model, inner, blocks=["blocks.*"])
+    pt.remat(model, outer)
+    for _ in range(2):
+        equal(gradients(model, x), truth)
+
+
+# -- the world around ------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_drawn_again_and_the_generator_goes_on() -> None:
+    model, x = Stack(p=0.5), rows()
+    torch.manual_seed(3)
+    truth, after = gradients(model, x), torch.rand(3)
+    pt.remat(model, blocks=["blocks.*"])
+    torch.manual_seed(3)
+    equal(gradients(model, x), truth)
+    assert torch.equal(torch.rand(3), after)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_is_as_it_was_in_forward(cache: bool) -> None:
+    model, x = Stack(), rows()
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            out = model(x)
+        out.float().square().mean().backward()  # outside
+        return [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+
+    truth = run()
+    pt.remat(model, [F.gelu], blocks=["blocks.*"])
+    equal(run(), truth)
+
+
+def test_running_statistics_are_counted_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.3), nn.ReLU())
+    other = copy.deepcopy(model)
+    pt.remat(other)
+    for step in range(2):
+        x = rows() + step
+        equal(gradients(other, x), gradients(model, x))
+    equal(list(other.buffers()), list(model.buffers()))
+
+
+def test_without_gradients_nothing_is_noted() -> None:
+    model, x = pt.remat(Stack(), blocks=["blocks.*"]), rows()
+    with pt.remat_report() as report, torch.no_grad():
+        assert not model(x).requires_grad
+    assert not report.regions
+    with torch.inference_mode():
+        model(x)
+
+
+def test_a_region_may_be_used_twice_in_one_step_and_backward_twice() -> None:
+    block, x = Block(), rows().requires_grad_()
+    region = pt.remat(copy.deepcopy(block))
+    for module in (block, region):
+        loss = module(module(x)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    equal([p.grad for p in region.parameters()], [p.grad for p in block.parameters()])
+
+
+def test_a_gradient_of_a_gradient_goes_through_a_region() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w).pow(3).sum()
+
+    def penalty(f: Function) -> list[Tensor]:
+        x, w = rows().requires_grad_(), torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        (g,) = torch.autograd.grad(f(x, w), x, create_graph=True)
+        return list(torch.autograd.grad(g.square().sum(), (x, w)))
+
+    truth = penalty(fn)
+    for policy in (None, [torch.matmul]):
+        for g, h in zip(penalty(pt.remat(fn, policy)), truth, strict=True):
+            torch.testing.assert_close(g, h)
+
+
+def test_arguments_and_results_may_be_of_any_shape() -> None:
+    def fn(pair: tuple[Tensor, dict[str, Tensor]], *, scale: float, mask: Tensor) -> Any:
+        x, named = pair
+        y = torch.tanh(x * named["w"]) * scale
+        return {"out": y.masked_fill(mask, 0.0), "at": y.argmax(-1), "none": None}, [x.sum()]
+
+    def run(f: Function) -> list[Tensor]:
+        x, w = rows().requires_grad_(), torch.linspace(0, 1, 8).requires_grad_()
+        found, (total,) = f((x, {"w": w}), scale=0.5, mask=x.detach() > 1)
+        assert found["none"] is None and found["at"].dtype == torch.int64
+        return list(torch.autograd.grad(found["out"].square().sum() + total, (x, w)))
+
+    equal(run(pt.remat(fn)), run(fn))
+
+
+def test_a_parameter_that_is_stepped_between_forward_and_backward_is_an_error() -> None:
+    model, x = pt.remat(Stack(), blocks=["blocks.*"]), rows()
+    loss = model(x).sum()
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified|changed|in place|inplace"):
+        loss.backward()
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_recompute_that_takes_another_way_is_an_error_that_names_both_calls() -> None:
+    turn = [0]
+
+    def fn(x: Tensor) -> Tensor:
+        turn[0] += 1
+        if turn[0] == 1:
+            return torch.tanh(x).square()
+        return torch.sigmoid(x).square()
+
+    loss = pt.remat(fn)(rows().requires_grad_()).sum()
+    with pytest.raises(pt.RematError) as caught:
+        loss.backward()
+    said = str(caught.value)
+    assert "tanh" in said and "sigmoid" in said and "test_remat.py:" in said
+
+
+def test_an_exception_in_either_run_leaves_the_region_usable() -> None:
+    fails = [True, False]
+
+    def fn(x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        if fails[0] and pt.train.remat.is_recomputing() == fails[1]:
+            raise KeyError("mine")
+        return y * y
+
+    region = pt.remat(fn)
+    truth = torch.autograd.grad(torch.tanh(x := rows().requires_grad_()).square().sum(), x)
+    for fails[1] in (False, True):
+        fails[0] = True
+        with pytest.raises(KeyError, match="mine"):
+            region(x).sum().backward()
+        fails[0] = False
+        equal(list(torch.autograd.grad(region(x).sum(), x)), list(truth))
+        assert torch.relu(x).requires_grad  # and no mode is left on
+
+
+# -- a budget --------------------------------------------------------------------------------------
+
+
+def step_of(model: nn.Module, x: Tensor) -> int:
+    """The counted peak of a forward and backward."""
+    model.zero_grad()
+    with pt.count_memory() as count:
+        model(x).square().mean().backward()
+    return count.peak
+
+
+def test_a_budget_holds_and_more_of_it_recomputes_less() -> None:
+    x = rows(256, 32)
+    whole = step_of(Stack(6, 32), x)
+    least = step_of(pt.remat(Stack(6, 32), blocks=["blocks.*"]), x)
+    assert least < whole / 2
+    recomputed = []
+    for share in (0.1, 0.4, 0.7, 1.0):
+        budget = int(least + share * (whole - least))
+        model = pt.remat(Stack(6, 32), budget)
+        step_of(model, x)
+        with pt.remat_report() as report:
+            assert step_of(model, x) <= budget
+        recomputed.append(report.flops)
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert recomputed[0] > recomputed[-1] == 0
+    equal(gradients(model, x), gradients(Stack(6, 32), x))
+
+
+def test_a_budget_below_the_least_is_an_error_that_says_the_least() -> None:
+    x = rows(256, 32)
+    with pytest.raises(pt.RematError, match="cannot be kept") as caught:
+        step_of(pt.remat(Stack(6, 32), 1000), x)
+    least = int(str(caught.value).split("policy=")[1].split()[0])
+    model = pt.remat(Stack(6, 32), least)
+    step_of(model, x)
+    assert step_of(model, x) <= least
+
+
+# -- on a mesh -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 1}, {"dp": 3}, {"dp": 2, "tp": 3}], ids=str)
+@pytest.mark.parametrize("policy", [None, [F.linear], [pt.keep_collectives], 1 << 20], ids=str)
+def test_on_a_mesh_gradients_are_one_devices_also_where_pieces_are_uneven(
+    sizes: dict[str, int], policy: Any
+) -> None:
+    truth = gradients(Stack(2), rows(4))
+
+    def ranks(mesh: Any) -> None:
+        model = Stack(2)
+        plan = {}
+        if "tp" in mesh.mesh_dim_names:
+            plan = pt.plans.column("blocks.*.up") | pt.plans.row("blocks.*.down")
+        model = pt.remat(pt.parallelize(model, mesh, plan), policy, blocks=["blocks.*"])
+        x = pt.distribute_batch(rows(4), mesh)
+        for _ in range(2):
+            found = gradients(model, x)
+        for g, h in zip(found, truth, strict=True):
+            torch.testing.assert_close(g.full_tensor(), h)
+
+    with pt.ranks(**sizes) as world:
+        world.run(ranks)
+
+
+def test_what_redistributions_brought_is_kept_where_asked_and_else_carried_again() -> None:
+    def ranks(mesh: Any) -> list[int]:
+        sent = []
+        for policy in ([pt.keep_collectives], None):
+            plan = pt.plans.column("blocks.*.up") | pt.plans.row("blocks.*.down")
+            model = pt.parallelize(Stack(2), mesh, plan)
+            pt.remat(model, policy, blocks=["blocks.*"])
+            x = pt.distribute_batch(rows(), mesh, {"tp": pt.Shard(0)})
+            loss = model(x).square().mean()
+            with pt.ledger() as log:
+                loss.backward()
+            sent.append(log.bytes)
+        return sent
+
+    with pt.ranks(tp=2) as world:
+        for kept, again in world.run(ranks):
+            assert kept < again
+
+
+@pytest.mark.parametrize("policy", [None, [F.linear], ["active"]], ids=str)
+def test_within_zero_3_no_block_is_gathered_a_third_time(policy: Any) -> None:
+    truth = gradients(Stack(), rows())
+
+    def ranks(mesh: Any) -> None:
+        def gathers(model: nn.Module) -> int:
+            model.zero_grad()
+            with pt.ledger() as log:
+                model(pt.distribute_batch(rows(), mesh)).square().mean().backward()
+            return log.count("all_gather")
+
+        alone = gathers(pt.zero(Stack(), mesh, "dp", stage=3, blocks=["blocks.*"]))
+        model = pt.remat(Stack(), policy, blocks=["blocks.*"])
+        model = pt.zero(model, mesh, "dp", stage=3, blocks=["blocks.*"])
+        assert gathers(model) <= alone
+        for p, h in zip(model.parameters(), truth, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), h)
+
+    with pt.ranks(dp=2) as world:
+        world.run(ranks)
+
+
+def test_dropout_on_a_mesh_is_one_devices_in_both_runs() -> None:
+    torch.manual_seed(5)
+    truth = gradients(Stack(2, p=0.5), rows())
+
+    def ranks(mesh: Any, policy: Any) -> None:
+        model = pt.remat(pt.parallelize(Stack(2, p=0.5), mesh), policy, blocks=["blocks.*"])
+        x = pt.distribute_batch(rows(), mesh)
+        found = gradients(model, x)
+        again = gradients(pt.parallelize(Stack(2, p=0.5), mesh), x)
+        for g, h in zip(found, again, strict=True):
+            torch.testing.assert_close(g.full_tensor(), h.full_tensor())
+
+    with nullcontext(truth), pt.ranks(dp=2) as world:
+        world.run(ranks, None)
+
+
+def test_a_rank_whose_recompute_goes_another_way_ends_all() -> None:
+    def ranks(mesh: Any) -> None:
+        turn = [0]
+
+        def fn(x: Tensor) -> Tensor:
+            turn[0] += 1
+            if turn[0] == 2 and mesh.get_rank() == 1:
+                x = torch.sin(x)
+            return torch.tanh(x).square()
+
+        x = pt.distribute_batch(rows(), mesh).requires_grad_()
+        pt.remat(fn)(x).sum().backward()
+
+    with pt.ranks(dp=2) as world, pytest.raises(pt.RematError, match="sin"):
+        world.run(ranks)

@@ -2,8 +2,9 @@
 
 Gloo's reduce-scatter is an all-reduce of which most is thrown away, and its ring starts each piece
 at another rank. Here the shares are exchanged and each rank adds up in rank order: half the bytes,
-and a sum that is the same bits in every collective. It is Gloo's own threads that exchange: posting
-sends and receives one by one is as fast, but whoever posts waits for what the pair is carrying.
+and a sum that is the same bits in every collective. Its all-gather is a ring, which takes twice the
+processor's time that a broadcast from each rank does. It is Gloo's own threads that exchange: who
+posts sends and receives one by one has to wait for what the pair is carrying.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .under_way import Summed, UnderWay
+from .under_way import All, Summed, UnderWay
 
-__all__ = ["start_all_reduce", "start_reduce_scatter"]
+__all__ = ["start_all_gather", "start_all_reduce", "start_reduce_scatter"]
 
 _SMALL = 1 << 15
 """Bytes up to which every rank sends its whole share to all: one round instead of two."""
+
+
+def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> All:
+    """Begin to fill `out` with the group's `x`, in group order, all contiguous."""
+    pieces = out.view(group.size(), -1)
+    pieces[group.rank()].copy_(x.view(-1))
+    return All([group.broadcast(piece, i) for i, piece in enumerate(pieces.unbind())])
 
 
 def start_reduce_scatter(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> Summed:
@@ -55,6 +63,6 @@ class _Gathering:
         self._scatter.wait()
         n, size, out = self._group.size(), self._piece.numel(), self._out
         whole = out if out.numel() == n * size else out.new_empty(n * size)
-        self._group._allgather_base(whole, self._piece).wait()
+        start_all_gather(self._group, whole, self._piece).wait()
         if whole is not out:
             out.copy_(whole[: out.numel()])

@@ -123,7 +123,8 @@ class GroupWire(Wire):
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
-        return self._process_groups[axes]._allgather_base(out, x)
+        group = self._process_groups[axes]
+        return gloo.start_all_gather(group, out, x) if self._gloo else group._allgather_base(out, x)
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
         group = self._process_groups[axes]

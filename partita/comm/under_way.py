@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Done", "Summed", "UnderWay", "ordered_sum"]
+__all__ = ["All", "Done", "Summed", "UnderWay", "ordered_sum"]
 
 
 class UnderWay(Protocol):
@@ -22,6 +22,17 @@ class Done:
 
     def wait(self) -> None:
         pass
+
+
+class All:
+    """Several that are under way."""
+
+    def __init__(self, parts: Sequence[UnderWay]):
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
 
 
 class Summed:

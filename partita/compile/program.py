@@ -91,6 +91,9 @@ class Program:
         result: how what the step returns is put together, `constants` at the places of what is no
             tensor.
         cleared: places of the tensors whose gradients the step leaves None.
+        key: equal for equal programs.
+        call: what runs it, over its inputs.
+        written: the places of the inputs that it writes.
         groups: by the name that the graph calls it, each group: its wire and axes.
     """
 
@@ -102,6 +105,7 @@ class Program:
     cleared: list[int]
     groups: dict[str, tuple[Wire, tuple[str, ...]]]
     call: Call | None = None
+    key: str = ""
     written: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from .optimizers import prime, unprime
 from .state import State, state_of, tensors_of_call
 
 if TYPE_CHECKING:
+    from .graph import Graph
     from .program import Program
 
 __all__ = ["CompiledStep", "compile"]
@@ -98,6 +99,18 @@ class CompiledStep:
             raise ValueError("this step has not been captured: call it first")
         return self._last
 
+    @property
+    def graph(self) -> Graph:
+        """What ran last, to be printed: a line for each node. Raises as `program`."""
+        from .graph import Graph
+
+        return Graph(self.program)
+
+    @property
+    def key(self) -> str:
+        """The key of what ran last: equal for equal programs, on every rank and in every run."""
+        return self.program.key
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.step(*args, **kwargs)  # part of a step that is being captured
@@ -118,22 +131,17 @@ class CompiledStep:
 
     def _first(self, signature: Any, args: Any, kwargs: Any) -> Any:
         """Capture, and run for the first time."""
-        from .capture import capture  # it takes seconds to import what makes graphs
-
         state = self._state = state_of(self.step, self._given, args, kwargs)
         primed = prime(state.optimizers)
         try:
-            program = capture(self.step, args, kwargs, state)
-        except CaptureError as error:
+            program = self._captured(state, args, kwargs)
+        except BaseException as error:
             unprime(primed, lambda t: False)
-            if self.fallback is None:
+            if self.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=3)
             self._eager.add(signature)
             return self.step(*args, **kwargs)
-        except BaseException:
-            unprime(primed, lambda t: False)
-            raise
         inputs = {id(i.tensor) for i in program.inputs}
         unprime(primed, lambda t: id(t) in inputs)
         slots = [*state.slots, *state.optimizer_slots()]
@@ -145,6 +153,41 @@ class CompiledStep:
         self._programs[signature] = self._last = program
         program.call = self._call_of(program)
         return program.run(tensors)
+
+    def _captured(self, state: State, args: Any, kwargs: Any) -> Program:
+        """The program of a call, the same on all ranks.
+
+        Raises:
+            CaptureError: it cannot be captured, on any rank.
+            LayoutError: the ranks' programs differ.
+        """
+        from .capture import capture  # it takes seconds to import what makes graphs
+        from .graph import canonical
+        from .key import agree, key_of, versions
+        from .notes import note_of
+        from .verify import verify
+
+        slots = [*state.slots, *state.optimizer_slots()]
+        tensors = tensors_of_call(slots, args, kwargs)
+        wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
+        failed, lines, where = None, [], []
+        try:
+            program = capture(self.step, args, kwargs, state)
+            verify(program, "capture")
+            lines = [*canonical(program), *versions(), *self._options()]
+            where = [note_of(n).source for n in program.graph.graph.nodes]
+        except Exception as error:  # the other ranks are waiting to compare
+            failed, lines = error, [f"error: {error}"]
+        for wire in wires:
+            agree(lines, where, wire)
+        if failed is not None:
+            raise failed
+        program.key = key_of(lines)
+        return program
+
+    def _options(self) -> list[str]:
+        """What of how it is compiled makes another program of it."""
+        return [f"backend {self.backend}"]
 
     def _call_of(self, program: Program) -> Any:
         from .run import interpreted

@@ -21,7 +21,7 @@ MISSED = {
         " first_index"
     ),
     "a number, which no rule reads, makes it linear or constant": (
-        "fill alpha_dropout where linalg_vector_norm norm"
+        "fill where linalg_vector_norm norm"
     ),
     "linear but for zeros, of which 0 * log(0) = 0 makes an exception": (
         "xlogy special_xlog1py special_xlogy"

@@ -401,8 +401,7 @@ class _Inside:
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
         """Of a view of an input: (which, size, stride, offset). The second run has the input."""
-        start = start_of(t)
-        i = self._starts.get((start, t.dtype)) if start else None
+        i = self._starts.get((start_of(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def holds(self, t: torch.Tensor) -> bool:

@@ -35,9 +35,12 @@ _CARRIED: Place = ("carried", 0)
 
 
 def start_of(t: torch.Tensor) -> int:
-    """Where the memory of `t` begins: 0 for none."""
+    """Which memory `t` lies in. A rank's empty piece has one too: ranks must find the same calls.
+
+    Not the memory's address, which all empty ones share; torch has no public name for this one.
+    """
     with Local():
-        return t.untyped_storage().data_ptr() if t.numel() else 0
+        return t.untyped_storage()._cdata
 
 
 class _Versions:
@@ -91,7 +94,7 @@ class Keeping(TorchDispatchMode):
 
     def kernels(self, out: Any) -> KeptKernels | None:
         """The kernels that made the memory of `out`; None if there is nothing to be kept."""
-        wanted = {start_of(t) for t in tensors_in(out)} - {0}
+        wanted = {start_of(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
         for place, fresh, made in reversed(self.made):
             here = {start_of(t) for t in tensors_in(made)} & wanted
@@ -132,7 +135,7 @@ class KeptKernels:
         return _nbytes(tensors_in(self.made))
 
     def starts(self) -> set[int]:
-        return {start_of(t) for t in tensors_in(self.made)} - {0}
+        return {start_of(t) for t in tensors_in(self.made)}
 
     def copy(self) -> None:
         """The program is going to write what was kept: keep a copy, as it is now."""
@@ -246,7 +249,7 @@ class KeptCall:
         return _nbytes([r.held for r in self.results] + self.inside)
 
     def starts(self) -> set[int]:
-        return {start_of(r.held) for r in self.results} - {0}
+        return {start_of(r.held) for r in self.results}
 
     def copy(self) -> None:
         """The program is going to write what was kept: keep a copy, as it is now."""

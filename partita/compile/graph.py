@@ -1,0 +1,162 @@
+"""How does a person read a graph, and how does a machine compare two?
+
+A node is a line. `Graph` shows what a person asks: what it makes, laid out how, how many bytes, in
+which move and why, for which line of the program. `canonical` says only what the program is, and
+nothing of the process that captured it, so that equal programs are equal texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.comm.ledger import human
+from partita.tensor.dtensor import short_dtype
+
+from .notes import note_of
+from .program import Program
+
+__all__ = ["Graph", "canonical", "nbytes_of"]
+
+
+class Graph:
+    """A program's graph, to be printed: one line for each node."""
+
+    def __init__(self, program: Program):
+        self.program = program
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """In the order in which they run."""
+        return list(self.program.graph.graph.nodes)
+
+    @property
+    def moves(self) -> list[fx.Node]:
+        """The collectives."""
+        return [n for n in self.nodes if is_collective(n)]
+
+    def __str__(self) -> str:
+        rows = [_row(node, says) for node, says in zip(self.nodes, self._roles(), strict=True)]
+        widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
+        lines = []
+        for row in rows:
+            cells = [row[i].ljust(widths[i]) for i in range(5)]
+            lines.append("  ".join([*cells, row[5]]).rstrip())
+        sent = sum(note_of(n).nbytes for n in self.moves)
+        total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
+        return "\n".join([*lines, total])
+
+    __repr__ = __str__
+
+    def _roles(self) -> Iterator[str]:
+        inputs = iter(self.program.inputs)
+        for node in self.nodes:
+            if node.op == "placeholder":
+                given = next(inputs)
+                yield f"{given.kind} {given.name}"
+            else:
+                yield ""
+
+
+def _row(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
+    """Name, what it does, what it makes, bytes, why, where."""
+    note, value = note_of(node), node.meta.get("val")
+    shape, size = "", ""
+    if isinstance(value, torch.Tensor):
+        shape = note.layout or f"{short_dtype(value.dtype)}{list(value.shape)}"
+        size = human(nbytes_of(node))
+    why = role
+    if note.kind:
+        why = f"{note.kind} over {' '.join(note.axes)}: {note.before} -> {note.after}"
+        why += f", {note.reason}, for {note.op}"
+    called = node.op if node.op != "call_function" else f"{_name(node.target)}{_operands(node)}"
+    where = f"{note.source} ({note.phase})" if note.source else ""
+    return node.name, called, shape, size, why, where
+
+
+def _operands(node: fx.Node) -> str:
+    return "(" + ", ".join(a.name for a in node.all_input_nodes) + ")"
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of what a node makes on a rank; 0 where that is no tensor."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Does it send?"""
+    space = getattr(node.target, "namespace", "")
+    return space == "_c10d_functional" and "wait_tensor" not in str(node.target)
+
+
+# -- as a machine reads it -------------------------------------------------------------------------
+
+
+def canonical(program: Program) -> list[str]:
+    """The program as lines that are equal for equal programs, on every rank and in every run.
+
+    Not in them: names, source lines, addresses, the index of a device, where a rank is.
+    """
+    number: dict[fx.Node, str] = {}
+    lines = []
+    inputs = iter(program.inputs)
+    for i, node in enumerate(program.graph.graph.nodes):
+        number[node] = f"%{i}"
+        if node.op == "placeholder":
+            given = next(inputs)
+            layout = "" if given.spec is None else f" {given.spec.layout} on {given.spec.wire.mesh}"
+            text = f"input {given.kind}{layout}"
+        elif node.op == "get_attr":
+            text = f"constant {_digest(getattr(program.graph, str(node.target)))}"
+        elif node.op == "output":
+            text = f"output {_said(node.args[0], number)}"
+        else:
+            given_by_name = {k: _said(v, number) for k, v in sorted(node.kwargs.items())}
+            args = [_said(a, number) for a in node.args]
+            args += [f"{k}={v}" for k, v in given_by_name.items()]
+            text = f"{_name(node.target)}({', '.join(args)})"
+        lines.append(f"%{i} = {text}{_made(node.meta.get('val'))}")
+    for output in program.outputs:
+        spec = output.spec
+        layout = "plain" if spec is None else f"{spec.layout} on {spec.wire.mesh}"
+        lines.append(f"{output.kind} {layout}")
+    lines.append(f"returns {program.result} of {program.constants}")
+    return lines
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))
+
+
+def _said(value: Any, number: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return number[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_said(v, number) for v in value) + "]"
+    if isinstance(value, torch.device):
+        return value.type
+    return repr(value)
+
+
+def _made(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        strides = "" if value.is_contiguous() else f" by {tuple(value.stride())}"
+        return f" : {short_dtype(value.dtype)}{list(value.shape)}{strides} {value.device.type}"
+    if isinstance(value, (list, tuple)):
+        return "".join(_made(v) for v in value)
+    return ""
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    plain = value.detach().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return f"{hashlib.sha256(data).hexdigest()[:16]} {list(value.shape)} {value.dtype}"

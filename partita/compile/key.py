@@ -1,0 +1,81 @@
+"""Under which key is a compiled step found, and do all ranks mean the same?
+
+The key is a hash of what the program is, never of objects: the canonical text of its graph, the
+layouts of its inputs, the options, and the versions of what compiles it. Ranks compare keys with
+one small collective before any of them compiles. Where they differ, the first line that does is
+sought by halves, and all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from partita.comm import Wire, user_line
+from partita.layout import Fix, LayoutError
+
+__all__ = ["agree", "key_of", "versions"]
+
+_LINE_BYTES = 384
+
+
+def versions() -> list[str]:
+    """What else decides what is compiled: versions and the machine's kind."""
+    from partita import __version__
+
+    return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
+
+
+def key_of(lines: Sequence[str]) -> str:
+    """The hash of a program's lines: 64 hexadecimal digits."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def agree(lines: Sequence[str], where: Sequence[str], wire: Wire) -> None:
+    """Return if all ranks of `wire` have the same lines; raise on all of them if not.
+
+    Args:
+        lines: the program of this rank.
+        where: for each line the user's line that it comes from.
+
+    Raises:
+        LayoutError: the first line in which two ranks differ, as both have it.
+    """
+    told = wire.gather_ints(_digest(lines))
+    if len(set(told)) <= 1:
+        return
+    shortest = min(n for (n,) in wire.gather_ints((len(lines),)))
+    same, differ = 0, shortest + 1  # that many lines are equal; that many are not
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        if middle <= shortest and len(set(wire.gather_ints(_digest(lines[:middle])))) <= 1:
+            same = middle
+        else:
+            differ = middle
+    mine = lines[same] if same < len(lines) else "(it ends here)"
+    place = where[same] if same < len(where) else ""
+    texts = _texts(f"{mine}   {place}".rstrip(), wire)
+    other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
+    raise LayoutError(
+        "compile: the ranks have captured different programs",
+        place=user_line(),
+        operands=(f"rank 0  {texts[0]}", f"rank {other}  {texts[other]}"),
+        reason=f"line {same + 1} of the graph is the first that differs; nothing was compiled",
+        fixes=(
+            Fix("the same constants, layouts and options on every rank"),
+            Fix("a tensor, where ranks are to have different numbers"),
+        ),
+    )
+
+
+def _digest(lines: Sequence[str]) -> tuple[int, ...]:
+    raw = hashlib.sha256("\n".join(lines).encode()).digest()
+    return tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))
+
+
+def _texts(text: str, wire: Wire) -> list[str]:
+    mine = text.encode()[:_LINE_BYTES].ljust(_LINE_BYTES)
+    return [bytes(row).decode(errors="replace").rstrip() for row in wire.gather_ints(tuple(mine))]

@@ -1,0 +1,92 @@
+"""Is this a legal graph?
+
+Checked after capture and after each pass. The grammar: inputs, constants, calls of ATen or of
+functional collectives, one output; every value made before it is used; nothing writes but `copy_`
+into an input, once, after which nobody reads that input; a collective is waited for before it is
+read; a collective's group is one of the program's; and no node knows more of a rank than the
+coordinates among the inputs tell.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.layout import LayoutError
+
+from .notes import note_of
+from .program import Program
+
+__all__ = ["IllegalGraph", "verify"]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_COPY = torch.ops.aten.copy_.default
+_SPACES = ("aten", "prims", "_c10d_functional", "partita")
+
+
+class IllegalGraph(LayoutError):
+    """A pass, or capture, made a graph that breaks the grammar."""
+
+
+def verify(program: Program, after: str) -> None:
+    """Raise IllegalGraph unless the graph is legal; `after` names what made it."""
+    graph = program.graph.graph
+    seen: set[fx.Node] = set()
+    closed: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            if used not in seen:
+                raise _illegal(after, node, f"{used.name} is used before it is made")
+            if used in closed and node.op != "output":
+                by = closed[used].name
+                raise _illegal(after, node, f"{used.name} is read after {by} wrote it")
+            if _is_collective(used) and node.target is not _WAIT:
+                raise _illegal(after, node, f"{used.name} is read before it is waited for")
+        if node.op == "call_function":
+            _check_call(program, node, after)
+            if node.target is _COPY:
+                closed[node.args[0]] = node  # type: ignore[index]
+        elif node.op not in ("placeholder", "get_attr", "output"):
+            raise _illegal(after, node, f"a graph has no {node.op}")
+        seen.add(node)
+    inputs = len(graph.find_nodes(op="placeholder"))
+    if inputs != len(program.inputs):
+        raise _illegal(after, None, f"{inputs} inputs, and the program speaks of others")
+    (end,) = graph.find_nodes(op="output")
+    if len(end.args[0]) != len(program.outputs):
+        raise _illegal(after, end, "it returns more or less than the program speaks of")
+
+
+def _check_call(program: Program, node: fx.Node, after: str) -> None:
+    target: Any = node.target
+    if target is operator.getitem:
+        return
+    if not isinstance(target, torch._ops.OpOverload):
+        raise _illegal(after, node, f"{target} is no operator of torch")
+    if target.namespace not in _SPACES:
+        raise _illegal(after, node, f"operators of {target.namespace} have no meaning here")
+    if target is _COPY:
+        if not isinstance(node.args[0], fx.Node) or node.args[0].op != "placeholder":
+            raise _illegal(after, node, "only inputs are written")
+    elif target._schema.is_mutable:
+        raise _illegal(after, node, f"{target} writes")
+    if "val" not in node.meta:
+        raise _illegal(after, node, "nothing says what it makes")
+    if _is_collective(node):
+        name = node.args[-1]
+        if name not in program.groups:
+            raise _illegal(after, node, f"{name!r} is none of the program's groups")
+
+
+def _is_collective(node: fx.Node) -> bool:
+    target: Any = node.target
+    return getattr(target, "namespace", "") == "_c10d_functional" and target is not _WAIT
+
+
+def _illegal(after: str, node: fx.Node | None, fact: str) -> IllegalGraph:
+    place = "" if node is None else note_of(node).source
+    shown = () if node is None else (node.format_node() or node.name,)
+    return IllegalGraph(f"after {after}: {fact}", place=place, operands=shown)

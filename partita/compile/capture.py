@@ -25,7 +25,7 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.watch import HERE
 
 from .errors import not_captured
-from .functional import functional
+from .functional import drop_unused, functional
 from .inputs import Inputs
 from .notes import Recorder
 from .optimizers import Stepping
@@ -234,7 +234,7 @@ class _Capture:
             else:
                 kept.append((output, value))
         end.args = ([value for _, value in kept],)
-        graph.eliminate_dead_code()
+        drop_unused(graph)
         used = []
         for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
             if node.users:

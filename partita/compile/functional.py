@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from .notes import NOTE
 
-__all__ = ["functional"]
+__all__ = ["drop_unused", "functional"]
 
 
 def functional(graph: fx.GraphModule) -> fx.GraphModule:
@@ -77,6 +77,12 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Any]:
     ]
 
 
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase every call whose value nobody reads, collectives too, but not what writes an input."""
+    stays = _aten.copy_.default
+    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or n.target is stays)
+
+
 def _single(name: str) -> Any:
     if name == "norm":
         return torch.ops.aten.linalg_vector_norm
@@ -107,7 +113,10 @@ def _simplify(graph: fx.Graph) -> None:
             if _alike(into, value) and not node.args[2:]:
                 node.replace_all_uses_with(value)
                 graph.erase_node(node)
-    graph.eliminate_dead_code()
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)  # marks for a profiler, which torch's optimizers set
+    drop_unused(graph)
 
 
 def _alike(a: Any, b: Any) -> bool:

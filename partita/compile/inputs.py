@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from partita.comm import Wire
+from partita.layout import Fix
 
 from .errors import not_captured
 from .fakes import fake_mode, local_of
+from .optimizers import lies_where_updated
 from .program import Input
 from .state import Slot, tensors_of_call
 
@@ -54,6 +56,12 @@ class Inputs:
                     raise not_captured(
                         f"{name} has a history of its own",
                         "its gradient would have to leave the graph",
+                    )
+                if not lies_where_updated(t):
+                    raise not_captured(
+                        f"{name} is whole, and its optimizer's state is sharded",
+                        "only stages 0 and 3 of ZeRO are placements of the parameters themselves",
+                        Fix("pt.zero(model, mesh, stage=3)"),
                     )
                 self._of[i] = self._add(Input(name, kind, t, i))
         for given in list(self._of.values()):

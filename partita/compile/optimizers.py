@@ -20,11 +20,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from partita.tensor.dtensor import DTensor
+from partita.tensor.settled import update_spec
+
 from .errors import not_captured
 from .notes import Recorder
 from .state import Slot
 
-__all__ = ["Stepping", "prime", "unprime"]
+__all__ = ["Stepping", "lies_where_updated", "prime", "unprime"]
 
 Primed = list[tuple[Optimizer, torch.Tensor]]
 
@@ -45,7 +48,13 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
             continue
         lists = len(inspect.signature(make).parameters) - 1
         for group in optimizer.param_groups:
-            new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+            new = [
+                p
+                for p in group["params"]
+                if p.requires_grad and not optimizer.state.get(p) and lies_where_updated(p)
+            ]
+            if not new:
+                continue
             before = [(p, p.grad) for p in group["params"]]
             for p, _ in before:
                 p.grad = p.detach() if any(p is q for q in new) else None
@@ -65,6 +74,11 @@ def unprime(primed: Primed, used: Callable[[Any], bool]) -> None:
         tensors = [v for v in (state or {}).values() if isinstance(v, torch.Tensor)]
         if state is not None and not any(map(used, tensors)):
             del optimizer.state[p]
+
+
+def lies_where_updated(p: torch.Tensor) -> bool:
+    """Does an optimizer update all of `p` that is on this rank? Not under ZeRO 1 and 2."""
+    return not isinstance(p, DTensor) or update_spec(p) is p._spec
 
 
 class _StateOf:

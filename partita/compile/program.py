@@ -92,6 +92,7 @@ class Program:
             tensor.
         cleared: places of the tensors whose gradients the step leaves None.
         key: equal for equal programs.
+        changes: what each pass did to the graph.
         call: what runs it, over its inputs.
         written: the places of the inputs that it writes.
         groups: by the name that the graph calls it, each group: its wire and axes.
@@ -106,6 +107,7 @@ class Program:
     groups: dict[str, tuple[Wire, tuple[str, ...]]]
     call: Call | None = None
     key: str = ""
+    changes: list[Any] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from partita.comm import GroupWire
+
 from .errors import CaptureError
 from .optimizers import prime, unprime
 from .state import State, state_of, tensors_of_call
@@ -36,6 +38,7 @@ def compile(
     state: Iterable[Any] = (),
     backend: str = "inductor",
     fallback: str | None = None,
+    without: Iterable[str] = (),
     keep: int = 8,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
@@ -46,8 +49,10 @@ def compile(
             writes into them is written by the graph. Gradients that a step clears, makes and
             updates by do not outlive it.
         state: modules, optimizers and tensors that it reaches in another way.
-        backend: "inductor", or "graph" to run the graph node by node without compiling it.
+        backend: "inductor", or "graph" to run the graph node by node without compiling it, which
+            is also done where ranks are no processes (`pt.ranks`, a dry mesh).
         fallback: "eager" to run a step that cannot be captured as it is.
+        without: passes that are left out: "dedupe", "cancel", "regather", "bucket".
         keep: how many programs are kept.
 
     Raises:
@@ -58,7 +63,13 @@ def compile(
         raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
     if fallback not in (None, "eager"):
         raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
-    options = {"state": tuple(state), "backend": backend, "fallback": fallback, "keep": keep}
+    options = {
+        "state": tuple(state),
+        "backend": backend,
+        "fallback": fallback,
+        "without": tuple(without),
+        "keep": keep,
+    }
     if step is None:
         return lambda f: CompiledStep(f, **options)
     return CompiledStep(step, **options)
@@ -77,11 +88,12 @@ class CompiledStep:
         state: tuple[Any, ...],
         backend: str,
         fallback: str | None,
+        without: tuple[str, ...],
         keep: int,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
-        self.keep = max(1, keep)
+        self.without, self.keep = without, max(1, keep)
         self.reasons: list[str] = []
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._eager: set[Any] = set()
@@ -105,6 +117,10 @@ class CompiledStep:
         from .graph import Graph
 
         return Graph(self.program)
+
+    def explain(self) -> str:
+        """What each pass did to what ran last. Raises as `program`."""
+        return "\n".join(map(str, self.program.changes))
 
     @property
     def key(self) -> str:
@@ -165,6 +181,7 @@ class CompiledStep:
         from .graph import canonical
         from .key import agree, key_of, versions
         from .notes import note_of
+        from .passes import run_passes
         from .verify import verify
 
         slots = [*state.slots, *state.optimizer_slots()]
@@ -174,6 +191,7 @@ class CompiledStep:
         try:
             program = capture(self.step, args, kwargs, state)
             verify(program, "capture")
+            program.changes = run_passes(program, self.without)
             lines = [*canonical(program), *versions(), *self._options()]
             where = [note_of(n).source for n in program.graph.graph.nodes]
         except Exception as error:  # the other ranks are waiting to compare
@@ -187,11 +205,16 @@ class CompiledStep:
 
     def _options(self) -> list[str]:
         """What of how it is compiled makes another program of it."""
-        return [f"backend {self.backend}"]
+        return [f"backend {self.backend}", f"without {sorted(self.without)}"]
 
     def _call_of(self, program: Program) -> Any:
+        from .lower import lowered
         from .run import interpreted
 
+        # Compiled code finds process groups by name; other wires are only known to Python.
+        wires = {wire for wire, _ in program.groups.values()}
+        if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
+            return lowered(program)
         return interpreted(program.graph, program.groups)
 
     # -- which program -----------------------------------------------------------------------------

@@ -155,7 +155,9 @@ def test_a_rank_that_is_killed_ends_the_job_which_names_it(text):
         os.kill(ranks[1], signal.SIGKILL)
         _, errors = job.communicate(timeout=20)
     assert job.returncode == 1
-    assert re.match(r"rank 1 was killed by SIGKILL after step \d+; the job is ended\n", errors)
+    where = r"in (the )?(forward|backward|optimizer) of step \d+"
+    assert re.match(rf"rank 1 was killed by SIGKILL {where}; the job is ended\n", errors)
+    assert re.search(rf"^rank 0 was {where}", errors, re.MULTILINE)
     assert "Traceback" not in errors
     assert all_end(list(ranks.values()))
 

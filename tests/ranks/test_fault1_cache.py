@@ -27,9 +27,9 @@ from partita.report.op_case import Reference, reference_of, run_case
 from partita.report.opinfo import Form, chosen, form_of, names
 
 LONG = bool(os.environ.get("PARTITA_LONG"))
-STEPS = 20_000 if LONG else 300
-SCALARS = 2_000 if LONG else 200
-SHAPES = 50_000 if LONG else 3_000
+STEPS = 20_000 if LONG else 150
+SCALARS = 2_000 if LONG else 100
+SHAPES = 50_000 if LONG else 2_000
 
 # Exact in binary, so that shares add up exactly.
 X = (torch.arange(24.0) + 2).reshape(6, 4) / 16

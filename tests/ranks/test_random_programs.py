@@ -65,17 +65,29 @@ class Unsuited(Exception):
 
 
 class Unspecified(TorchFunctionMode):
-    """Is something written after a reshape that had to copy, which torch leaves to the strides?"""
+    """Is something written after a reshape that had to copy, which torch leaves to the strides?
+
+    A product of more than two dimensions reshapes its operands: if it need not copy, it saves them.
+    """
 
     copied = written = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folded: set[int] = set()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.__name__
         if name in ("reshape", "flatten", "contiguous"):
             self.copied |= out.data_ptr() != args[0].data_ptr()
+        if name in ("matmul", "__matmul__", "linear", "einsum", "tensordot"):
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            if any(t.dim() > 2 for t in tensors):
+                self.folded |= {t.untyped_storage().data_ptr() for t in tensors}
         if name.startswith(("__i", "__set")) or name.removesuffix("__").endswith("_"):
             self.written |= self.copied
+            self.written |= args[0].untyped_storage().data_ptr() in self.folded
         return out
 
 

@@ -1,0 +1,58 @@
+"""Which moves undo each other?"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..notes import note_of
+from ..program import Program
+
+__all__ = ["cancel"]
+
+# A gather whose every rank then keeps its own piece, and the like. Not a reduction: what it summed
+# is not what went in.
+_UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}
+
+
+def cancel(program: Program) -> str:
+    """A move that is followed by its inverse is not made.
+
+    The two are told by their layouts: the second takes what the first gives and gives what the
+    first took. The first stays where others read what it gives.
+    """
+    parts: dict[int, list[fx.Node]] = {}
+    for node in program.graph.graph.nodes:
+        if note_of(node).move and node.op == "call_function":
+            parts.setdefault(note_of(node).move, []).append(node)
+    cancelled = 0
+    for move, nodes in parts.items():
+        note = note_of(nodes[0])
+        taken = _taken(nodes)
+        if taken is None:
+            continue
+        before = note_of(taken)
+        first = parts.get(before.move, [])
+        if before.move == move or (before.kind, note.kind) not in _UNDONE_BY:
+            continue
+        source = _taken(first)
+        if source is None or (before.before, before.after) != (note.after, note.before):
+            continue
+        end = nodes[-1]
+        if _alike(source, end):
+            end.replace_all_uses_with(source)
+            cancelled += 1
+    return f"{cancelled} pairs of moves cancelled"
+
+
+def _taken(nodes: list[fx.Node]) -> fx.Node | None:
+    """The one tensor that a move takes: what its nodes read and do not make."""
+    outside = {a for n in nodes for a in n.all_input_nodes if a not in nodes}
+    outside = {a for a in outside if a.meta.get("val") is None or a.meta["val"].ndim}
+    return outside.pop() if len(outside) == 1 else None
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    one, other = a.meta["val"], b.meta["val"]
+    return bool(
+        one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+    )

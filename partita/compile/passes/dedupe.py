@@ -1,0 +1,47 @@
+"""Which collectives bring twice what is there already?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..graph import is_collective
+from ..notes import note_of
+from ..program import Program
+
+__all__ = ["dedupe"]
+
+_VIEWS = ("view", "t", "transpose", "permute", "unsqueeze", "squeeze", "slice", "wait_tensor")
+
+
+def dedupe(program: Program) -> str:
+    """A value that one phase of the step gathers or reduces twice is carried once.
+
+    Views are merged too, since two collectives are the same only if their operands are one node.
+    Not across phases: what backward gathers again, it gathers to save memory.
+    """
+    seen: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in list(program.graph.graph.nodes):
+        if node.op != "call_function" or not (is_collective(node) or _is_view(node)):
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), note_of(node).phase)
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            program.graph.graph.erase_node(node)
+            merged += is_collective(node)
+    return f"{merged} collectives merged"
+
+
+def _is_view(node: fx.Node) -> bool:
+    return getattr(node.target, "_opname", "") in _VIEWS
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return (type(value), value) if isinstance(value, (bool, int, float)) else value

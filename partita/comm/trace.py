@@ -39,6 +39,7 @@ class TraceWire(Wire):
         real: the wire that it stands in for.
         coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
         groups: by the names that the graph calls them, the axes of the groups that it uses.
+        admitted: plain tensors that were taken for equal on all ranks.
     """
 
     def __init__(self, real: Wire, coordinate: dict[str, torch.Tensor], noting: Noting):
@@ -47,6 +48,7 @@ class TraceWire(Wire):
         super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
         self.real, self.coordinate, self._noting = real, coordinate, noting
         self.groups: dict[str, Axes] = {}
+        self.admitted: list[torch.Tensor] = []
         self.moved, self.reduced = real.moved, real.reduced
         self.device, self.device_mesh = real.device, real.device_mesh
 

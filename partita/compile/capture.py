@@ -137,8 +137,6 @@ class _Capture:
                 wire = spec.wire
                 trace = TraceWire(wire, self.inputs.places(wire), lambda *_: nullcontext())
                 trace._noting = self.recorder.noting_on(trace)
-                # A plain tensor is made by the graph, alike on all ranks, or is an input.
-                trace.__dict__["plain_seen"] = _Everything()
                 self.wires[wire] = trace
 
     def _tag(self) -> None:
@@ -255,7 +253,19 @@ class _Capture:
             self.constants,
             sorted(set(self.cleared)),
             groups,
+            compared=self._admitted(used),
         )
+
+    def _admitted(self, used: list[Input]) -> list[tuple[int, Wire]]:
+        """The plain inputs that stood next to DTensors, and the wires on which they are equal."""
+        place = {id(self.inputs.stand_in(given.tensor)): i for i, given in enumerate(used)}
+        found = [
+            (place[id(t)], trace.real)
+            for trace in self.wires.values()
+            for t in trace.admitted
+            if id(t) in place
+        ]
+        return list(dict.fromkeys(found))
 
     def _dropped_gradients(self, graph: fx.Graph) -> set[int]:
         """Whose gradients, as it found them, the step did not read."""
@@ -266,14 +276,6 @@ class _Capture:
             for node, given in pairs
             if given.kind in ("mark", "gradient") and not node.users
         }
-
-
-class _Everything:
-    def __contains__(self, item: Any) -> bool:
-        return True
-
-    def add(self, item: Any) -> None:
-        pass
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from partita.comm import Wire
+from partita.comm import Wire, user_line
+from partita.layout import Fix, LayoutError
+from partita.tensor.checksum import checksum
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 
@@ -91,6 +93,8 @@ class Program:
         result: how what the step returns is put together, `constants` at the places of what is no
             tensor.
         cleared: places of the tensors whose gradients the step leaves None.
+        compared: plain inputs that stand next to DTensors, and the wires on which ranks compare
+            them before the first run.
         key: equal for equal programs.
         changes: what each pass did to the graph.
         call: what runs it, over its inputs.
@@ -106,6 +110,7 @@ class Program:
     cleared: list[int]
     groups: dict[str, tuple[Wire, tuple[str, ...]]]
     call: Call | None = None
+    compared: list[tuple[int, Wire]] = field(default_factory=list)
     key: str = ""
     changes: list[Any] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
@@ -116,6 +121,24 @@ class Program:
     def example(self) -> list[torch.Tensor]:
         """Tensors without memory like the inputs, for a compiler."""
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
+
+    def compare(self, tensors: Sequence[Any]) -> None:
+        """Raise on all ranks if a plain input that is taken for one whole value differs."""
+        for place, wire in self.compared:
+            given = self.inputs[place]
+            told = wire.gather_ints(checksum(given.now(tensors)))
+            for rank, theirs in enumerate(told):
+                if theirs != told[0]:
+                    raise LayoutError(
+                        f"compile: {given.name}, a plain tensor next to DTensors, differs between "
+                        f"ranks 0 and {rank}",
+                        place=user_line(),
+                        reason="a plain tensor is taken as one whole value, equal on every rank",
+                        fixes=(
+                            Fix("pt.DTensor.from_local(t, mesh, placements)", "a rank's piece"),
+                            Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+                        ),
+                    )
 
     def run(self, tensors: Sequence[Any]) -> Any:
         """Run what `call` is over the tensors of a call, and put everything where it belongs."""

@@ -163,6 +163,7 @@ class CompiledStep:
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = self._signature(state, tensors, (args, kwargs))
+        program.compare(tensors)
         self.reasons.append(self._reason(signature))
         while len(self._programs) >= self.keep:
             self._programs.popitem(last=False)
@@ -231,8 +232,11 @@ class CompiledStep:
             grad = t.grad if t.requires_grad and t.is_leaf else None
             parts.append((f"tensor {i}", same, _kind(t), None if grad is None else _kind(grad)))
         parts += [(name, _hashable(value)) for name, value in state.settings()]
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        parts.append(("modes", *modes, torch.get_default_dtype()))
+        casts = tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        )
+        parts.append(("modes", torch.is_grad_enabled(), casts, torch.get_default_dtype()))
         return tuple(parts)
 
     def _reason(self, signature: tuple[Any, ...]) -> str:

@@ -61,7 +61,7 @@ def same(found, wanted, rtol=1e-6):
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=rtol, atol=0)
 
 
-def compare(mesh, spread_out, build, make, make_step=plain_step, steps=4):
+def compare(mesh, spread_out, build, make, make_step=plain_step, steps=3):
     """The losses of an eager and of a captured run, and the captured step."""
     batch = [rows(mesh)(t) for t in TOKENS]
     found = []
@@ -100,11 +100,11 @@ def adamw(params, **options):
 )
 def test_a_captured_step_has_the_losses_of_eager_and_one_graph_on_all_ranks(spread_out, axes):
     with pt.ranks(**axes) as world:
-        per_rank = world.run(compare, spread_out, gpt, adamw)
+        per_rank = world.run(compare, spread_out, tiny, adamw)
     assert len(graphs(per_rank)) == 1
     assert all(step.reasons == ["the first call"] for _, step, _ in per_rank)
-    model = gpt()
-    single = losses(plain_step(model, adamw(model.parameters())), TOKENS, 4)
+    model = tiny()
+    single = losses(plain_step(model, adamw(model.parameters())), TOKENS, 3)
     same(per_rank[0][0], single, rtol=1e-5)
 
 
@@ -120,8 +120,9 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("spread_out", [data_parallel, zero3])
+@pytest.mark.parametrize(
+    ("make", "spread_out"), [*((m, data_parallel) for m in MAKE), ("adam", zero3), ("fused", zero3)]
+)
 def test_any_optimizer_of_torch_steps_in_the_graph(make, spread_out):
     with pt.ranks(dp=2) as world:
         per_rank = world.run(compare, spread_out, tiny, MAKE[make])
@@ -249,9 +250,13 @@ def never_cleared(model, optimizer):
 STEPS = [accumulating, clipping, torchs_clipping, functional_update, autocast, never_cleared]
 
 
-@pytest.mark.parametrize("make_step", STEPS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    ("spread_out", "axes"), [(data_parallel, {"dp": 2}), (tensor_parallel, {"dp": 2, "tp": 2})]
+    ("make_step", "spread_out", "axes"),
+    [
+        *((make_step, data_parallel, {"dp": 2}) for make_step in STEPS),
+        (accumulating, tensor_parallel, {"dp": 2, "tp": 2}),
+        (clipping, zero3, {"dp": 2}),
+    ],
 )
 def test_a_step_may_do_what_steps_do(make_step, spread_out, axes):
     with pt.ranks(**axes) as world:
@@ -415,6 +420,19 @@ def test_what_depends_on_data_is_refused_with_the_users_line_or_runs_eagerly(ste
     torch.testing.assert_close(found, step(x))
 
 
+def test_a_plain_argument_that_differs_between_ranks_is_refused_on_all():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)])
+        mine = torch.full((4,), float(mesh.get_rank()))
+        with pytest.raises(pt.LayoutError, match="differs between ranks 0 and 1"):
+            pt.compile(lambda x, y: x + y, backend="graph")(x, mine)
+        same = pt.compile(lambda x, y: x + y, backend="graph")(x, torch.arange(4.0))
+        assert torch.equal(same.full_tensor(), torch.arange(1.0, 5.0))
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
 def test_uneven_shards_are_refused():
     def run(mesh):
         x = pt.distribute_tensor(torch.ones(3), mesh, [pt.Shard(0)])
@@ -423,6 +441,31 @@ def test_uneven_shards_are_refused():
 
     with pt.ranks(dp=2) as world:
         world.run(run)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_of_zero_that_are_no_placements_are_refused(stage):
+    def run(mesh):
+        model = pt.zero(tiny(), mesh, stage=stage)
+        step = pt.compile(plain_step(model, adamw(model.parameters())), backend="graph")
+        with pytest.raises(pt.CaptureError, match="stages 0 and 3"):
+            step(*[rows(mesh)(t) for t in TOKENS])
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def rematerialised(model, mesh):
+    pt.parallelize(model, mesh)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = pt.remat(block)
+    return model
+
+
+def test_a_rematerialised_block_is_captured_with_its_recompute():
+    with pt.ranks(dp=2) as world:
+        per_rank = world.run(compare, rematerialised, tiny, adamw)
+    assert len(graphs(per_rank)) == 1
 
 
 def test_a_capture_that_breaks_off_leaves_everything_as_it_was():

@@ -358,6 +358,27 @@ def test_a_checkpoint_around_or_within_a_block_gathers_it_no_third_time(where):
         assert gathers == 2 * 4
 
 
+@pytest.mark.parametrize("first", ["remat", "zero"])
+def test_a_block_without_parts_may_be_recomputed_whole(first):
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        x = torch.randn(4, 6)
+        if mesh is None:
+            model(x).square().sum().backward()
+            return [p.grad for p in model.parameters()]
+        if first == "remat":
+            pt.remat(model, blocks=list(model))
+        pt.zero(model, mesh, stage=3)
+        if first == "zero":
+            pt.remat(model, blocks=list(model))
+        model(pt.distribute_batch(x, mesh)).square().sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        torch.testing.assert_close(world.run(run)[0], run(None))
+
+
 def test_a_loss_on_the_side_may_start_backward_within_a_block():
     class Side(nn.Module):
         def __init__(self):

@@ -36,6 +36,7 @@ BENCHES = {
     "ops": "partita.report.bench_ops:main",
     "memory": "partita.report.bench_memory:main",
     "zero": "partita.report.bench_zero:main",
+    "checkpoint": "partita.report.bench_checkpoint:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 

@@ -29,7 +29,7 @@ from .functional import drop_unused, functional
 from .inputs import Inputs
 from .notes import Recorder
 from .optimizers import Stepping
-from .program import TENSOR, Output, Program, written_inputs
+from .program import TENSOR, Input, Output, Program, written_inputs
 from .state import Slot, State
 
 __all__ = ["capture"]
@@ -258,7 +258,8 @@ class _Capture:
 
     def _admitted(self, used: list[Input]) -> list[tuple[int, Wire]]:
         """The plain inputs that stood next to DTensors, and the wires on which they are equal."""
-        place = {id(self.inputs.stand_in(given.tensor)): i for i, given in enumerate(used)}
+        stand_in = self.inputs.stand_in
+        place = {id(stand_in(given.tensor)): i for i, given in enumerate(used)}
         found = [
             (place[id(t)], trace.real)
             for trace in self.wires.values()

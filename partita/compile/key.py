@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import torch
 
@@ -24,9 +25,7 @@ _LINE_BYTES = 384
 
 def versions() -> list[str]:
     """What else decides what is compiled: versions and the machine's kind."""
-    from partita import __version__
-
-    return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
+    return [f"torch {torch.__version__}", f"partita {version('partita')}", platform.machine()]
 
 
 def key_of(lines: Sequence[str]) -> str:

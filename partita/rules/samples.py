@@ -528,6 +528,7 @@ def _ours() -> Part:
                 c(numbers, numbers.amax().view(1, 1), None),
             ],
         ),
+        (exceptions.stands_at, [c(x(5, 4), i(5, 1, 4), 0), c(numbers, i(4, 5, 1), -1)]),
         (exceptions.power_sum, [c(x(5, 4), 2, None, False), c(x(5, 4), 3.0, 0, True)]),
         (
             exceptions.target_weight,

@@ -48,7 +48,8 @@ class Written:
 def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
     """The operands that `func` writes, as far as can be known."""
     if isinstance(func, types.FunctionType):
-        return _statistics(list(inspect.signature(func).parameters))
+        # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
+        return _statistics(list(inspect.signature(func, follow_wrapped=False).parameters))
     overloads = overloads_of(func)
     if not overloads:  # a builtin, or a method: known as the operator of its name
         packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)

@@ -252,6 +252,11 @@ ONCE_WRONG = {
         ("[4, 3, 3@b] {inv a}",),
         ("t0 = x0 * 3", "t1 = F.unfold(t0, 1)", "t0.clamp_(-1, 1)"),
     ),
+    "a maximum that keeps its operand": (
+        {"a": 2, "b": 3},
+        ("[5@(a b)]",),
+        ("t0 = x0 + x0", "t1 = t0.max(-1).values", "t0.mul_(3)"),
+    ),
 }
 
 

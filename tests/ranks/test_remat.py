@@ -230,6 +230,17 @@ def test_a_gradient_of_a_gradient_goes_through_a_region() -> None:
             torch.testing.assert_close(g, h)
 
 
+def test_operators_of_python_are_calls_as_well() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (x**2 + 2**x - 1 / (3 + x**2)) @ (1 - x).T
+
+    x = rows().requires_grad_()
+    equal(
+        list(torch.autograd.grad(pt.remat(fn)(x).sum(), x)),
+        list(torch.autograd.grad(fn(x).sum(), x)),
+    )
+
+
 def test_arguments_and_results_may_be_of_any_shape() -> None:
     def fn(pair: tuple[Tensor, dict[str, Tensor]], *, scale: float, mask: Tensor) -> Any:
         x, named = pair

@@ -5,7 +5,7 @@ are written here as other ops, which are called on DTensors and find their own s
 rank must know its place, a small op of our own has a rule with a local kernel.
 """
 
-from .extremes import amax, argmax, first_index, max_dim, pending_max
+from .extremes import amax, argmax, first_index, max_dim, pending_max, stands_at
 from .losses import cross_entropy, nll, target_weight
 from .moments import moments, power_sum, root, vector_norm
 from .norms import batch_norm, layer_norm, rms_norm
@@ -31,6 +31,7 @@ __all__ = [
     "root",
     "settled",
     "softmax",
+    "stands_at",
     "target_weight",
     "vector_norm",
 ]

@@ -13,7 +13,7 @@ from ..own_op import op
 from ..rule import Arg, Call, Kernel, Said, rule
 from .pending import settled
 
-__all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max"]
+__all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max", "stands_at"]
 
 Dim = int | Sequence[int] | None
 
@@ -70,6 +70,28 @@ def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
     return Said(f"{names}, {left} -> min {left}", local)
 
 
+@op
+def stands_at(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
+    """For each element of `x`: is `at` (of size 1 along `dim`) its place along `dim`?"""
+    return _stands_at(x, at, dim, 0)
+
+
+def _stands_at(x: Any, at: Any, dim: int, offset: int) -> Any:
+    places = torch.arange(offset, offset + x.shape[dim], device=x.device)
+    return places.view(-1, *[1] * (x.ndim - dim % x.ndim - 1)) == at
+
+
+@rule(stands_at)
+def _stands_at_rule(x: Arg, at: Arg, dim: int) -> Said:
+    names = x.names
+
+    def local(call: Call) -> Kernel:
+        offset = call.pieces.get(names[dim], (0,))[0]
+        return lambda x, at, dim: _stands_at(x, at, dim, offset)
+
+    return Said(f"{names}, {names.without(dim, keepdim=True)} -> {names}", local)
+
+
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
     """Maximum or minimum; equal elements share the gradient equally, as in torch.amax."""
     if not (x.requires_grad and torch.is_grad_enabled()):
@@ -90,6 +112,10 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1)
 def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
     """The maximum along `dim` and where it is; its gradient goes to that one place."""
     at = settled(argmax(x, dim, True, sign))
-    values = torch.gather(x, dim, at)
+    if x.requires_grad and torch.is_grad_enabled():
+        # gather would save x, which torch.max does not: x may be written afterwards.
+        values = x.masked_fill(~stands_at(x.detach(), at, dim), 0).sum(dim, keepdim=True)
+    else:
+        values = torch.gather(x, dim, at)
     kind = torch.return_types.max if sign > 0 else torch.return_types.min
     return kind((values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim)))

@@ -8,6 +8,7 @@ from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
 from .handle import MeshHandle
 from .joining import join
+from .held import Piece, Region
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .ranks import World, ranks
@@ -26,7 +27,9 @@ __all__ = [
     "GroupWire",
     "Ledger",
     "MeshHandle",
+    "Piece",
     "Record",
+    "Region",
     "TraceWire",
     "UnderWay",
     "Wire",

@@ -4,7 +4,7 @@ A folder: `.metadata` says of each name its shape, its dtype and which pieces of
 `.distcp` files. torch's planners, writer and reader do the work, so that its own tools read what is
 written here; this file gives them pieces instead of tensors, and reads without running code.
 
-Imported where it is used: torch.distributed.checkpoint takes half a second.
+Imported where it is used: torch.distributed.checkpoint takes a second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from .held import Piece, Region
+
 __all__ = [
     "LoadPieces",
     "Metadata",
-    "Piece",
     "Reader",
     "SavePieces",
     "TensorStorageMetadata",
@@ -53,25 +53,6 @@ __all__ = [
     "chunks",
     "write_items",
 ]
-
-Region = Sequence[tuple[int, int]]
-"""`(offset, length)` in elements, per dimension of the whole tensor."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank holds of a named tensor.
-
-    Attributes:
-        local: the values, a plain tensor.
-        shape: of the whole tensor.
-        region: where `local` lies in it.
-    """
-
-    local: torch.Tensor
-    shape: Sequence[int]
-    region: Region
-
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
     """The chunks of a rank that holds `region` of a tensor: one, or none where it is empty."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Everyone:
 
     def __init__(self) -> None:
         self._aside: Aside | None = None
+        self._worker: tuple[int, ThreadPoolExecutor] | None = None  # of which process, and it
 
     def decide(self, mine: Any, answer: Answer) -> Any:
         """Rank 0's answer to what all ranks bring. Every rank calls this.
@@ -84,15 +86,17 @@ class Everyone:
         """Start `run(decide)` in another thread of every rank, after the last one has ended.
 
         Every rank calls this. Within `run`, only the given `decide` reaches the other ranks.
+        The thread is the same each time: to start a new one is to wait until it has run.
         """
         self.wait()
         decide = self._decide_aside()
         self._aside = outcome = Aside()
-        threading.Thread(
-            target=_work,
-            args=(run, lambda mine, answer: _opened(decide(mine, answer)), outcome),
-            name=f"partita, beside rank {self.rank}",
-        ).start()
+        if self._worker is None or self._worker[0] != os.getpid():
+            name = f"partita, beside rank {self.rank}"
+            self._worker = os.getpid(), ThreadPoolExecutor(1, name)
+        self._worker[1].submit(
+            _work, run, lambda mine, answer: _opened(decide(mine, answer)), [outcome]
+        )
         self._all_have_started()
         return outcome
 
@@ -114,14 +118,16 @@ class Everyone:
         """A rank may now block until its thread ends, though ranks take turns."""
 
 
-def _work(run: Callable[[Decide], Any], decide: Decide, outcome: Aside | None) -> None:
+def _work(run: Callable[[Decide], Any], decide: Decide, outcomes: list[Aside]) -> None:
+    # An error's traceback has this frame and its callers', none of which must have the error.
+    outcome: Aside | None = outcomes.pop()
     assert outcome is not None
     try:
         with torch.no_grad():
             result = run(decide)
     except BaseException as error:
         outcome.set_exception(error)
-        outcome = None  # the error's traceback has this frame, which must not have the error
+        outcome = None
     else:
         outcome.set_result(result)
 

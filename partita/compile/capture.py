@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, stand_ins, user_line
-from partita.layout import LayoutError
+from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.watch import HERE
@@ -99,6 +99,7 @@ class _Capture:
             return not_captured(
                 "the step uses a tensor that is not among its inputs",
                 f"it is not an argument, nor found by name where the step is defined ({text})",
+                Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
                 place=self._line,
             )
         return error

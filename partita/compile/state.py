@@ -113,7 +113,7 @@ def state_of(step: Callable[..., Any], given: Iterable[Any], args: Any, kwargs: 
     search = _Search()
     search.function(step)
     for i, value in enumerate(given):
-        search.value(f"state[{i}]", value, None)
+        search.given(f"state[{i}]", value)
     for value in (*args, *kwargs.values()):  # tensors among the arguments are inputs anyway
         if isinstance(value, (nn.Module, Optimizer)):
             search.value(type(value).__name__.lower(), value, None)
@@ -183,6 +183,19 @@ class _Search:
         elif hasattr(owner, "__dict__") and self._first_time(owner):
             for name, value in list(vars(owner).items()):
                 self.value(name, value, Slot(name, "value", vars(owner), name))
+
+    def given(self, name: str, value: Any) -> None:
+        """What the user names: a module, an optimizer, or something that holds such or tensors.
+
+        Raises:
+            ValueError: a tensor by itself: where it stands cannot be told.
+        """
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a tensor: give the object, list or dictionary it is in")
+        if isinstance(value, (nn.Module, Optimizer, list, dict)):
+            self.value(name, value, None)
+        else:
+            self._object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
         """`slot` is where it stands, where it can be exchanged."""

@@ -48,7 +48,8 @@ def compile(
             that it reaches by name (closure, globals, `self`) or is given are found; all that it
             writes into them is written by the graph. Gradients that a step clears, makes and
             updates by do not outlive it.
-        state: modules, optimizers and tensors that it reaches in another way.
+        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
+            reaches in another way.
         backend: "inductor", or "graph" to run the graph node by node without compiling it, which
             is also done where ranks are no processes (`pt.ranks`, a dry mesh).
         fallback: "eager" to run a step that cannot be captured as it is.

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import user_line
+from partita.comm import Piece, user_line
 from partita.layout import Fix, LayoutError
 
 if TYPE_CHECKING:
-    from partita.comm.dcp import Piece
-
     from .dtensor import DTensor
 
 __all__ = ["holders", "piece_held"]
@@ -24,8 +22,6 @@ def piece_held(x: torch.Tensor) -> Piece:
     Raises:
         LayoutError: `x` is pending: its shares are no pieces of the value.
     """
-    from partita.comm.dcp import Piece  # it takes half a second
-
     with Local(), torch.no_grad():
         local = x.detach()
     spec = getattr(x, "_spec", None)

@@ -433,6 +433,26 @@ def test_a_plain_argument_that_differs_between_ranks_is_refused_on_all():
         world.run(run)
 
 
+class Holder:
+    def __init__(self):
+        self.w = torch.ones(3)
+
+
+def test_a_tensor_in_an_unknown_place_is_refused_unless_its_holder_is_named():
+    holder = Holder()
+
+    def step(x):
+        holder.w.add_(x)
+        return holder.w * 2
+
+    with pytest.raises(pt.CaptureError, match="not among its inputs"):
+        pt.compile(step, backend="graph")(torch.ones(3))
+    fast = pt.compile(step, backend="graph", state=[holder])
+    assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0))
+    assert torch.equal(fast(torch.ones(3)), torch.full((3,), 6.0))
+    assert torch.equal(holder.w, torch.full((3,), 3.0))
+
+
 def test_uneven_shards_are_refused():
     def run(mesh):
         x = pt.distribute_tensor(torch.ones(3), mesh, [pt.Shard(0)])

@@ -350,7 +350,11 @@ def test_a_budget_below_the_least_is_an_error_that_says_the_least() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 1}, {"dp": 3}, {"dp": 2, "tp": 3}], ids=str)
-@pytest.mark.parametrize("policy", [None, [F.linear], [pt.keep_collectives], 1 << 20], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [None, [F.linear], [pt.keep_collectives], 1 << 20],
+    ids=["nothing", "linear", "collectives", "budget"],
+)
 def test_on_a_mesh_gradients_are_one_devices_also_where_pieces_are_uneven(
     sizes: dict[str, int], policy: Any
 ) -> None:
@@ -427,7 +431,9 @@ def test_what_redistributions_brought_is_kept_where_asked_and_else_carried_again
             assert kept < again
 
 
-@pytest.mark.parametrize("policy", [None, [F.linear], ["active"]], ids=str)
+@pytest.mark.parametrize(
+    "policy", [None, [F.linear], ["active"]], ids=["nothing", "linear", "active"]
+)
 def test_within_zero_3_no_block_is_gathered_a_third_time(policy: Any) -> None:
     truth = gradients(Stack(), rows())
 

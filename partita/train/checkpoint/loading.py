@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import everyone, user_line
+from partita.comm import Piece, everyone, user_line
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
@@ -23,7 +23,7 @@ from .folder import standing
 from .state import State, opened
 
 if TYPE_CHECKING:
-    from partita.comm.dcp import Metadata, Piece
+    from partita.comm.dcp import Metadata
 
 __all__ = ["load"]
 
@@ -90,8 +90,6 @@ def load(
 
 def _destinations(state: State, metadata: Metadata) -> tuple[dict[str, Piece], list[str]]:
     """The memory to read tensors into, and the names of the values to read."""
-    from partita.comm.dcp import Piece
-
     pieces, values = {}, []
     for name, leaf in state.leaves.items():
         if name not in metadata.state_dict_metadata:

@@ -95,6 +95,7 @@ class _Save:
         if isinstance(self._brought, Exception):
             return self._brought
         staged = self._brought
+        staged.finish()
         self._planner = SavePieces(staged.pieces, staged.values, staged.paths)
         return self._planner.create_local_plan(), self._home
 

@@ -1,29 +1,30 @@
 """What does this rank write of a state, and what is copied so that training may go on?
 
 Of equal pieces one is written: ranks know from the layouts alone, without asking each other, whose
-turn it is. Only what a rank writes is copied.
+turn it is. Only what a rank writes is copied. Training waits for `staged` and for nothing else: what
+can be done later, of what no program can change any more, is left to `Staged.finish`.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import Piece
 from partita.layout import Replicate
 from partita.tensor import DTensor
 from partita.tensor.pieces import holders, piece_held
+from partita.tensor.spec import Spec
 
 from .state import Path, State
-
-if TYPE_CHECKING:
-    from partita.comm.dcp import Piece
 
 __all__ = ["Memory", "Staged", "bytes_of", "staged"]
 
@@ -41,6 +42,7 @@ class Staged:
         paths: by name, the keys on the way to it.
         plain: names of the tensors that every rank has whole.
         texts: by name, a value as text that is equal if the values are.
+        copies: values of Python's own types, copied, which `finish` writes.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -48,6 +50,23 @@ class Staged:
     paths: dict[str, Path] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, Any] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Have all values written and told as text, also in another thread."""
+        while self.copies:
+            self.write(*self.copies.popitem())
+
+    def write(self, name: str, value: Any) -> None:
+        """Have this value written and told as text.
+
+        Raises:
+            ValueError: it does not pickle.
+        """
+        self.values[name] = _pickled(name, value)
+        text = _text(value)
+        if text is not None:
+            self.texts[name] = text
 
     def fingerprints(self) -> dict[str, str]:
         """By name, what must be equal on all ranks that have it, since one of them writes it."""
@@ -70,14 +89,15 @@ def staged(state: State, memory: Memory | None) -> Staged:
     """
     out = Staged()
     written: dict[Any, list[int]] = {}  # bytes so far, by the place among the holders
+    known: dict[Spec, tuple[Any, int]] = {}  # of a model's many tensors few are spread differently
     for name, leaf in state.leaves.items():
         value = leaf.value
         out.paths[name] = leaf.path
         if not isinstance(value, torch.Tensor):
-            out.values[name] = _pickled(name, value)
-            text = _text(value)
-            if text is not None:
-                out.texts[name] = text
+            if _is_of_python(value):
+                out.copies[name] = copy.deepcopy(value)
+            else:
+                out.write(name, value)
             continue
         if value.is_meta:
             raise ValueError(f"{name} is on the meta device: it has no values to save")
@@ -87,10 +107,13 @@ def staged(state: State, memory: Memory | None) -> Staged:
             continue
         if value._spec.is_pending:
             value = settled(value)
-        axes, mine, count = holders(value)
-        so_far = written.setdefault((value._spec.wire, axes), [0] * count)
-        turn = min(range(count), key=so_far.__getitem__)
-        so_far[turn] += value._spec.largest * value.element_size()
+        spec = value._spec
+        if spec not in known:
+            axes, mine, count = holders(value)
+            known[spec] = written.setdefault((spec.wire, axes), [0] * count), mine
+        so_far, mine = known[spec]
+        turn = min(range(len(so_far)), key=so_far.__getitem__)
+        so_far[turn] += spec.largest * value.dtype.itemsize
         if turn == mine:
             out.pieces[name] = piece_held(value)
     if memory is not None:
@@ -106,8 +129,6 @@ def settled(x: DTensor) -> DTensor:
 
 
 def _copy(out: Staged, memory: Memory) -> None:
-    from partita.comm.dcp import Piece
-
     kept = {}
     with Local(), torch.no_grad():
         for name, piece in out.pieces.items():
@@ -135,6 +156,19 @@ def _pickled(name: str, value: Any) -> bytes:
     except Exception as error:
         raise ValueError(f"{name} cannot be saved: {error}") from error
     return stream.getvalue()
+
+
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+
+def _is_of_python(value: Any) -> bool:
+    """May it be copied now and pickled later, without running anybody's code?"""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if kind is dict:
+        return all(map(_is_of_python, value)) and all(map(_is_of_python, value.values()))
+    return kind in (list, tuple, set, frozenset) and all(map(_is_of_python, value))
 
 
 def _text(value: Any) -> str | None:

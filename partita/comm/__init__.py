@@ -7,8 +7,8 @@ from .dry import DryWire, dry_mesh
 from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
 from .handle import MeshHandle
-from .joining import join
 from .held import Piece, Region
+from .joining import join
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .ranks import World, ranks

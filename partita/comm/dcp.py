@@ -54,6 +54,7 @@ __all__ = [
     "write_items",
 ]
 
+
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
     """The chunks of a rank that holds `region` of a tensor: one, or none where it is empty."""
     sizes = torch.Size(length for _, length in region)

@@ -2,8 +2,8 @@
 
 Gloo ranks hold the shards of a few large weights. In turn, within each round: the copy of this
 rank's pieces into memory that it has already (what no asynchronous save can do without), `pt.save`,
-the call of `pt.async_save` with no memory from an earlier one (`pt.save` freed it; as the first of a
-run), the same again with that memory (as all others of a run), and torch.distributed.checkpoint's
+the call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first
+of a run), the same with that memory (so are all others), and torch.distributed.checkpoint's
 `async_save` and `save` of as many bytes. Of an asynchronous save the pause is counted; its end is
 waited for outside of it. What is beside the copy: the pause less the copy of the same round.
 """
@@ -60,9 +60,9 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
         saving.result()
 
     return {
-        COPY: (copy, None),
         "partita save": (lambda: pt.save(ours, at("a")), None),
         "partita async_save, new memory": (lambda: pt.async_save(ours, at("b")), ended),
+        COPY: (copy, None),
         "partita async_save": (lambda: pt.async_save(ours, at("b")), ended),
         "torch async_save": (lambda: async_save(other, checkpoint_id=at("c")), ended),
         "torch save": (lambda: save(other, checkpoint_id=at("d")), None),
@@ -72,8 +72,8 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
 def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     ways = _ways(mesh, mib, folder)
     seconds: dict[str, list[float]] = {name: [] for name in ways}

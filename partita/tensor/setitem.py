@@ -1,9 +1,9 @@
 """What does `x[...] = value` write on each rank?
 
 Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that
-part, and nothing is sent but a value that is split or pending. An index with tensors goes by the
-whole tensor, unless it is a mask for a number, and so does what is written into a pending tensor:
-the first rank then keeps the result and the others hold zeros.
+part, and nothing is sent but a value that is split or pending. Into shares of a sum the first rank
+writes the value and the others zeros. An index with tensors goes by the whole tensor, unless it is
+a mask for a number, and so does what is written into a pending maximum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
         written_through(_write, x, index, value)
         return
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not spec.is_pending and all(_is_basic(e) for e in entries):
+    if all(op == "sum" for _, op in spec.layout.partial) and all(_is_basic(e) for e in entries):
         _write_range(x, spec, entries, value)
     elif _is_mask(x, index) and not (isinstance(value, torch.Tensor) and value.dim()):
         x.masked_fill_(index, value)
@@ -77,15 +77,21 @@ def _is_mask(x: DTensor, index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == x.shape
 
 
-def _value(value: Any, spec: Spec) -> Any:
-    """A value whole on every rank, its gradient as that of a part of x: shares where x is split."""
+def _value(value: Any, spec: Spec, x: torch.Tensor | None = None) -> Any:
+    """A value whole on every rank, or in shares as x is. Where x is split, its gradient is."""
+    layout = spec.layout
     if not isinstance(value, torch.Tensor):
-        return value
-    whole = spec_of(Layout(tuple(value.shape), invariant=spec.layout.invariant), spec.wire)
+        if x is None or not layout.partial:
+            return value
+        value = torch.tensor(value, dtype=x.dtype, device=x.device)
+    whole = spec_of(Layout(tuple(value.shape), (), layout.partial, layout.invariant), spec.wire)
     if isinstance(value, DTensor):
         return moved(value, value._spec, whole, "setitem", "implicit")
     admit(value, spec.wire, "setitem")
-    return value
+    if not layout.partial:
+        return value
+    before = spec_of(Layout(tuple(value.shape)), spec.wire)
+    return moved(value, before, whole, "setitem", "implicit")
 
 
 def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None:
@@ -117,7 +123,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
         start = places.start + first * places.step - offset
         stop = start + (end - first - 1) * places.step + 1
         local.append(slice(start, stop, places.step) if end > first else slice(0, 0))
-    value = _value(value, spec)
+    value = _value(value, spec, x)
     with Local():
         if isinstance(value, torch.Tensor):
             while value.dim() > len(result) and value.shape[0] == 1:

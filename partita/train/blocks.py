@@ -56,7 +56,7 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
     """
     names = {module: name for name, module in model.named_modules()}
     roots = block_modules(model, chosen)
-    home = {}
+    home: dict[nn.Module, nn.Module] = {}
     for root in roots:
         for module in root.modules():
             if module in home and chosen is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -373,12 +375,14 @@ def test_a_checkpoint_that_has_just_stepped_aside_is_found_and_put_back(saved):
 def test_an_async_save_holds_the_values_of_its_call(tmp_path):
     def program(mesh: Any) -> None:
         x = pt.ones(8, device_mesh=mesh, placements=[S(0)])
-        plain, counts = torch.ones(2), {"step": 1}
+        plain, counts = torch.ones(2), {"step": 1, "seen": [[1], ({1},)]}
         saving = pt.async_save({"x": x, "plain": plain, "counts": counts}, tmp_path / "c")
         with torch.no_grad():
             x.mul_(2)
             plain.mul_(2)
             counts["step"] = 2
+            counts["seen"][0][0] = 2
+            counts["seen"][1][0].add(2)
             later = pt.async_save({"x": x, "plain": plain, "counts": counts}, tmp_path / "d")
         assert saving.done()  # the second has waited for the first
         assert later.result() is None
@@ -387,9 +391,28 @@ def test_an_async_save_holds_the_values_of_its_call(tmp_path):
             pt.load(state, tmp_path / where)
             assert x.full_tensor().eq(value).all() and plain.eq(value).all()
             assert counts["step"] == value
+            assert counts["seen"] == [[value], (set(range(1, value + 1)),)]
 
     with pt.ranks(dp=2) as world:
         world.run(program)
+
+
+_ENDS_AT_ONCE = """
+import sys, torch, partita as pt
+from partita.train.checkpoint.staging import staged
+from partita.train.checkpoint.state import opened
+state = {"x": torch.full((4,), 3.0), "step": 3}
+staged(opened(state), {})
+assert "torch.distributed.checkpoint" not in sys.modules
+pt.async_save(state, sys.argv[1])
+"""
+
+
+def test_training_waits_for_no_import_and_a_program_that_ends_for_its_save(tmp_path):
+    subprocess.run([sys.executable, "-c", _ENDS_AT_ONCE, str(tmp_path / "c")], check=True)
+    state = {"x": torch.zeros(4), "step": 0}
+    pt.load(state, tmp_path / "c")
+    assert state["x"].eq(3).all() and state["step"] == 3
 
 
 def test_a_rank_may_wait_alone_for_its_async_save(tmp_path):

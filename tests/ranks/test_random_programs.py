@@ -257,6 +257,11 @@ ONCE_WRONG = {
         ("[5@(a b)]",),
         ("t0 = x0 + x0", "t1 = t0.max(-1).values", "t0.mul_(3)"),
     ),
+    "one element of what is expanded": (
+        {"a": 2, "b": 2},
+        ("[] {sum a, sum b}",),
+        ("t0 = (x0 * 2).expand(3)", "t0[..., -1] = x0"),
+    ),
 }
 
 

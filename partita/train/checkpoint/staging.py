@@ -1,8 +1,8 @@
 """What does this rank write of a state, and what is copied so that training may go on?
 
 Of equal pieces one is written: ranks know from the layouts alone, without asking each other, whose
-turn it is. Only what a rank writes is copied. Training waits for `staged` and for nothing else: what
-can be done later, of what no program can change any more, is left to `Staged.finish`.
+turn it is. Only what a rank writes is copied. Training waits for `staged` and for nothing else:
+what can be done later, of what no program can change any more, is left to `Staged.finish`.
 """
 
 from __future__ import annotations

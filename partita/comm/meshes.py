@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ..layout import Fix, LayoutError
 from .groups import GroupWire
 from .handle import MeshHandle, find_handle
 from .joining import join
+from .ranks import RankWire, running_wire
 from .source import user_line
 from .trace import in_place_of
 from .wire import Wire
@@ -30,6 +32,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """As torch's: a mesh over all ranks of the job, whose process groups it begins if need be.
 
+    Inside `ranks` it is the mesh of that world, so that one program runs both ways.
+
     Args:
         device_type: "cpu" or "cuda".
         mesh_shape: ranks along each axis, outermost first; together the ranks of the job.
@@ -40,6 +44,9 @@ def init_device_mesh(
         LayoutError: on every rank, if the mesh has more or fewer places than the job has ranks. A
             mesh over a part of the ranks is a `DeviceMesh(device_type, ranks)`.
     """
+    running = running_wire()
+    if running is not None:
+        return _mesh_of_world(running, tuple(mesh_shape), mesh_dim_names)
     world = _world_size()
     if world is not None and world != math.prod(mesh_shape):
         wanted = math.prod(mesh_shape)
@@ -62,6 +69,20 @@ def init_device_mesh(
     )
     wire_of(mesh)  # from now on a tensor that was saved on such a mesh finds it
     return mesh
+
+
+def _mesh_of_world(wire: RankWire, sizes: tuple[int, ...], names: Sequence[str] | None) -> Any:
+    mesh = wire.mesh
+    if sizes == mesh.sizes and (names is None or tuple(names) == mesh.names):
+        return wire.device_mesh
+    given = names or [f"dim{i}" for i in range(len(sizes))]
+    wanted = ", ".join(f"{name}={n}" for name, n in zip(given, sizes, strict=False))
+    raise LayoutError(
+        f"init_device_mesh: these ranks in one process have the mesh {mesh}",
+        place=user_line(),
+        operands=(f"mesh_shape  {sizes}", f"mesh_dim_names  {names}"),
+        fixes=(Fix(f"pt.ranks({wanted})"),),
+    )
 
 
 def _world_size() -> int | None:

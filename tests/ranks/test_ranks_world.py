@@ -326,3 +326,15 @@ def test_strict_refuses_an_implicit_move_that_sends_and_no_other():
                 REDUCE_DP, torch.ones(2), op="add", reason="implicit"
             )
         )
+
+
+def test_a_program_that_makes_its_own_mesh_gets_that_of_the_world():
+    def body(mesh):
+        again = comm.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        assert again is mesh
+        with pytest.raises(LayoutError, match="have the mesh dp=2 tp=3") as error:
+            comm.init_device_mesh("cpu", (3, 2), mesh_dim_names=("a", "b"))
+        return error.value.fixes[0].write
+
+    with comm.ranks(dp=2, tp=3) as world:
+        assert world.run(body) == ["pt.ranks(a=3, b=2)"] * 6

@@ -131,6 +131,22 @@ class Unit:
             flat.finish()
         self.zero.note_alive()
 
+    def check_unwritten(self, flat: Flat, i: int, versions: list[int]) -> None:
+        """Is the flat's parameter `i` as it was when its shard had its place in `versions`?
+
+        Raises:
+            RuntimeError: as autograd's own, which sees no shards.
+        """
+        number = self.groups[self.flats.index(flat)][i]
+        before, now = versions[number], self._versions[number]
+        if before != now:
+            slot = self.slots[number][0]
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {slot.attr} of a {type(slot.owner).__name__} in the block "
+                f"{self.name!r} is at version {now}; expected version {before}"
+            )
+
     def release(self) -> None:
         """Free what is gathered, unless a forward or backward is using it."""
         if not self.depth and not self.busy and not self.zero.persistent:
@@ -159,6 +175,8 @@ class Unit:
         order = [i for members in self.groups for i in members]
         for i, t, spec in zip(order, plain, specs, strict=True):
             whole = tagged(t, spec)
+            # Of which version: remat compares it with that of the next time (remat/reads.py).
+            whole._gathered_from = (self._shards[i], self._versions[i])  # type: ignore[attr-defined]
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -339,9 +357,15 @@ class _Stood:
     def __init__(self, unit: Unit, flat: Flat, t: torch.Tensor):
         self.unit, self.flat, self.spec = unit, flat, _spec(t)
         self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
+        self.versions = unit._versions
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
+        if self.unit._versions != self.versions:
+            offset, n = self.place[1], self.flat.n
+            for i, piece in enumerate(self.flat.pieces):
+                if 0 <= offset - piece.place < max(1, n * piece.length):
+                    self.unit.check_unwritten(self.flat, i, self.versions)
         with Local():
             return _typed(self.flat.view(*self.place), self.spec)
 
@@ -372,9 +396,16 @@ class _Cast:
         self.unit, self.number, self.spec = unit, place, _spec(t)
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())
+        self.versions = unit._versions
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
+        if self.unit._versions != self.versions:
+            i = self.number
+            for flat in self.unit.flats:
+                if 0 <= i < len(flat.pieces):
+                    self.unit.check_unwritten(flat, i, self.versions)
+                i -= len(flat.pieces)
         with Local(), torch.no_grad():
             views = [v for flat in self.unit.flats for v in flat.views()]
             cast = views[self.number].to(self.dtype)

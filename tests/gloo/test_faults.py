@@ -61,7 +61,7 @@ def test_a_killed_rank_is_named_with_the_place_where_the_others_were(phase, tmp_
 
 def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(tmp_path):
     run = tmp_path / "run"
-    job = Job(tmp_path, "--steps", "1000000", "--save", str(run), die="1 kill save 3")
+    job = Job(tmp_path, "--steps", "1000000", "--save", str(run), die="1 kill save 2")
     assert job.code == 1 and job.took < 15
     assert job.err.startswith("rank 1 was killed by SIGKILL ")
     assert f"the checkpoint {run}/last is that of step 2: --resume goes on from it" in job.err

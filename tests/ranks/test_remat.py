@@ -486,3 +486,89 @@ def test_a_rank_whose_recompute_goes_another_way_ends_all() -> None:
 
     with pt.ranks(dp=2) as world, pytest.raises(pt.RematError, match="sin"):
         world.run(ranks)
+
+
+# -- what is written between forward and backward --------------------------------------------------
+
+
+def test_a_parameter_that_was_stepped_before_backward_is_an_error_that_names_it() -> None:
+    def step_too_early(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        loss = model(rows()).square().mean()
+        optimizer.step()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step_too_early(Block())
+    for policy in (None, [F.linear], ["active"], [pt.one_call(F.gelu)]):
+        with pytest.raises(pt.RematError) as caught:
+            step_too_early(pt.remat(Block(), policy))
+        text = str(caught.value)
+        assert "norm.weight of layer_norm(" in text and "test_remat.py" in text
+        assert "forward    read version 1" in text and "recompute  reads version 2" in text
+
+
+def test_a_tensor_around_a_function_that_was_written_before_backward_is_an_error() -> None:
+    w = torch.full((8,), 2.0)
+    x = rows().requires_grad_()
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.tanh(x * w)
+
+    y = pt.remat(fn)(x)
+    w.mul_(2)
+    with pytest.raises(pt.RematError, match=r"tensor 1 of (__mul__|mul)\("):
+        y.sum().backward()
+    pt.remat(fn)(x).sum().backward()  # and the next time it is what it is
+    assert x.grad is not None
+
+
+def test_what_a_region_writes_itself_may_be_written_by_its_next_call_before_backward() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.calls, self.scratch = nn.Buffer(torch.zeros(())), nn.Buffer(torch.zeros(6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.calls += 1
+                torch.mul(x, 2, out=self.scratch)
+                shift = self.scratch / self.calls
+            return torch.tanh(self.linear(self.norm(x)) * shift)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        first, second = model(rows()).sum(), model(rows() + 1).square().sum()
+        first.backward()
+        second.backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]  # type: ignore[list-item]
+
+    equal(run(pt.remat(Counting())), run(Counting()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_within_zero_the_shards_tell_whether_a_parameter_was_stepped(stage: int) -> None:
+    def program(mesh: Any) -> None:
+        model = pt.remat(nn.Sequential(*Stack().blocks), blocks=["*"])
+        if stage:
+            pt.zero(model, mesh, "dp", stage=stage, blocks=["*"])
+        else:
+            pt.distribute_module(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = pt.distribute_batch(rows(), mesh)
+        for _ in range(2):  # forwards and backwards as they please, between steps
+            optimizer.zero_grad()
+            losses = [model(x).square().mean() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+        loss = model(x).square().mean()
+        optimizer.step()
+        with pytest.raises(pt.RematError, match=r"(?s)norm\.weight of layer_norm.*version"):
+            loss.backward()
+
+    with pt.ranks(dp=2) as world:
+        world.run(program)

@@ -201,6 +201,35 @@ def test_without_sync_nothing_is_sent_but_the_gathers_and_the_step_sends_what_is
         torch.testing.assert_close(parameters[name], p.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("stage", "cast"), [(0, False), (1, False), (2, False), (3, False), (3, True)]
+)
+def test_a_parameter_written_between_forward_and_backward_is_an_error(stage, cast):
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        x = torch.ones(2, 4)
+        if stage:
+            pt.zero(model, mesh, stage=stage, blocks=["*"])
+            x = pt.distribute_batch(x, mesh)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = model(x).square().mean()
+            if step:
+                with torch.no_grad():
+                    model[1].weight.mul_(2)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+    if not stage:  # the truth
+        run(None)
+        return
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
 def test_a_gradient_changed_while_it_is_on_its_way_is_the_one_that_counts():
     def run(mesh):
         model = pt.zero(gpt(), mesh, stage=1)

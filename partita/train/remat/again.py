@@ -25,6 +25,7 @@ from .identity import Key, Origins, describe, printed, site, within
 from .kept import KeptCall, KeptKernels, Replaying
 from .mode import Kind, listening
 from .policy import OneCall
+from .reads import check_unwritten
 from .report import Flops, open_reports
 
 __all__ = ["Again", "is_recomputing"]
@@ -99,7 +100,9 @@ class Again:
 
     def _find(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
-        return self._found((what, site(), inputs))
+        event = self._found((what, site(), inputs))
+        check_unwritten(self.forward, event, tensors)
+        return event
 
     def _found(self, key: Key) -> Event:
         n = self._counts[key] = self._counts.get(key, -1) + 1
@@ -170,7 +173,9 @@ class Again:
         key = (marked, site(), inputs)
         if (key, self._counts.get(key, -1) + 1) not in self.forward.events:
             return run()
-        return self._opaque(self._found(key), tensors, run)
+        event = self._found(key)
+        check_unwritten(self.forward, event, tensors)
+        return self._opaque(event, tensors, run)
 
     def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """A region within this one: run forward anew, unless what it gave was kept."""

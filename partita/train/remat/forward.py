@@ -24,6 +24,7 @@ from .inputs import Inputs
 from .kept import Keeping, KeptCall, KeptKernels, start_of
 from .mode import Kind
 from .policy import OneCall
+from .reads import Read, reads
 from .report import open_reports
 from .surroundings import Draws, Surroundings, is_random
 
@@ -42,16 +43,18 @@ class Event:
         slots: the tensors that autograd saved in it, which the second run has to bring.
         draws: the states of random generators, where it draws.
         kept: what was kept of it.
+        reads: the tensors of the world around that go in.
         borrowed: of a kept opaque call, which slots lie in which of its inputs, and where.
     """
 
-    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "slots")
+    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "reads", "slots")
 
     def __init__(self, key: Key, ordinal: int, number: int):
         self.key, self.ordinal, self.number = key, ordinal, number
         self.slots: list[weakref.ref[Slot]] = []
         self.draws: Draws | None = None
         self.kept: KeptKernels | KeptCall | None = None
+        self.reads: tuple[Read, ...] = ()
         self.borrowed: list[tuple[Any, ...]] = []
 
     def __str__(self) -> str:
@@ -142,7 +145,9 @@ class Forward:
 
     def _enter(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
-        return self._new((what, site(), inputs))
+        event = self._new((what, site(), inputs))
+        event.reads = reads(tensors, self.origins)
+        return event
 
     def _new(self, key: Key) -> Event:
         n = self._counts[key] = self._counts.get(key, -1) + 1
@@ -155,20 +160,18 @@ class Forward:
     def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         if self._event is not None:
-            if kind.writes:  # a compiled region writes its buffers so
+            if kind.writes or "out" in kwargs:  # a compiled region writes its buffers so
                 self._before_write(kind, args, kwargs, self._opened)
             return kind.func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         event = self._enter(kind.op, args, kwargs, tensors)
         if is_random(kind.op, args, kwargs):
             event.draws = Draws(tensors, kwargs)
-        if kind.writes:
+        if kind.writes or "out" in kwargs:
             self._before_write(kind, args, kwargs, None)
             keep = watch = False
         else:
             keep, watch = self._wanted(event, kind.op, kind.func)
-            if "out" in kwargs:
-                keep = watch = False
         self._event = event
         try:
             if keep or watch:
@@ -316,18 +319,20 @@ class Forward:
         self, kind: Kind, args: Any, kwargs: Any, among: list[torch.Tensor] | None
     ) -> None:
         """Note which buffers of the world around are written; of an opaque call, `among` these."""
+        written = [kwargs.get("out")]
         for i in kind.writes:
             t = args[i] if i < len(args) else None
             if t is None and i:  # running statistics may come by name
                 t = kwargs.get(("running_mean", "running_var")[i - kind.writes[0]])
-            for one in tensors_in(t):
-                if among is not None and not any(one is t for t in among):
-                    continue
-                if self.origins.of(one) is None:
-                    self.note_write(one)
-                kept = self._kept.get(start_of(one))
-                if kept is not None:
-                    kept.copy()
+            written.append(t)
+        for one in tensors_in(written):
+            if among is not None and not any(one is t for t in among):
+                continue
+            if self.origins.of(one) is None:
+                self.note_write(one)
+            kept = self._kept.get(start_of(one))
+            if kept is not None:
+                kept.copy()
 
     def note_write(self, t: torch.Tensor) -> None:
         """A buffer that neither this region made, nor one around it."""

@@ -82,10 +82,14 @@ class Writes:
 
     def note(self, t: torch.Tensor) -> None:
         """`t` is going to be written."""
-        known = self._before.get(id(t))
-        if known is None or known[0]() is not t:
+        if not self.has(t):
             with Local(), torch.no_grad():
                 self._before[id(t)] = (weakref.ref(t), t.detach().clone())
+
+    def has(self, t: torch.Tensor) -> bool:
+        """Is `t` written by the run?"""
+        known = self._before.get(id(t))
+        return known is not None and known[0]() is t
 
     @contextmanager
     def undone(self) -> Iterator[None]:

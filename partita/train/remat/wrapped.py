@@ -38,6 +38,11 @@ class Wrapped:
         return types.MethodType(type(self._module).forward, self._module)
 
     @property
+    def module(self) -> nn.Module | None:
+        """The module for whose forward it stands."""
+        return self._module
+
+    @property
     def __name__(self) -> str:
         if self._module is not None:
             return type(self._module).__name__

@@ -1,7 +1,8 @@
 """How does a rank come to die where a test wants it to? Python runs this file as it starts.
 
 A test puts this folder first on PYTHONPATH and says in DIE which rank is to end, how, in which
-phase and of which step: "1 kill backward 5". It happens once, though torchrun starts the rank anew.
+phase and of which step: "1 kill backward 5". Saves, which go on beside the steps, are counted by
+themselves: "1 kill save 2" is the second. It happens once, though torchrun starts the rank anew.
 The file DIED is then written, so that the test knows when.
 """
 
@@ -28,7 +29,7 @@ if os.environ.get("RANK") == RANK and not Path(os.environ["DIED"]).exists():
     from partita.comm.dcp import Writer
     from partita.train.models.gpt import GPT, Block
 
-    step = -1
+    step, saves = -1, 0
     forward_of_model, forward_of_block, write = GPT.forward, Block.forward, Writer.write_data
 
     def model(self, *args):
@@ -49,7 +50,9 @@ if os.environ.get("RANK") == RANK and not Path(os.environ["DIED"]).exists():
             die()
 
     def write_data(self, *args):
-        if PHASE == "save" and step >= int(STEP):
+        global saves
+        saves += 1
+        if PHASE == "save" and saves == int(STEP):
             die()
         return write(self, *args)
 

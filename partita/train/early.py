@@ -8,7 +8,7 @@ Should anything change one meanwhile, what was sent for it is dropped, and it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,12 @@ _grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
 _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
+_BUCKET_BYTES = 25 << 20
+"""Where gradients stay whole, small blocks go together up to about this: DDP's default."""
+
+
 class _Bucket:
-    """One block's parameters of one dtype, and how far their gradients are."""
+    """Parameters of one dtype, of one block or of small ones; how far their gradients are."""
 
     def __init__(self, params: list[DTensor], flat: Flat):
         self.params, self.flat = params, flat
@@ -61,7 +65,7 @@ class Early:
         self.axes, self.stage, self.waits = axes, stage, False
         self._buckets: list[_Bucket] = []
         self._under_way: _Bucket | None = None
-        for name, params in blocks:
+        for name, params in blocks if stage == 2 else _joined(blocks):
             groups: dict[torch.dtype, list[DTensor]] = {}
             for p in params:
                 groups.setdefault(p.dtype, []).append(p)
@@ -173,6 +177,23 @@ class Early:
             yield
         finally:
             self.waits = before
+
+
+def _joined(blocks: Iterable[tuple[str, list[DTensor]]]) -> Iterator[tuple[str, list[DTensor]]]:
+    names: list[str] = []
+    together: list[DTensor] = []
+    size = 0
+    for name, params in blocks:
+        # The largest pieces: every rank joins the same blocks.
+        more = sum(p._spec.largest * p.element_size() for p in params)
+        if together and size + more > _BUCKET_BYTES:
+            yield " ".join(names), together
+            names, together, size = [], [], 0
+        names.append(name)
+        together = together + params
+        size += more
+    if together:
+        yield " ".join(names), together
 
 
 def _rows(p: DTensor) -> tuple[int, int]:

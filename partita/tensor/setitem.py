@@ -86,7 +86,9 @@ def _value(value: Any, spec: Spec, x: torch.Tensor | None = None) -> Any:
         value = torch.tensor(value, dtype=x.dtype, device=x.device)
     whole = spec_of(Layout(tuple(value.shape), (), layout.partial, layout.invariant), spec.wire)
     if isinstance(value, DTensor):
-        return moved(value, value._spec, whole, "setitem", "implicit")
+        # As it is where nothing moves: an alias's strides may tell a piece of x from itself.
+        same = value._spec is whole
+        return value if same else moved(value, value._spec, whole, "setitem", "implicit")
     admit(value, spec.wire, "setitem")
     if not layout.partial:
         return value

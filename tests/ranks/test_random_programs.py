@@ -262,6 +262,11 @@ ONCE_WRONG = {
         ("[] {sum a, sum b}",),
         ("t0 = (x0 * 2).expand(3)", "t0[..., -1] = x0"),
     ),
+    "a piece written where it stands": (
+        {"a": 2, "b": 2},
+        ("[5] {inv b}",),
+        ("t0 = x0 * 1", "t0.unsqueeze_(0)", "t0[..., :2] *= 2"),
+    ),
 }
 
 

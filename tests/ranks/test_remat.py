@@ -525,17 +525,25 @@ def test_a_tensor_around_a_function_that_was_written_before_backward_is_an_error
     assert x.grad is not None
 
 
+@torch.library.custom_op("partita_test::count", mutates_args={"n"}, schema="(Tensor(a!) n) -> ()")
+def count_op(n: Tensor) -> None:
+    n += 1
+
+
 def test_what_a_region_writes_itself_may_be_written_by_its_next_call_before_backward() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.counts = nn.Buffer(torch.zeros(2, 3))
             self.calls, self.scratch = nn.Buffer(torch.zeros(())), nn.Buffer(torch.zeros(6, 8))
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 self.calls += 1
+                self.counts[1, 2:].add_(1)
+                count_op(self.counts)
                 torch.mul(x, 2, out=self.scratch)
                 shift = self.scratch / self.calls
             return torch.tanh(self.linear(self.norm(x)) * shift)

@@ -320,19 +320,24 @@ class Forward:
     ) -> None:
         """Note which buffers of the world around are written; of an opaque call, `among` these."""
         written = [kwargs.get("out")]
-        for i in kind.writes:
-            t = args[i] if i < len(args) else None
-            if t is None and i:  # running statistics may come by name
-                t = kwargs.get(("running_mean", "running_var")[i - kind.writes[0]])
-            written.append(t)
+        written += [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
         for one in tensors_in(written):
             if among is not None and not any(one is t for t in among):
                 continue
             if self.origins.of(one) is None:
                 self.note_write(one)
+            else:
+                self._note_base(one)
             kept = self._kept.get(start_of(one))
             if kept is not None:
                 kept.copy()
+
+    def _note_base(self, view: torch.Tensor) -> None:
+        """Of a view that a call here made: does it lie in a buffer that a call here has read?"""
+        with Local():
+            base = view._base
+        if base is not None and any(r() is base for e in self.order for _, r, _ in e.reads):
+            self.note_write(base)
 
     def note_write(self, t: torch.Tensor) -> None:
         """A buffer that neither this region made, nor one around it."""

@@ -29,12 +29,12 @@ _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 """Attributes that are calls all the same."""
 
 _WRITES_BUFFERS = {
-    torch.nn.functional.batch_norm: (1, 2),
-    torch.nn.functional.instance_norm: (1, 2),
-    torch.batch_norm: (3, 4),
-    torch.instance_norm: (3, 4),
+    torch.nn.functional.batch_norm: ((1, "running_mean"), (2, "running_var")),
+    torch.nn.functional.instance_norm: ((1, "running_mean"), (2, "running_var")),
+    torch.batch_norm: ((3, "running_mean"), (4, "running_var")),
+    torch.instance_norm: ((3, "running_mean"), (4, "running_var")),
 }
-"""Of functions that write arguments and do not say so by their name, the arguments' places."""
+"""Of functions that write arguments and do not say so by their name, the arguments."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Kind:
         func: the function.
         is_call: or does it compute nothing?
         body: a Python function to be entered, so that the calls inside are heard.
-        writes: the places of the arguments that it writes.
+        writes: the places and names of the arguments that it writes, but for `out`.
     """
 
     op: str
     func: Callable[..., Any]
     is_call: bool = True
     body: Callable[..., Any] | None = None
-    writes: tuple[int, ...] = ()
+    writes: tuple[tuple[int, str], ...] = ()
 
 
 def _kind_of(func: Callable[..., Any]) -> Kind:
@@ -72,9 +72,16 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
         and func not in SPECIAL
     ):
         body = entered(func)  # as DTensors enter it too
-    writes: tuple[int, ...] = _WRITES_BUFFERS.get(func, ())
+    writes: tuple[tuple[int, str], ...] = _WRITES_BUFFERS.get(func, ())
     if form.inplace or name == "__setitem__":
-        writes = (0,)
+        writes = ((0, "input"),)
+    elif isinstance(func, torch._ops.OpOverload):  # an op of the user's says so in its schema
+        # torch has no public name for this class, nor for the schema.
+        writes = tuple(
+            (i, a.name)
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
     return Kind(form.name, func, body=body, writes=writes)
 
 

@@ -53,7 +53,7 @@ def check_unwritten(forward: Forward, event: Event, tensors: list[torch.Tensor])
         name = _name_of(tensors[i], forward)
         raise RematError(
             f"the recompute of {forward.region.title} reads a tensor that was written in place "
-            "after its forward",
+            "since its forward read it",
             operands=(
                 f"{name or f'tensor {i}'} of {event}",
                 f"forward    read version {before}",

@@ -70,7 +70,7 @@ def _marked(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
     if copy is source or "_origin" in copy.__dict__:
         return copy
     spec = copy._spec
-    if spec.is_pending and not source._spec.is_pending:
+    if not set(spec.layout.partial) <= set(source._spec.layout.partial):
         # The rank that has the place must not share it: its share and the value would be one.
         with Local():
             copy = tagged(copy.clone(), spec)

@@ -35,6 +35,7 @@ MISSED = {
     "a tensor that torch skips because it is empty": "cat",
     "torch returns a wrong shape for an empty piece, so the case is kept whole": "addmv",
     "reducing what is pending first is what they are for": "settled minus",
+    "linear, but not of bools, and a rule knows no dtypes": "diff",
     "it reads where x lies, not what it holds: x comes as it is": "stands_at",
 }
 """Right rows that no sentence derives, and why that is well so."""

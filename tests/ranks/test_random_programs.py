@@ -267,6 +267,12 @@ ONCE_WRONG = {
         ("[5] {inv b}",),
         ("t0 = x0 * 1", "t0.unsqueeze_(0)", "t0[..., :2] *= 2"),
     ),
+    "a part of shares that is written": (
+        {"a": 2, "b": 2},
+        ("[3@a] {sum b}", "[]"),
+        ("t0 = x0 * x1", "t1 = t0.select(0, -1)", "t1.sub_(x1, alpha=2)"),
+    ),
+    "a difference of bools": ({"a": 3}, ("[5@a, 5]",), ("t0 = (x0 > 0.1).diff(dim=-2)",)),
 }
 
 

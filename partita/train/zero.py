@@ -27,9 +27,10 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
 
 from .blocks import Block, find_blocks
+from .call import Shares
 from .early import Early
 from .nested import map_tensors
-from .unit import Shares, Unit
+from .unit import Unit
 
 __all__ = ["MixedPrecision", "Zero", "no_sync", "zero", "zero_state"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.train import unit as units
+from partita.train import saved as saved_notes
 from partita.train.zero import zero_state
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(3))
@@ -82,15 +82,15 @@ def test_while_one_block_computes_the_next_is_gathered_and_no_other():
 @pytest.mark.parametrize("mixed", ["autocast", "param_dtype"])
 def test_no_cast_of_a_parameter_is_saved_for_backward(mixed, monkeypatch):
     saved = []
-    pack = units._Forward._pack
+    pack = saved_notes.Saving._pack
 
     def packed(self, t):
         found = pack(self, t)
-        if isinstance(found, units._Other):
+        if isinstance(found, saved_notes._Other):
             saved.append((tuple(torch.Tensor.size(t.detach().as_subclass(torch.Tensor))), t.dtype))
         return found
 
-    monkeypatch.setattr(units._Forward, "_pack", packed)
+    monkeypatch.setattr(saved_notes.Saving, "_pack", packed)
 
     def run(mesh):
         precision = torch.bfloat16 if mixed == "param_dtype" else None

@@ -1,0 +1,140 @@
+"""What does backward know of one forward of a block?
+
+When the block is needed again, and when it is done: an embedding's parameters are not read in
+backward, and a block whose parameters all have their gradients is not read any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.engine import in_backward
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["Call", "Gathered", "Shares", "leave"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A rank's shares of the gradients of one flat, a row for each rank; not all may have one."""
+
+    sums: torch.Tensor
+    used: list[bool]
+
+
+class Call:
+    """One forward of a block, as its backward sees it.
+
+    Attributes:
+        trains: does any of the block's parameters get a gradient?
+        needs: will backward read the parameters? Not of an embedding, say. What a checkpoint within
+            saves is not seen here.
+        watches_inputs: is the block done only when its inputs' gradients are there? Only where a
+            parameter gets none: else no node reads a parameter after its own gradient is complete.
+    """
+
+    def __init__(self, unit: Unit, graded: bool):
+        self.unit = unit
+        self.needs = unit.saves_unseen
+        wanting = [p.requires_grad for p in unit.shards()]
+        self.trains = any(wanting)
+        self.watches_inputs = graded and not all(wanting)
+        if self.trains and not in_backward():
+            unit.calls.add(self)
+        self._to_come = {"parameters"} if self.trains else set()
+        self._to_come |= {"inputs"} if self.watches_inputs else set()
+        self._came: set[str] = set()
+
+    def begin_backward(self, *_: Any) -> None:
+        """The first gradient of an output is here."""
+        unit = self.unit
+        if self in unit.busy or not self.needs:
+            return
+        unit.zero.enter_backward(unit)
+        unit.busy.add(self)
+        if not unit.shown:
+            # A checkpoint within the block runs parts of its forward again.
+            with torch.enable_grad():
+                unit.show(Call(unit, False))
+
+    def came(self, what: str) -> None:
+        """The gradients of the "parameters", or of the "inputs", are complete."""
+        self._came.add(what)
+        if self._came >= self._to_come:
+            self._came.clear()
+            unit = self.unit
+            unit.busy.discard(self)
+            if not unit.busy and not unit.depth:
+                unit.hide()
+            unit.release()
+
+    def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of the gathered parameters, in the order of the flats."""
+        unit, zero, at = self.unit, self.unit.zero, 0
+        unit.calls.discard(self)
+        for k, flat in enumerate(unit.flats):
+            some = grads[at : at + len(flat.pieces)]
+            at += len(flat.pieces)
+            if all(g is None for g in some):
+                continue
+            dtype = zero.precision.grad_dtype or flat.dtype
+            held = unit.held.pop(k, None)
+            used = [g is not None for g in some]
+            if held is not None:
+                used = [a or b for a, b in zip(used, held.used, strict=True)]
+            shares = Shares(flat.shares(some, dtype, held and held.sums), used)
+            if zero.keeps_shares or unit.calls:
+                unit.held[k] = shares
+            else:
+                zero.reduce(unit, k, shares)
+
+
+class Gathered(torch.autograd.Function):
+    """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: Call) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        unit = call.unit
+        views = [v for flat in unit.flats for v in flat.views()]
+        order = [i for members in unit.groups for i in members]
+        shards = unit.shards()
+        frozen = [v for i, v in zip(order, views, strict=True) if not shards[i].requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with Local(), torch.no_grad():
+            ctx.call.came("parameters")  # frees what was gathered, before its gradients are copied
+            ctx.call.reduce(grads)
+        return torch.empty(0), None
+
+
+class _Left(torch.autograd.Function):
+    """The identity on an input of a block; tells when the input's gradient is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.call.came("inputs")
+        return grad, None
+
+
+def leave(t: torch.Tensor, call: Call | None) -> torch.Tensor:
+    with Local():
+        out = _Left.apply(t, call)
+    return tagged(out, t._spec) if isinstance(t, DTensor) else out

@@ -1,0 +1,149 @@
+"""What does autograd save of a gathered parameter?
+
+A note of where it stood: nothing that was gathered is held by a graph. Whoever reads the note has
+the block gathered again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import saved_tensors_hooks
+
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.engine import saving_hooks
+from partita.tensor.spec import Spec
+
+from .call import Call, Gathered
+from .flat import Flat
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """Keeps autograd from keeping what is gathered, while one forward of a block runs."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self._flats = call.unit.flats
+        self._other = saving_hooks()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        self._hooks.__exit__(None, None, None)
+
+    def _pack(self, t: torch.Tensor) -> Any:
+        with Local():
+            for flat in self._flats:
+                if flat.holds(t):
+                    self.call.needs = self.call.unit.needed = True
+                    return _Stood(self.call.unit, flat, t)
+            place = _cast_of(t, self.call.unit)
+            if place is not None:
+                self.call.needs = self.call.unit.needed = True
+                return _Cast(self.call.unit, place, t)
+        return _Other(self._other, t)
+
+    @staticmethod
+    def _unpack(packed: _Stood | _Cast | _Other) -> torch.Tensor:
+        return packed.tensor()
+
+
+class _Stood:
+    """Where a view of a gathered parameter stood."""
+
+    def __init__(self, unit: Unit, flat: Flat, t: torch.Tensor):
+        self.unit, self.flat, self.spec = unit, flat, _spec(t)
+        self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
+        self.versions = unit.versions
+
+    def tensor(self) -> torch.Tensor:
+        self.unit.gather()
+        if self.unit.versions != self.versions:
+            offset, n = self.place[1], self.flat.n
+            for i, piece in enumerate(self.flat.pieces):
+                if 0 <= offset - piece.place < max(1, n * piece.length):
+                    self.unit.check_unwritten(self.flat, i, self.versions)
+        with Local():
+            return _typed(self.flat.view(*self.place), self.spec)
+
+
+_VIEWS = tuple(
+    f"{name}Backward"
+    for name in "Alias T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze".split()
+)
+
+
+def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
+    """Of which gathered parameter is `t` a cast, or a view of one? Autocast makes such."""
+    node: Any = t.grad_fn
+    while node is not None and node.name().startswith(_VIEWS):
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith("ToCopyBackward"):
+        return None
+    source, place = node.next_functions[0]
+    if not isinstance(source, Gathered._backward_cls):  # type: ignore[attr-defined]
+        return None
+    return place if source.call.unit is unit else None  # type: ignore[attr-defined]
+
+
+class _Cast:
+    """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
+
+    def __init__(self, unit: Unit, place: int, t: torch.Tensor):
+        self.unit, self.number, self.spec = unit, place, _spec(t)
+        self.dtype = t.dtype
+        self.place = (t.size(), t.stride(), t.storage_offset())
+        self.versions = unit.versions
+
+    def tensor(self) -> torch.Tensor:
+        self.unit.gather()
+        if self.unit.versions != self.versions:
+            i = self.number
+            for flat in self.unit.flats:
+                if 0 <= i < len(flat.pieces):
+                    self.unit.check_unwritten(flat, i, self.versions)
+                i -= len(flat.pieces)
+        with Local(), torch.no_grad():
+            views = [v for flat in self.unit.flats for v in flat.views()]
+            cast = views[self.number].to(self.dtype)
+            return _typed(cast.as_strided(*self.place), self.spec)
+
+
+class _Other:
+    """Any other tensor: as whoever else packs saved tensors keeps it, or itself."""
+
+    def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
+        self.hooks, self.spec = hooks, _spec(t)
+        self.kept = t if hooks is None else hooks[0](t)
+        self.version = t._version
+
+    def tensor(self) -> torch.Tensor:
+        with Local():
+            if self.hooks is not None:
+                return _typed(self.hooks[1](self.kept), self.spec)
+            if self.kept._version != self.version:  # with hooks, autograd does not look
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by "
+                    f"an inplace operation: {tuple(self.kept.shape)} is at version "
+                    f"{self.kept._version}; expected version {self.version}"
+                )
+            return _typed(self.kept, self.spec)
+
+
+def _spec(t: torch.Tensor) -> Spec | None:
+    return t._spec if isinstance(t, DTensor) else None
+
+
+def _typed(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+    """`t` as autograd will hand it on: of the class that it has here only if nobody shares it."""
+    if spec is None:
+        return t
+    alone = torch.empty(0, dtype=t.dtype, device=t.device)
+    return tagged(alone.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride()), spec)

@@ -14,7 +14,7 @@ from partita.layout import Fix, Layout, LayoutError
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .plain import admit
-from .spec import spec_of
+from .spec import Spec, spec_of
 from .special import OURS, gradient_of, means
 from .view_writes import written_through
 
@@ -42,12 +42,27 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     if not isinstance(src, DTensor):
         admit(src, spec.wire, "copy_")
         src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
-    if src._spec.shape != spec.shape:
-        src = src.expand(spec.shape)
+    fitting = _fitting(src, spec)
     with Local():
-        local = src if src._spec is spec else moved(src, src._spec, spec, "copy_", "implicit")
+        local = src if src._spec is fitting else moved(src, src._spec, fitting, "copy_", "implicit")
         torch._C.TensorBase.copy_(x, local, non_blocking)
     return x
+
+
+def _fitting(src: DTensor, spec: Spec) -> Spec:
+    """Where `src`, which torch broadcasts, must lie to be copied into a tensor of `spec`.
+
+    Raises:
+        RuntimeError: it cannot be broadcast.
+    """
+    shape, wanted = tuple(src._spec.shape), spec.layout
+    if shape == wanted.shape:
+        return spec
+    if torch.broadcast_shapes(shape, wanted.shape) != spec.shape:
+        raise RuntimeError(f"copy_ of a tensor of {shape} into one of {tuple(wanted.shape)}")
+    last = zip(shape, wanted.shape[-len(shape) :], wanted.shards[-len(shape) :], strict=True)
+    shards = tuple(axes if n == m else () for n, m, axes in last) if shape else ()
+    return spec_of(Layout(shape, shards, wanted.partial, wanted.invariant), spec.wire)
 
 
 @means(T.__deepcopy__)

@@ -273,6 +273,11 @@ ONCE_WRONG = {
         ("t0 = x0 * x1", "t1 = t0.select(0, -1)", "t1.sub_(x1, alpha=2)"),
     ),
     "a difference of bools": ({"a": 3}, ("[5@a, 5]",), ("t0 = (x0 > 0.1).diff(dim=-2)",)),
+    "a copy that torch broadcasts": (
+        {"a": 2, "b": 3},
+        ("[]", "[3@b, 4] {sum a}"),
+        ("t0 = x1.to(torch.complex128).real", "t0.unsqueeze_(0)", "t0.copy_(x0)"),
+    ),
 }
 
 

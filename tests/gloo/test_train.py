@@ -142,7 +142,7 @@ def test_ctrl_c_ends_every_rank_and_shows_no_traceback(text):
         ranks = ranks_of(job)
         assert len(ranks) == 2
         os.killpg(job.pid, signal.SIGINT)
-        _, errors = job.communicate(timeout=20)
+        _, errors = job.communicate(timeout=60)
     assert job.returncode == 130
     assert re.fullmatch(r"stopped after \d+ steps?\n", errors)
     assert all_end(list(ranks.values()))
@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed_ends_the_job_which_names_it(text):
     with training("--mesh", "dp=2", *text) as job:
         ranks = ranks_of(job)
         os.kill(ranks[1], signal.SIGKILL)
-        _, errors = job.communicate(timeout=20)
+        _, errors = job.communicate(timeout=60)
     assert job.returncode == 1
     where = r"in (the )?(forward|backward|optimizer) of step \d+"
     assert re.match(rf"rank 1 was killed by SIGKILL {where}; the job is ended\n", errors)

@@ -43,6 +43,12 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+ +loss +([\d.]+)", output, re.MULTILINE)]
 
 
+def heed_ctrl_c() -> None:
+    """As from a terminal: what a shell starts in the background has SIGINT ignored, and so have
+    these tests and all that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def training(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A job that has made at least one step and would go on for hours."""
@@ -52,6 +58,7 @@ def training(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
+        preexec_fn=heed_ctrl_c,
     )
     try:
         assert job.stdout is not None and job.stderr is not None
@@ -142,7 +149,7 @@ def test_ctrl_c_ends_every_rank_and_shows_no_traceback(text):
         ranks = ranks_of(job)
         assert len(ranks) == 2
         os.killpg(job.pid, signal.SIGINT)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=20)
     assert job.returncode == 130
     assert re.fullmatch(r"stopped after \d+ steps?\n", errors)
     assert all_end(list(ranks.values()))
@@ -153,7 +160,7 @@ def test_a_rank_that_is_killed_ends_the_job_which_names_it(text):
     with training("--mesh", "dp=2", *text) as job:
         ranks = ranks_of(job)
         os.kill(ranks[1], signal.SIGKILL)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=20)
     assert job.returncode == 1
     where = r"in (the )?(forward|backward|optimizer) of step \d+"
     assert re.match(rf"rank 1 was killed by SIGKILL {where}; the job is ended\n", errors)

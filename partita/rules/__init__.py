@@ -2,6 +2,7 @@
 
 from .bind import NUMBER, Bound, Operand, bind
 from .names import Names
+from .neutral import EXTREME, Fill, fills
 from .rows import Row
 from .rule import RULES, Arg, Call, Kernel, Like, Rewrite, Rule, Said, rule
 from .sentence import Sentence, SentenceError, parse
@@ -9,12 +10,14 @@ from .table import LOADED
 from .views import resolve, views
 
 __all__ = [
+    "EXTREME",
     "LOADED",
     "NUMBER",
     "RULES",
     "Arg",
     "Bound",
     "Call",
+    "Fill",
     "Kernel",
     "Like",
     "Names",
@@ -26,6 +29,7 @@ __all__ = [
     "Sentence",
     "SentenceError",
     "bind",
+    "fills",
     "parse",
     "resolve",
     "rule",

@@ -35,7 +35,9 @@ def part(x: Any, dim: int, offset: Any, length: int) -> Any:
     """`length` places of `x` from `offset` on; where that is a tensor, as in a captured step, whose
     graph must not say where one rank is, they are looked up."""
     if isinstance(offset, torch.Tensor):
-        return x.index_select(dim, torch.arange(length, device=x.device) + offset)
+        places = torch.arange(length, device=x.device) + offset.to(x.device)
+        # Every piece is as long as the first: behind the last one stand copies of its last place.
+        return x.index_select(dim, places.clamp(max=max(x.shape[dim] - 1, 0)))
     return x.narrow(dim, offset, length)
 
 

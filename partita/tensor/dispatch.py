@@ -15,11 +15,13 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.rules.rule import ON_NEW_RULE
 
 from . import cache
+from .arguments import in_order
 from .composite import entered
 from .dtensor import DTensor
 from .engine import in_backward
 from .foreach import run_foreach, run_fused
-from .miss import gathered, in_order, make_plan
+from .gathered import gathered
+from .miss import make_plan
 from .names import form_of
 from .op import Op, Run
 from .out import into_out

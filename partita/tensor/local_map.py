@@ -12,8 +12,8 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 
+from .arguments import one_wire
 from .dtensor import DTensor
-from .miss import one_wire
 from .plan import tensors_of
 from .spec import Spec, laid_out
 

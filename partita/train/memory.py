@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .kernels import EachKernel
 from .nested import tensors_in
 
 __all__ = ["MemoryCount", "count_memory"]
@@ -170,26 +170,16 @@ class MemoryCount:
                 self._peak[name] = live
 
 
-class Counting(TorchDispatchMode):
+class Counting(EachKernel):
     """Tells a `MemoryCount` of each op while it is entered."""
-
-    supports_higher_order_operators = True  # a compiled region may be one
 
     def __init__(self, count: MemoryCount):
         super().__init__()
         self.count = count
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would stand aside, and another program be measured
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with Local():
-            out = func(*args, **kwargs)
-            self.count.after_op(args, kwargs, out)
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        self.count.after_op(args, kwargs, out)
         return out
 
 

@@ -56,31 +56,31 @@ def on_ranks(body, *args):
         return world.run(body, *args)
 
 
-@pytest.mark.parametrize("name", FILLS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_filled_in_place_has_one_devices_values(name, shape):
+def in_every_layout(draw, shape):
+    """What `draw` makes of a tensor on one device, and on each rank of it in each layout."""
     torch.manual_seed(7)
-    truth = [FILLS[name](values(shape)) for _ in LAYOUTS]
+    truth = [draw(values(shape)) for _ in LAYOUTS]
 
     def body(mesh):
         spread = [pt.distribute_tensor(values(shape), mesh, layout) for layout in LAYOUTS]
-        return [FILLS[name](x).full_tensor() for x in spread]
+        return [draw(x).full_tensor() for x in spread]
 
-    for mine in on_ranks(body):
+    return truth, on_ranks(body)
+
+
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_filled_in_place_has_one_devices_values(name, shape):
+    truth, ranks = in_every_layout(FILLS[name], shape)
+    for mine in ranks:
         torch.testing.assert_close(mine, truth, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_drawn_has_one_devices_values(name, shape):
-    torch.manual_seed(7)
-    truth = [MAKES[name](values(shape)) for _ in LAYOUTS]
-
-    def body(mesh):
-        spread = [pt.distribute_tensor(values(shape), mesh, layout) for layout in LAYOUTS]
-        return [MAKES[name](x).full_tensor() for x in spread]
-
-    for mine in on_ranks(body):
+    truth, ranks = in_every_layout(MAKES[name], shape)
+    for mine in ranks:
         torch.testing.assert_close(mine, truth)
 
 

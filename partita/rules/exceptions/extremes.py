@@ -77,7 +77,7 @@ def stands_at(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _stands_at(x: Any, at: Any, dim: int, offset: int) -> Any:
-    places = torch.arange(offset, offset + x.shape[dim], device=x.device)
+    places = torch.arange(x.shape[dim], device=x.device) + offset
     return places.view(-1, *[1] * (x.ndim - dim % x.ndim - 1)) == at
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
 
+from ..kernels import EachKernel
 from ..nested import tensors_in
 from .errors import RematError
 from .identity import local_of
@@ -58,10 +58,8 @@ class _Versions:
 # -- functions of torch ----------------------------------------------------------------------------
 
 
-class Keeping(TorchDispatchMode):
+class Keeping(EachKernel):
     """Notes what each kernel of one call makes."""
-
-    supports_higher_order_operators = True  # a compiled region may be one
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,22 +67,14 @@ class Keeping(TorchDispatchMode):
         self.paused = False
         self._counts: dict[Any, int] = {}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with Local():
-            out = func(*args, **kwargs)
-            if not self.paused:
-                had = {start_of(t) for t in tensors_in((args, kwargs))}
-                fresh = not any(start_of(t) in had for t in tensors_in(out))
-                n = self._counts[func] = self._counts.get(func, -1) + 1
-                if fresh or getattr(func, "_schema", None) is None or func._schema.is_mutable:
-                    self.made.append(((func, n), fresh, out))
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if not self.paused:
+            had = {start_of(t) for t in tensors_in((args, kwargs))}
+            fresh = not any(start_of(t) in had for t in tensors_in(out))
+            n = self._counts[func] = self._counts.get(func, -1) + 1
+            if fresh or getattr(func, "_schema", None) is None or func._schema.is_mutable:
+                self.made.append(((func, n), fresh, out))
         return out
 
     def carried(self, x: torch.Tensor) -> None:
@@ -159,10 +149,8 @@ class KeptKernels:
             return rebuilt(self.made[place], torch.Tensor, own)
 
 
-class Replaying(TorchDispatchMode):
+class Replaying(EachKernel):
     """Runs the kernels of one call again, but for those whose results were kept."""
-
-    supports_higher_order_operators = True  # a compiled region may be one
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
@@ -170,20 +158,13 @@ class Replaying(TorchDispatchMode):
         self.paused = False
         self._counts: dict[Any, int] = {}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with Local():
-            if not self.paused:
-                n = self._counts[func] = self._counts.get(func, -1) + 1
-                given = self._kept.give((func, n))
-                if given is not None:
-                    return given
-            return func(*args, **(kwargs or {}))
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.paused:
+            n = self._counts[func] = self._counts.get(func, -1) + 1
+            given = self._kept.give((func, n))
+            if given is not None:
+                return given
+        return func(*args, **kwargs)
 
     def carried(self) -> torch.Tensor | None:
         """What the next redistribution within the call made, if it was kept."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partita.comm.ledger import human
+
+from ..kernels import EachKernel
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -121,31 +121,18 @@ _COUNTS = {
 }
 
 
-class Flops(TorchDispatchMode):
-    """Counts as `torch.utils.flop_counter` does, and lets compiled regions be compiled.
-
-    What a compiled region computes in kernels of its own is not seen; its matrix products are.
-    """
-
-    supports_higher_order_operators = True  # a compiled region may be one
+class Flops(EachKernel):
+    """Counts as `torch.utils.flop_counter` does, matrix products of compiled regions too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with Local():
-            out = func(*args, **kwargs)
-            count = _COUNTS.get(getattr(func, "_overloadpacket", None))
-            if count is not None:
-                self.total += count(*args, **kwargs, out_val=out)
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        count = _COUNTS.get(getattr(func, "_overloadpacket", None))
+        if count is not None:
+            self.total += count(*args, **kwargs, out_val=out)
         return out
 
 

@@ -1,0 +1,277 @@
+"""How do many ranks run in one process, the same way every time, without ever hanging?
+
+Each rank is a thread, and a baton says whose turn it is: a rank runs until it needs the others or
+ends, then the next one runs. The last member to arrive at a collective does it for all and goes on.
+So only one rank ever runs, nothing races, and every run takes the same order. When nobody can go
+on, that is known at once, and every rank is told what each of them was waiting for.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..layout import LayoutError, Mesh
+from .handle import MeshHandle
+from .ledger import Scope, enter_rank_thread, scope
+from .meeting import Call, Payload, Verdict, brief, is_from_verdict
+from .source import user_line
+from .wire import Wire
+
+__all__ = ["World", "running_rank"]
+
+Action = Callable[[Sequence[Payload]], None]
+WireOf = Callable[["World", int, MeshHandle, tuple[int, ...], Scope], Wire]
+READY, WAITING, ENDED = "ready", "waiting", "ended"
+
+_running = threading.local()
+
+
+class World:
+    """Ranks of one process on one mesh. Made by `ranks`.
+
+    Args:
+        wire_of: makes the wire of a rank, of this world and the rank's number, over the mesh that a
+            handle is of and its members, noting what it carries in a scope.
+    """
+
+    def __init__(self, mesh: Mesh, wire_of: WireOf):
+        self.mesh, n = mesh, mesh.size()
+        self._wire_of = wire_of
+        self._scopes = [Scope() for _ in range(n)]
+        numbers = torch.arange(n).view(mesh.sizes)
+        self._handles = [
+            MeshHandle(mesh, at, numbers, self._wire_maker(r))
+            for r, at in enumerate(mesh.coordinates())
+        ]
+        self._active = False
+
+    def _wire_maker(self, rank: int) -> Callable[[MeshHandle, tuple[int, ...]], Wire]:
+        return lambda handle, members: self._wire_of(
+            self, rank, handle, members, self._scopes[rank]
+        )
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def handle(self, rank: int) -> MeshHandle:
+        """The mesh as rank `rank` gets it; the same object in each run."""
+        return self._handles[rank]
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `fn(mesh, *args)` once per rank and return the results in rank order.
+
+        All ranks start with the caller's CPU generator state, grad mode and context variables; each
+        has a generator of its own from there on, and the caller continues with that of rank 0.
+
+        Raises:
+            LayoutError: ranks asked for different things, or some waited for one that had ended;
+                every rank raised it.
+            Exception: what `fn` raised, of the first rank that did, with a note that names it.
+        """
+        if self._active or getattr(_running, "world", None) is not None:
+            raise LayoutError("world.run was called by a rank; a rank cannot start ranks")
+        n = self.mesh.size()
+        self._active = True
+        self._state = [READY] * n
+        self._calls: list[Call | None] = [None] * n
+        self._verdict: list[Verdict | None] = [None] * n
+        self._failures: dict[int, BaseException] = {}
+        self._stopped: Verdict | None = None
+        self._go = [threading.Lock() for _ in range(n)]
+        for lock in self._go:
+            lock.acquire()
+        self._over = threading.Event()
+        self._generator = [torch.get_rng_state()] * n
+        results: list[Any] = [None] * n
+        outer = scope()
+        for own in self._scopes:
+            own.copy_from(outer)
+        carried = _CallerState()
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._rank, r, fn, args, results, carried),
+                name=f"rank {r}",
+                daemon=True,
+            )
+            for r in range(n)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._go[0].release()
+            try:
+                self._over.wait()
+            except KeyboardInterrupt:
+                self._stopped = Verdict("interrupted")  # each rank stops at its next collective
+                raise
+            for thread in threads:
+                thread.join()
+        finally:
+            self._active = False
+        torch.set_rng_state(self._generator[0])
+        if self._failures:
+            self._raise_original()
+        return results
+
+    # -- one rank's thread -----------------------------------------------------------------------
+
+    def _rank(
+        self, r: int, fn: Callable[..., Any], args: tuple, results: list, carried: _CallerState
+    ) -> None:
+        self._go[r].acquire()
+        _running.world, _running.rank = self, r
+        enter_rank_thread(self._scopes[r])
+        torch.set_rng_state(self._generator[r])
+        try:
+            with carried.restored():
+                results[r] = fn(self._handles[r], *args)
+        except BaseException as error:
+            self._failures[r] = error
+            if self._stopped is None and not is_from_verdict(error):
+                self._stopped = Verdict(
+                    f"rank {r} raised {brief(error)}, so the other ranks stop", (), error
+                )
+        self._generator[r] = torch.get_rng_state()
+        self._state[r] = ENDED
+        self._next(r)
+
+    def _next(self, r: int) -> None:
+        """Hand the baton to the next rank that can run. Called by the rank that has it."""
+        n = self.mesh.size()
+        order = [(r + i) % n for i in range(1, n + 1)]
+        waiting = [i for i in range(n) if self._state[i] == WAITING]
+        if waiting and (self._stopped or not any(self._state[i] == READY for i in order)):
+            verdict = self._stopped or self._nobody_can_go_on(waiting)
+            for i in waiting:
+                self._state[i], self._verdict[i] = READY, self._verdict[i] or verdict
+        for i in order:
+            if self._state[i] == READY:
+                self._go[i].release()
+                return
+        self._over.set()
+
+    # -- a collective ----------------------------------------------------------------------------
+
+    def meet(self, call: Call, action: Action) -> None:
+        """Wait for the ranks of the call's mesh; the last to arrive performs all their calls."""
+        r = call.rank
+        if getattr(_running, "world", None) is not self or _running.rank != r:
+            raise LayoutError(
+                f"{call.ask.describe()}: rank {r} of ranks({self.mesh}) is not running here",
+                place=user_line(),
+                reason="its tensors can meet the other ranks' only inside world.run, on its rank",
+            )
+        self._raise_verdict(r)
+        if self._stopped is not None:
+            raise self._stopped.error()
+        self._state[r], self._calls[r] = WAITING, call
+        arrived = [
+            c
+            for m in call.everyone
+            if self._state[m] == WAITING
+            and (c := self._calls[m]) is not None
+            and c.everyone == call.everyone
+        ]
+        if len(arrived) == len(call.everyone):
+            self._perform(arrived, action)
+        else:
+            self._generator[r] = torch.get_rng_state()
+            self._next(r)
+            self._go[r].acquire()
+            torch.set_rng_state(self._generator[r])
+        self._calls[r] = call.frame = None
+        self._raise_verdict(r)
+
+    def _perform(self, calls: list[Call], action: Action) -> None:
+        first = calls[0]
+        other = next((c for c in calls if not first.agrees(c)), None)
+        verdict = None
+        if other is not None:
+            what = (first.describe(), other.describe())
+            verdict = Verdict("ranks ask for different things", what)
+        else:
+            by_rank = {c.rank: c.payload for c in calls}
+            try:
+                with torch.no_grad():
+                    for group in dict.fromkeys(c.group for c in calls):
+                        action([by_rank[m] for m in group])
+            except Exception as error:
+                what = f"{first.ask.describe()} failed: {brief(error)}"
+                verdict = Verdict(what, (), error)
+        for c in calls:
+            self._state[c.rank], self._verdict[c.rank] = READY, verdict
+        if verdict is not None:  # the rest would be left alone a little later
+            for i, state in enumerate(self._state):
+                if state != ENDED:
+                    self._verdict[i], self._state[i] = verdict, READY
+
+    def _raise_verdict(self, r: int) -> None:
+        verdict, self._verdict[r] = self._verdict[r], None
+        if verdict is not None:
+            raise verdict.error()
+
+    def _nobody_can_go_on(self, waiting: list[int]) -> Verdict:
+        """Each rank waits for one that waits elsewhere or has ended: name such a pair."""
+        for r in waiting:
+            call = self._calls[r]
+            assert call is not None
+            for m in call.everyone:
+                other = self._calls[m]
+                if self._state[m] == ENDED:
+                    error = self._failures.get(m)
+                    how = f"raised {brief(error)}" if error else "returned from its function"
+                    return Verdict(
+                        f"rank {r} waits for rank {m}, which has ended",
+                        (call.describe(), f"rank {m}  {how}"),
+                    )
+                if other is not None and other.everyone != call.everyone:
+                    return Verdict(
+                        "ranks wait for each other on different meshes",
+                        (call.describe(), other.describe()),
+                    )
+        raise AssertionError("a complete group was left waiting")
+
+    def _raise_original(self) -> None:
+        ours = {r: e for r, e in self._failures.items() if not is_from_verdict(e)}
+        rank = min(ours or self._failures)
+        error = self._failures[rank]
+        note = f"on rank {rank} of ranks({self.mesh})"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        self._failures = {}
+        raise error
+
+
+class _CallerState:
+    """What a thread does not inherit and a rank should: grad mode, inference mode, autocast."""
+
+    def __init__(self) -> None:
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast = torch.is_autocast_enabled("cpu")
+        self.autocast_dtype = torch.get_autocast_dtype("cpu")
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with ExitStack() as modes:
+            if self.inference:
+                modes.enter_context(torch.inference_mode())
+            if self.autocast:
+                modes.enter_context(torch.autocast("cpu", dtype=self.autocast_dtype))
+            modes.enter_context(torch.enable_grad() if self.grad else torch.no_grad())
+            yield
+
+
+def running_rank() -> MeshHandle | None:
+    """The mesh of the world as the rank of this thread sees it; None where no rank runs."""
+    world = getattr(_running, "world", None)
+    return None if world is None else world.handle(_running.rank)

@@ -1,0 +1,24 @@
+"""With which arguments is each rule proved, all of them together?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .arithmetic import linalg, matmul, pointwise, reduce
+from .layers import losses, nn, ours
+from .places import index, join, shape
+from .values import Sample, begin
+
+__all__ = ["samples"]
+
+
+def samples() -> dict[Callable[..., Any], list[Sample]]:
+    """For each function that has a rule and samples: its calls. The same ones every time."""
+    out: dict[Callable[..., Any], list[Sample]] = {}
+    for part in (pointwise, matmul, linalg, shape, join, reduce, nn, index, losses, ours):
+        begin()
+        for functions, cases in part():
+            for f in functions if isinstance(functions, tuple) else (functions,):
+                out[f] = cases
+    return out

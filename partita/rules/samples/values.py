@@ -1,0 +1,47 @@
+"""Of what are samples made?
+
+Sizes are small, differ from each other and do not divide evenly by 3, so that on some rank a piece
+is short or missing. Floating values are float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["RANDOM", "Part", "Sample", "b", "begin", "c", "i", "u", "x"]
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+Part = list[tuple[Any, list[Sample]]]
+"""Functions, one or several, and their calls."""
+RANDOM = torch.Generator()
+
+
+def begin() -> None:
+    """The values that follow are the same each time."""
+    RANDOM.manual_seed(3)
+
+
+def x(*shape: int) -> torch.Tensor:
+    """Normal values."""
+    return torch.randn(shape, generator=RANDOM, dtype=torch.float64)
+
+
+def u(*shape: int) -> torch.Tensor:
+    """Values between 0.1 and 0.9, where most functions are defined."""
+    return torch.rand(shape, generator=RANDOM, dtype=torch.float64) * 0.8 + 0.1
+
+
+def i(high: int, *shape: int) -> torch.Tensor:
+    """Integers from 0 to high - 1."""
+    return torch.randint(0, high, shape, generator=RANDOM)
+
+
+def b(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=RANDOM) > 0.5
+
+
+def c(*args: Any, **kwargs: Any) -> Sample:
+    """One call."""
+    return args, kwargs

@@ -1,0 +1,119 @@
+"""Which of a call's arguments are the operands of its rule, and where do its tensors stand?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from partita.comm import Wire
+from partita.rules import parse
+
+from .dtensor import DTensor
+from .names import Form, parameter_names
+from .plan import Path
+from .spec import two_meshes
+
+__all__ = ["all_tensors", "declared", "in_order", "one_wire", "operands_of_call", "parameters"]
+
+
+def in_order(
+    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any], torch.Tensor | None]:
+    """The call under its rule's own names, and the tensor given as `out=`, taken off."""
+    if not kwargs:
+        return args, kwargs, None
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out", None)
+    names = parameters(form)
+    for numpy_name, name in (("axis", "dim"), ("keepdims", "keepdim")):
+        if numpy_name in kwargs and numpy_name not in names and name in names:
+            kwargs[name] = kwargs.pop(numpy_name)
+    for first in ("input", "self", "x", "a", "x1"):
+        if first in kwargs and not args and names and first not in names:
+            args = (kwargs.pop(first),)
+    if "x2" in kwargs and len(args) == 1:
+        args = (*args, kwargs.pop("x2"))
+    if "input" in names and "input" in kwargs and not args and names[0] == "input":
+        args = (kwargs.pop("input"),)
+    return args, kwargs, out
+
+
+def parameters(form: Form) -> tuple[str, ...]:
+    rule = form.rule
+    assert rule is not None
+    if rule.derive is not None:
+        return tuple(p.name for p in rule.params)
+    return parameter_names(form.func, len(parse(rule.text).terms))
+
+
+def operands_of_call(
+    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[Path, Any]]:
+    """The values in the places of a fixed sentence's terms."""
+    found: list[tuple[Path, Any]] = []
+    for i, name in enumerate(parameters(form)):
+        if i < len(args):
+            found.append(((i,), args[i]))
+        else:
+            found.append(((name,), kwargs.get(name)))
+    return found
+
+
+def declared(
+    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], list[tuple[Path, Any]]]:
+    """A derived rule's arguments, and the tensors among them in order."""
+    rule = form.rule
+    assert rule is not None
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    tensors: list[tuple[Path, Any]] = []
+    i = 0
+    for p in rule.params:
+        if p.kind is p.VAR_POSITIONAL:
+            rest = args[i:]
+            flat = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+            # Variadic sizes may come by name: x.reshape(shape=(2, 3)).
+            if not rest and "shape" in kwargs:
+                flat = kwargs["shape"]
+            positional += list(flat)
+            tensors += _tensors_at(tuple(range(i, len(args))), rest)
+            i = len(args)
+        elif p.kind is not p.KEYWORD_ONLY and i < len(args):
+            positional.append(args[i])
+            tensors += _tensors_at((i,), (args[i],))
+            i += 1
+        elif p.name in kwargs:
+            named[p.name] = kwargs[p.name]
+            tensors += _tensors_at((p.name,), (kwargs[p.name],))
+    return positional, named, tensors
+
+
+def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path, Any]]:
+    found: list[tuple[Path, Any]] = []
+    for place, value in zip(places, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            found.append(((place,), value))
+        elif isinstance(value, (tuple, list)):
+            found += [((place, j), v) for j, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    return found
+
+
+def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path, Any]]:
+    found = _tensors_at(tuple(range(len(args))), args)
+    return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
+
+
+def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
+    """The wire of all DTensors among `tensors`. Raises LayoutError if they are on two meshes."""
+    wire: Wire | None = None
+    for t in tensors:
+        if isinstance(t, DTensor):
+            if wire is not None and t._spec.wire is not wire:
+                raise two_meshes(op, wire, t._spec.wire)
+            wire = t._spec.wire
+    if wire is None:
+        raise TypeError(f"{op}: no DTensor among the operands")
+    return wire

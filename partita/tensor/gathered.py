@@ -1,0 +1,106 @@
+"""What happens to a call of which no rule speaks? Its operands are whole, and so is its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.layout import Layout
+
+from .agreement import no_strides
+from .arguments import all_tensors, one_wire
+from .autograd import moved
+from .buckets import pending_gradients, settle
+from .dtensor import DTensor, tagged
+from .names import Form
+from .plan import CallPlan, Target, at_path, replaced
+from .shared import (
+    changes_layout,
+    copies_among,
+    gives_view,
+    into_plain,
+    writes_copy,
+    written_places,
+)
+from .spec import Spec, spec_of
+from .view_writes import written_through
+
+__all__ = ["gathered"]
+
+
+def gathered(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
+) -> Any:
+    """Run an op of which no rule speaks: operands whole, result whole.
+
+    In place the result is moved back into the operand's layout, since others may hold it too: where
+    that is pending, the first rank keeps the result and the others hold zeros; of a pending maximum
+    or minimum each keeps it.
+
+    Raises:
+        LayoutError: in place, and the result has another shape.
+    """
+    tensors = all_tensors(args, kwargs)
+    waiting = pending_gradients(t for _, t in tensors)
+    if waiting:  # who needs a gradient whole settles it for good
+        settle(waiting)
+        return func(*args, **kwargs)
+    wire = one_wire(form.name, [t for _, t in tensors])
+    layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
+    invariant = tuple(
+        a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
+    )
+
+    def whole(shape: Sequence[int]) -> Spec:
+        return spec_of(Layout(tuple(shape), invariant=invariant), wire)
+
+    def fresh(out: torch.Tensor) -> Spec:
+        if out.layout is not torch.strided:
+            raise no_strides(form.name, out)
+        return whole(out.shape)
+
+    written = written_places(form, args, kwargs)
+    if writes_copy(form, args) and written == {(0,)}:
+        return written_through(func, *args, **kwargs)
+    copies = {}
+    targets = []
+    for path, t in tensors:
+        after = whole(t.shape)
+        if not isinstance(t, DTensor):
+            if path in written:
+                raise into_plain(form.name, t)
+            targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
+        elif t._spec is not after:
+            if path not in written:
+                targets.append(Target(path, after))
+            else:
+                with Local():
+                    copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
+    plan = CallPlan(
+        form.name,
+        wire,
+        targets=tuple(targets),
+        kernel=form.local,
+        fresh=fresh,
+        copies=bool(targets) and gives_view(form, args),
+        renews=copies_among(tensors),
+    )
+    if not copies:
+        return plan.run(func, args, kwargs)
+    out = plan.run(func, *replaced(args, kwargs, copies))
+    for path, copy in copies.items():
+        x = at_path(args, kwargs, path)
+        if copy.shape != x.shape:
+            raise changes_layout(form.name, x)
+        layout = x._spec.layout
+        if all(op == "sum" for _, op in layout.partial):
+            x.copy_(tagged(copy, whole(x.shape)))
+            continue
+        # A pending maximum of one value is that value: each rank keeps it whole.
+        after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), wire)
+        with Local():
+            x.copy_(moved(copy, whole(x.shape), after, form.name, "implicit"))
+    return args[0] if form.inplace else out

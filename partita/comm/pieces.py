@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..redistribute import Move
     from .wire import Ask, Wire
 
-__all__ = ["Step", "prepare"]
+__all__ = ["Step", "neutral", "prepare"]
 
 Region = tuple[tuple[int, int], ...]
 Step = Callable[[torch.Tensor, "Ask"], torch.Tensor]

@@ -3,7 +3,8 @@
 A `TraceWire` stands in for a rank's wire while a step is captured. Its collectives are functional
 ones, over groups that have one name on all ranks, and nothing of it knows where the rank is: a
 coordinate is a tensor, an input of the graph. What is different on each rank (a piece that is cut
-out, a share that only the first rank holds) is computed from it.
+out, a share that only the first rank holds) is computed from it. It believes that it is the first
+rank, whose pieces are the largest: those of the others are padded (see `padded`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from ..layout import Coordinate, Fix, Layout, LayoutError
 from .groups import GroupWire
 from .ledger import Scope
+from .padded import ends_last, is_uneven, padded_step, padding, span, uneven
 from .pieces import neutral, prepare
 from .source import user_line
 from .wire import Ask, Axes, Wire
@@ -39,8 +41,11 @@ class TraceWire(Wire):
         real: the wire that it stands in for.
         coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
         groups: by the names that the graph calls them, the axes of the groups that it uses.
-        admitted: plain tensors that were taken for equal on all ranks.
+        admitted: plain tensors that were taken for equal on all ranks, as they then were.
+        zeros: does the move that is made now pad with zeros? Those of gradients do.
     """
+
+    padded = True
 
     def __init__(self, real: Wire, coordinate: dict[str, torch.Tensor], noting: Noting):
         scope = Scope()
@@ -49,8 +54,17 @@ class TraceWire(Wire):
         self.real, self.coordinate, self._noting = real, coordinate, noting
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
+        self._seen: dict[tuple[int, int], torch.Tensor] = {}
+        self.zeros = False
+        self._paddings: dict[Any, torch.Tensor] = {}
         self.moved, self.reduced = real.moved, real.reduced
         self.device, self.device_mesh = real.device, real.device_mesh
+
+    def admit(self, value: torch.Tensor) -> None:
+        """Note that a plain tensor is taken for equal on all ranks; it may be written later."""
+        if self._seen.setdefault((id(value), value._version), value) is value:
+            with torch.no_grad():
+                self.admitted.append(value.clone())
 
     # -- where the rank is, as tensors -------------------------------------------------------------
 
@@ -65,38 +79,63 @@ class TraceWire(Wire):
             place = place * size + inner
         return place
 
+    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
+        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
+        cut = [a for a in axes if self.mesh.size(a) > 1]
+        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
+
     def region(self, layout: Layout) -> Region:
         region: list[tuple[Any, Any]] = []
-        for size, axes in zip(layout.shape, layout.shards, strict=True):
-            parts = self.mesh_size(axes)
-            if parts == 1:
+        longest = layout.local_shape(self.mesh, self.at)
+        for size, axes, length in zip(layout.shape, layout.shards, longest, strict=True):
+            parts, places = self.stack(axes)
+            if not parts:
                 region.append((0, size))
-            else:
-                length = _even(layout, size, parts)
+            elif size % self.mesh_size(axes) == 0:
                 region.append((self.place(axes) * length, length))
+            elif ends_last(size, parts):  # else padding would be where the next piece is
+                region.append((span(size, parts, places)[0], length))
+            else:
+                raise uneven(f"{layout.brief()} is cut unevenly twice, and a kernel asks where")
         return tuple(region)
 
     def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         return torch.stack([self.place(axes) == 0 for axes in of]).to(device)
 
-    def check_even(self, layout: Layout) -> None:
-        """Raise unless all ranks hold as much of a tensor of this layout."""
-        for size, axes in zip(layout.shape, layout.shards, strict=True):
-            _even(layout, size, self.mesh_size(axes))
+    def show_piece(self, layout: Layout, to: str) -> None:
+        if is_uneven(layout, self.mesh):
+            raise uneven(f"{to} would show the padding of {layout.brief()}")
+
+    def fill_padding(
+        self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        for dim, (size, axes) in enumerate(zip(layout.shape, layout.shards, strict=True)):
+            if size % self.mesh_size(axes) == 0 or (dims is not None and dim not in dims):
+                continue
+            key = (size, axes, x.device)
+            where = self._paddings.get(key)
+            if where is None:
+                where = self._paddings[key] = padding(self, size, axes, x.device)
+            x = x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
+        return x
 
     # -- moves -------------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
-        with self._noting(move, x.element_size(), op, reason):
-            return super().carry(move, x, op=op, reason=reason)
+        before, self.zeros = self.zeros, reason in ("gradient", "settle")
+        try:
+            with self._noting(move, x.element_size(), op, reason):
+                return super().carry(move, x, op=op, reason=reason)
+        finally:
+            self.zeros = before
 
     def _prepare(self, move: Move) -> Any:
         for axis in move.axes:
             self.mesh.index(axis)
-        for layout in (move.before, move.after):
-            self.check_even(layout)
         build = {"slice": self._slice, "place": self._place, "mask": self._mask}.get(move.kind)
-        step = prepare(move, self) if build is None else build(move)
+        step = padded_step(move, self)
+        if step is None:
+            step = prepare(move, self) if build is None else build(move)
         entry = (move, step, move.before.local_shape(self.mesh, self.at))
         self._steps[id(move)] = entry
         return entry
@@ -116,7 +155,7 @@ class TraceWire(Wire):
         def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
             for dim, axes, n in stacks:
                 rows = x.unflatten(dim, (n, x.shape[dim] // n))
-                x = rows.index_select(dim, self.place(axes).view(1)).squeeze(dim)
+                x = rows.index_select(dim, self.place(axes).view(1).to(x.device)).squeeze(dim)
             return x.clone(memory_format=torch.contiguous_format)
 
         return run
@@ -128,7 +167,7 @@ class TraceWire(Wire):
             for dim, axes, n in stacks:
                 shape = [*x.shape[:dim], n, *x.shape[dim:]]
                 rows = x.new_full(shape, neutral(move.op, x.dtype))
-                rows = rows.index_copy(dim, self.place(axes).view(1), x.unsqueeze(dim))
+                rows = rows.index_copy(dim, self.place(axes).view(1).to(x.device), x.unsqueeze(dim))
                 x = rows.flatten(dim, dim + 1)
             return x.clone(memory_format=torch.contiguous_format)
 
@@ -200,18 +239,6 @@ class TraceWire(Wire):
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
         """All ranks trace one program, which the ranks' keys will tell: so they say the same."""
         return [tuple(values)] * self.mesh.size()
-
-
-def _even(layout: Layout, size: int, parts: int) -> int:
-    if size % parts:
-        raise LayoutError(
-            f"capture: {size} places do not divide into {parts} equal pieces",
-            place=user_line(),
-            operands=(layout.brief(),),
-            reason="ranks with pieces of other sizes would have other graphs",
-            fixes=(Fix('pt.compile(step, fallback="eager")', "runs such a step eagerly"),),
-        )
-    return size // parts
 
 
 # -- groups, by the name that graphs call them -----------------------------------------------------

@@ -8,7 +8,7 @@ none at all (`dry`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -72,6 +72,8 @@ class Wire:
     """Dtypes that the backend reduces as they are; others are widened."""
     device = torch.device("cpu")
     device_mesh: object
+    padded = False
+    """Are shards padded, so that all ranks hold equally much? While a step is captured they are."""
 
     def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
         self.mesh, self.at = mesh, at
@@ -246,6 +248,15 @@ class Wire:
     def region(self, layout: Layout) -> tuple[tuple[int, int], ...]:
         """`(offset, length)` of this rank's piece of a tensor so laid out, for each dimension."""
         return layout.local_region(self.mesh, self.at)
+
+    def show_piece(self, layout: Layout, to: str) -> None:
+        """Raise where `to` (a way out to the user) would show what pads this rank's piece."""
+
+    def fill_padding(
+        self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """`x` with `value` in what pads it along `dims` (None: all); differentiable."""
+        return x
 
     def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         """For each list of axes, is this rank the first along all of them? A bool tensor."""

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from partita.comm import Wire
-from partita.layout import Fix
+from partita.comm import Wire, is_uneven
 
-from .errors import not_captured
 from .fakes import fake_mode, local_of
-from .optimizers import lies_where_updated
 from .program import Input
-from .state import Slot, tensors_of_call
+from .state import Slot, names_of_call, tensors_of_call
+from .uneven import padded_shape
 
 __all__ = ["Inputs"]
 
@@ -46,42 +43,22 @@ class Inputs:
         self._rates: dict[int, torch.Tensor] = {}
         self._places: dict[tuple[Wire, str], torch.Tensor] = {}
         self._of: dict[int, Input] = {}
-        names = self._names(slots, args, kwargs)
+        names = names_of_call(slots, args, kwargs)
         tensors = tensors_of_call(slots, args, kwargs)
         self._add_coordinates(tensors)
         self._add_rates(optimizers)
         for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
             if isinstance(t, torch.Tensor) and id(t) not in self._standing:
-                if t.requires_grad and not t.is_leaf:
-                    raise not_captured(
-                        f"{name} has a history of its own",
-                        "its gradient would have to leave the graph",
-                    )
-                if not lies_where_updated(t):
-                    raise not_captured(
-                        f"{name} is whole, and its optimizer's state is sharded",
-                        "only stages 0 and 3 of ZeRO are placements of the parameters themselves",
-                        Fix("pt.zero(model, mesh, stage=3)"),
-                    )
                 self._of[i] = self._add(Input(name, kind, t, i))
         for given in list(self._of.values()):
+            if not given.tensor.is_leaf:  # a step has no gradient of it, and must not make one
+                continue
             grad = given.tensor.grad if given.tensor.requires_grad else None
             name = given.name + ".grad"
             if grad is not None:
                 self._add(Input(name, "gradient", grad, given.index))
             elif marks and given.tensor.requires_grad:
                 self._add(Input(name, "mark", given.tensor, given.index))
-
-    def _names(self, slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
-        found = []
-        for slot in slots:
-            leaves = pytree.tree_leaves(slot.value)
-            one = len(leaves) == 1
-            found += [
-                (slot.name if one else f"{slot.name}[{i}]", slot.kind) for i in range(len(leaves))
-            ]
-        leaves = pytree.tree_leaves((args, kwargs))
-        return found + [(f"argument[{i}]", "argument") for i in range(len(leaves))]
 
     def _add_coordinates(self, tensors: Sequence[Any]) -> None:
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
@@ -101,19 +78,28 @@ class Inputs:
 
     def _add(self, given: Input) -> Input:
         local = local_of(given.tensor)
-        if given.kind == "mark":
+        spec = given.spec
+        if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
+            with self.mode:
+                fake = torch.empty(padded_shape(spec), dtype=local.dtype, device=local.device)
+        elif given.kind == "mark":
             with self.mode:
                 fake = torch.empty_strided(
                     local.shape, local.stride(), dtype=local.dtype, device=local.device
                 )
         else:
             fake = self.mode.from_tensor(local, static_shapes=True)
-            if given.kind not in ("coordinate", "rate"):
-                self._standing[id(given.tensor)] = fake
+        if given.kind not in ("coordinate", "rate", "mark"):
+            self._standing[id(given.tensor)] = fake
         self.all.append(given)
         self.fakes.append(fake)
         self.identities.add(fake)
         return given
+
+    def add_made(self, given: Input) -> None:
+        """An input that the capture itself has made; nothing of the program stands for it."""
+        self.all.append(given)
+        self.fakes.append(given.tensor)
 
     # -- what stands for what ----------------------------------------------------------------------
 
@@ -129,6 +115,11 @@ class Inputs:
     def places(self, wire: Wire) -> dict[str, torch.Tensor]:
         """What stands for the rank's coordinate on each axis of more than one rank."""
         return {axis: fake for (w, axis), fake in self._places.items() if w is wire}
+
+    def place_of(self, fake: torch.Tensor) -> int:
+        """Where the tensor for which `fake` itself stands is among those of a call; else -1."""
+        found = [i for i, given in self._of.items() if self._standing[id(given.tensor)] is fake]
+        return found[0] if found else -1
 
     def owner(self, gradient: Input) -> torch.Tensor:
         """What stands for the tensor whose gradient an input is."""

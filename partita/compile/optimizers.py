@@ -14,20 +14,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from partita.tensor.dtensor import DTensor
+from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import update_spec
 
 from .errors import not_captured
 from .notes import Recorder
 from .state import Slot
 
-__all__ = ["Stepping", "lies_where_updated", "prime", "unprime"]
+__all__ = ["Stepping", "prime", "unprime"]
 
 Primed = list[tuple[Optimizer, torch.Tensor]]
 
@@ -48,11 +50,7 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
             continue
         lists = len(inspect.signature(make).parameters) - 1
         for group in optimizer.param_groups:
-            new = [
-                p
-                for p in group["params"]
-                if p.requires_grad and not optimizer.state.get(p) and lies_where_updated(p)
-            ]
+            new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
             if not new:
                 continue
             before = [(p, p.grad) for p in group["params"]]
@@ -63,6 +61,8 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
             finally:
                 for p, grad in before:
                     p.grad = grad
+            for p in new:
+                _cut(p, optimizer.state[p])
             found += [(optimizer, p) for p in new]
     return found
 
@@ -76,9 +76,17 @@ def unprime(primed: Primed, used: Callable[[Any], bool]) -> None:
             del optimizer.state[p]
 
 
-def lies_where_updated(p: torch.Tensor) -> bool:
-    """Does an optimizer update all of `p` that is on this rank? Not under ZeRO 1 and 2."""
-    return not isinstance(p, DTensor) or update_spec(p) is p._spec
+def _cut(p: torch.Tensor, state: dict[str, Any]) -> None:
+    """Leave this rank the part of p's new state that it updates, where ZeRO shards the state."""
+    update = update_spec(p) if isinstance(p, DTensor) else None
+    if update is None or update is p._spec:  # type: ignore[attr-defined]
+        return
+    for key, value in state.items():
+        if isinstance(value, DTensor) and value._spec is p._spec:  # type: ignore[attr-defined]
+            (mine, count), (held, _) = update.region[0], value._spec.region[0]
+            with Local():
+                part = value.narrow(0, mine - held, count).clone()
+            state[key] = tagged(part, update)
 
 
 class _StateOf:
@@ -127,6 +135,9 @@ class Stepping:
             recorder.updating = False
 
         hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+        # Private torch, which has no way to be first: partita's own hook, which is there already,
+        # does the whole step for most optimizers.
+        _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)
         try:
             for optimizer, state, groups in before:
                 standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)

@@ -19,8 +19,8 @@ from partita.layout import Layout
 from partita.redistribute import plan
 
 from .autograd import moved
-from .dtensor import DTensor
-from .settled import mark_settled, settled_spec
+from .dtensor import DTensor, tagged
+from .settled import hold, mark_settled, settled_spec
 
 __all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
 
@@ -77,10 +77,14 @@ def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
     """Where ZeRO leaves each rank a shard of the gradient."""
     wanted = settled_spec(p)
     with torch.no_grad():
-        shard = moved(grad, grad._spec, wanted, "gradients", "settle")
-    with Local():
-        _data.__set__(grad, shard)
-    grad._spec = wanted
+        name = p.__dict__["_rest"].name or "gradients"
+        shard = moved(grad, grad._spec, wanted, name, "settle")
+    if type(grad) is DTensor:
+        with Local():
+            _data.__set__(grad, shard)
+        grad._spec = wanted
+    else:  # traced: a graph knows a tensor by its object, and that has another shape
+        hold(p, tagged(shard, wanted))
     mark_settled(p)
 
 

@@ -138,7 +138,8 @@ def _laid_out(grad: Any, spec: Spec | None, name: str) -> Any:
             )
         admit(grad.detach(), spec.wire, f"{name}.backward")
         before = spec_of(Layout(tuple(grad.shape)), spec.wire)
-    return moved(grad, before, spec.gradient, name, "gradient")
+    grad = moved(grad, before, spec.gradient, name, "gradient")
+    return spec.wire.fill_padding(grad, spec.gradient.layout, 0)
 
 
 # A Function is applied by a class method of its base; torch asks no override about it.

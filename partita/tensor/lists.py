@@ -39,7 +39,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
     which any of the tensors is split. None of them may be pending.
     """
     with Local(), torch.no_grad():
-        parts = _local_norms(tensors, ord)
+        parts = _local_norms([_without_padding(t, ord) for t in tensors], ord)
         split: dict[Wire, list[int]] = {}
         for i, t in enumerate(tensors):
             if isinstance(t, DTensor) and t._spec.is_sharded:
@@ -59,6 +59,14 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
             for i, value in zip(places, whole, strict=True):
                 parts[i] = value.to(parts[i].dtype)
     return parts
+
+
+def _without_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
+    """`t` with elements in its padding that its norm does not see."""
+    if not isinstance(t, DTensor) or not t._spec.wire.padded:
+        return t
+    nothing = math.inf if ord < 0 else 0.0
+    return t._spec.wire.fill_padding(t, t._spec.layout, nothing)
 
 
 def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from .plain import admit
 from .spec import Spec, spec_of
 from .view_writes import mark_copies
 
-__all__ = ["CallPlan", "Path", "Target", "at_path", "replaced", "tensors_of"]
+__all__ = ["CallPlan", "Path", "Target", "at_path", "path_here", "replaced", "tensors_of"]
 
 Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
@@ -119,10 +119,7 @@ class CallPlan:
 
     def here(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
         """Where in this call what stood at `path` stands."""
-        head = path[0]
-        if isinstance(head, str):
-            return path if head in kwargs else (self.names.index(head), *path[1:])
-        return path if head < len(args) else (self.names[head], *path[1:])
+        return path_here(path, self.names, args, kwargs)
 
     def tag(self, out: Any) -> Any:
         """Give each new local tensor of a result its spec; raise if a promise is broken."""
@@ -236,6 +233,16 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 def _version(x: torch.Tensor) -> int:
     with Local():
         return x._version
+
+
+def path_here(
+    path: Path, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Path:
+    """`path` in a call that may give by place what another gave by name; `names` in order."""
+    head = path[0]
+    if isinstance(head, str):
+        return path if head in kwargs else (names.index(head), *path[1:])
+    return path if head < len(args) else (names[head], *path[1:])
 
 
 def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:

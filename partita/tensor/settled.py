@@ -46,11 +46,13 @@ class Rest:
         gradient: the spec of the gradient, once it is settled.
         update: the spec of the optimizer's state and of the part that it updates.
         owner: who settles the gradient early and gathers what was updated.
+        name: of the block, whose gradients travel together.
     """
 
     gradient: Spec
     update: Spec
     owner: Any
+    name: str = ""
 
 
 def settled_spec(x: DTensor) -> Spec:

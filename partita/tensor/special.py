@@ -21,7 +21,7 @@ from .composite import entered
 from .dtensor import DTensor, tagged
 from .origin import current
 from .setitem import set_item
-from .settled import allowed_gradient, unmark_settled
+from .settled import allowed_gradient, hold, unmark_settled
 from .spec import Spec, spec_of
 
 __all__ = [
@@ -122,7 +122,11 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     else:
         unmark_settled(x)  # type: ignore[arg-type]
     with Local():
-        _grad.__set__(x, grad)
+        fits = grad is None or grad.shape == x.shape
+        if fits:
+            _grad.__set__(x, grad)
+    if not fits:  # ZeRO leaves each rank a shard of it
+        hold(x, grad)  # type: ignore[arg-type]
 
 
 @means(T.grad.__delete__)
@@ -162,7 +166,8 @@ def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, 
             f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
             f"has a shape of {spec.shape}."
         )
-    return plain, moved(seed, before, spec.gradient, "backward", "implicit")
+    seed = moved(seed, before, spec.gradient, "backward", "implicit")
+    return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
 
 
 def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
@@ -257,7 +262,8 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
         if isinstance(out, torch.Tensor):
             plain = not isinstance(out, DTensor)
             before = _whole_gradient(out, wanted, "hook") if plain else out._spec
-            return moved(out, before, wanted, "hook", "gradient")
+            grad = moved(out, before, wanted, "hook", "gradient")
+            return spec.wire.fill_padding(grad, wanted.layout, 0)
         return out
 
     with Local():

@@ -79,6 +79,7 @@ class Early:
                         gradient=pieces[i] if stage == 2 else p._spec,
                         update=pieces[i] if stage else p._spec,
                         owner=self,
+                        name=name,
                     )
                     p.__dict__["_rest"] = rest
                     p.register_post_accumulate_grad_hook(self._hook(bucket, i))

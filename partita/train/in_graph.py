@@ -1,21 +1,35 @@
-"""What is a block of ZeRO-3 while a step is captured? Placements, and nothing else.
+"""What is ZeRO while a step is captured? Placements and moves, and nothing else.
 
-Its parameters are gathered by a move, whose transpose reduces and scatters their gradients. When
-they are gathered again for backward, and how long what was gathered lives, is for the passes of the
-compiler, which see all uses: no hooks on saved tensors, no storage that is released.
+The parameters of a block of stage 3 are gathered by a move, whose transpose reduces and scatters
+their gradients. When they are gathered again for backward, and how long what was gathered lives, is
+for the passes of the compiler, which see all uses: no hooks on saved tensors, no storage that is
+released. In stages 1 and 2 an optimizer steps on slices of the parameters, which are then gathered
+into them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from partita.tensor.autograd import moved
-from partita.tensor.dtensor import tagged
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.compile.errors import not_captured
+from partita.layout import Fix
+from partita.redistribute import Plan, plan
+from partita.tensor.autograd import carry_all, moved
+from partita.tensor.buckets import settle
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.settled import update_spec
+from partita.tensor.spec import Spec
 
 if TYPE_CHECKING:
     from .unit import Unit
+    from .zero import MixedPrecision
 
-__all__ = ["InGraph"]
+__all__ = ["InGraph", "in_parts", "refuse_no_sync"]
 
 
 class InGraph:
@@ -32,12 +46,12 @@ class InGraph:
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
         unit = self.unit
+        if unit.zero.keeps_shares:
+            refuse_no_sync()
         self._shards = list(unit.shards())
         for places, p in zip(unit.slots, self._shards, strict=True):
-            dtype = unit.zero.precision.param_dtype
-            x = p if dtype is None else p.to(dtype)
-            after = unit.zero.whole(x._spec)
-            whole = tagged(moved(x, x._spec, after, unit.name, "gather"), after)
+            after = unit.zero.whole(p._spec)
+            whole = tagged(_gathered(p, after, unit.zero.precision, unit.name), after)
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -50,3 +64,97 @@ class InGraph:
             for slot in places:
                 slot.owner._parameters[slot.attr] = p
         self._shards = []
+
+
+# -- in which dtypes -------------------------------------------------------------------------------
+
+
+def _gathered(p: DTensor, after: Spec, precision: MixedPrecision, name: str) -> torch.Tensor:
+    """`p` gathered as `after`, with a history."""
+    work = precision.param_dtype or p.dtype
+    sent = precision.grad_dtype or work
+    summed = precision.reduce_dtype or p.dtype
+    if work == sent == summed == p.dtype:
+        return moved(p, p._spec, after, name, "gather")
+    moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, work.itemsize)
+    with Local():
+        found: torch.Tensor = _Gather.apply(p, moves, p._spec, name, (work, sent, summed))
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    """A gather in one dtype, whose gradient is rounded to another and summed in a third.
+
+    Eager sends gradients in the dtype to which they are rounded and sums them in a wider one; here
+    they travel in that, with the same values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any
+    ) -> torch.Tensor:
+        ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
+        return carry_all(moves, p.to(dtypes[0]), spec.wire, name, "gather")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _, sent, summed = ctx.dtypes
+        wire = ctx.spec.wire
+        back = ctx.moves.transpose(wire.mesh)
+        grad = carry_all(back, grad.to(sent).to(summed), wire, ctx.name, "gradient")
+        return grad.to(ctx.own), None, None, None, None
+
+
+def refuse_no_sync() -> None:
+    """Raise: whole gradients of ZeRO-3 that wait for the last micro-batch are in no graph."""
+    raise not_captured(
+        "no_sync under stage 3 of ZeRO",
+        "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
+        Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
+    )
+
+
+# -- stages 1 and 2 --------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_parts(
+    optimizer: torch.optim.Optimizer, params: Sequence[DTensor]
+) -> Iterator[list[DTensor]]:
+    """Within, the optimizer has what this rank updates in the places of `params`.
+
+    Afterwards what was updated is gathered into the parameters.
+    """
+    cut = [p for p in params if update_spec(p) is not p._spec]
+    parts: dict[DTensor, DTensor] = {p: p for p in params}
+    with torch.no_grad():
+        for p in cut:
+            update, name = update_spec(p), p.__dict__["_rest"].name
+            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
+            grad = p.grad
+            if grad is not None:  # pending; or whole, where a clip has settled it; or a shard
+                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
+    settle(p for p in params if parts[p] is p)
+    groups = optimizer.param_groups
+    _rename(optimizer, parts)
+    optimizer.param_groups = [
+        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
+    ]
+    try:
+        yield list(parts.values())
+    finally:
+        _rename(optimizer, {part: p for p, part in parts.items()})
+        optimizer.param_groups = groups
+    with torch.no_grad():
+        for p in cut:
+            now = moved(parts[p], parts[p]._spec, p._spec, p.__dict__["_rest"].name, "update")
+            with Local():
+                p.copy_(now)
+
+
+def _rename(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
+    """Put each entry of the optimizer's state under another tensor, in its order."""
+    entries = list(optimizer.state.items())
+    optimizer.state.clear()
+    for p, state in entries:
+        optimizer.state[to.get(p, p)] = state

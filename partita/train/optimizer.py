@@ -21,8 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.settled import settled_spec, update_spec
+from partita.tensor.watch import HERE
 
 from .gradients import reduce_gradients
+from .in_graph import in_parts
 from .parameters import refuse_given_up
 
 __all__ = ["ELEMENTWISE"]
@@ -58,13 +60,18 @@ def _before_step(
     spread = [p for p in params if isinstance(p, DTensor)]
     if not spread:
         return None
+    # A closure computes new gradients, which only the step itself sees.
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    plain = type(optimizer) in ELEMENTWISE and closure is None
     owners = {p.__dict__["_rest"].owner: None for p in spread if "_rest" in p.__dict__}
+    if owners and plain and HERE.capturing:
+        with in_parts(optimizer, spread) as parts:
+            _step_as_plain(optimizer, parts, args, kwargs)
+        return _idle(optimizer, args, kwargs)
     alike = not owners and _lie_alike(optimizer, spread)
     if not alike:
         reduce_gradients(spread)
-    # A closure computes new gradients, which only the step itself sees.
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if type(optimizer) not in ELEMENTWISE or closure is not None:
+    if not plain:
         return None
     if not alike and not _lie_alike(optimizer, spread):
         return None
@@ -72,6 +79,13 @@ def _before_step(
         _step_as_plain(optimizer, spread, args, kwargs)
     for owner in owners:
         owner.updated()
+    return _idle(optimizer, args, kwargs)
+
+
+def _idle(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the step that follows: an optimizer that has nothing left to do."""
     idle = copy.copy(optimizer)
     idle.param_groups = []
     return (idle, *args[1:]), kwargs

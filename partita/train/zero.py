@@ -25,10 +25,12 @@ from partita.tensor.engine import in_backward
 from partita.tensor.settled import Rest
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
+from partita.tensor.watch import HERE
 
 from .blocks import Block, find_blocks
 from .call import Shares
 from .early import Early
+from .in_graph import refuse_no_sync
 from .nested import map_tensors
 from .unit import Unit
 
@@ -353,7 +355,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    with zero_state(model).keeping_shares():
+    state = zero_state(model)
+    if HERE.capturing and isinstance(state, Zero):
+        refuse_no_sync()
+    with state.keeping_shares():
         yield
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import partita as pt
 from tests.gloo.launch import run_ranks
 from tests.ranks.test_capture import adamw, plain_step, rows, split_words, tiny
+from tests.ranks.test_capture_uneven import train
 
 TOKENS = torch.randint(0, 256, (2, 12, 8), generator=torch.Generator().manual_seed(1))
 
@@ -60,6 +61,69 @@ def key_of_slices(rank):
 
 def test_slices_masks_and_random_numbers_know_the_rank_only_by_its_coordinates():
     assert len(set(run_ranks(key_of_slices, 4))) == 1
+
+
+def key_of_uneven_pieces(rank):
+    """As above, of sizes that do not divide: each rank's padding begins elsewhere."""
+    mesh = mesh_of(2, 2)
+    value = torch.arange(35.0).view(7, 5)
+    x = pt.distribute_tensor(value, mesh)
+    w = pt.distribute_tensor(torch.ones(7, 5), mesh, [pt.Shard(0), pt.Shard(1)])
+    rows = pt.distribute_tensor(torch.ones(5, 3), mesh, [pt.Shard(0), pt.Shard(0)])
+    hidden = pt.distribute_tensor(value > 17, mesh, [pt.Shard(0), pt.Shard(1)])
+
+    def step(x, w, rows, hidden):
+        cut = x.redistribute(placements=[pt.Shard(0), pt.Shard(1)])
+        share = x.redistribute(placements=[pt.Partial(), pt.Shard(0)])
+        seen = (cut * w).masked_fill(hidden, 0.0)
+        other = seen.redistribute(placements=[pt.Shard(1), pt.Replicate()])
+        noise = torch.rand_like(cut)
+        sums = other.sum(), share.amax(0), rows.sum(0), rows.exp()
+        return [t.redistribute(placements=[pt.Replicate()] * 2) for t in (*sums, noise)]
+
+    fast = pt.compile(step, backend="graph")
+    torch.manual_seed(3)
+    found = [t.to_local() for t in fast(x, w, rows, hidden)]
+    torch.manual_seed(3)
+    drawn = torch.rand(7, 5)
+    wanted = [value[value <= 17].sum(), value.amax(0), torch.full((3,), 5.0)]
+    wanted += [torch.ones(5, 3).exp(), drawn]
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+    return fast.key
+
+
+def key_of_uneven_training(rank):
+    mesh = mesh_of(2, 2)
+    _, key, _ = train(mesh, lambda m, mesh: pt.zero(m, mesh, ("dp", "tp")), 5, True)
+    return key
+
+
+@pytest.mark.parametrize("body", [key_of_uneven_pieces, key_of_uneven_training])
+def test_four_ranks_and_two_runs_of_uneven_shapes_have_one_key(body):
+    keys = run_ranks(body, 4, timeout=110) + run_ranks(body, 4, timeout=110)
+    assert len(set(keys)) == 1
+
+
+def keys_of_local_shapes(rank):
+    """Every rank's padded piece of 7 and of 8 rows is as large."""
+    mesh = mesh_of(2, 1)
+    found = []
+    for n in (7, 8):
+        x = pt.distribute_tensor(torch.ones(n, 2), mesh, [pt.Shard(0), pt.Replicate()])
+        for step in (
+            lambda x: x * 2,
+            lambda x: x.sum().redistribute(placements=[pt.Replicate()] * 2),
+        ):
+            fast = pt.compile(step, backend="graph")
+            assert fast(x).full_tensor().sum() == n * (4 if step(x).ndim else 2)
+            found.append(fast.key)
+    return found
+
+
+def test_shapes_that_differ_only_in_their_padding_have_different_keys():
+    first, second = run_ranks(keys_of_local_shapes, 2)
+    assert first == second and len(set(first)) == 4
 
 
 def keys_of_programs(rank):

@@ -1,0 +1,131 @@
+"""How does a rank whose pieces are smaller than the first rank's run the same graph?
+
+The graph is made for the first rank's pieces, the largest. Where a tensor enters, a smaller piece
+is padded with copies of its last element (so what is computed of the padding is as finite as what
+is computed of the value), a gradient with zeros; a rank whose piece is empty takes the copies from
+the rank before it. Where a tensor leaves, and where an input is written, the padding is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from partita.comm import Ask, TraceWire, Wire, is_uneven
+from partita.layout import Layout
+from partita.tensor.spec import Spec, spec_of
+
+__all__ = ["Border", "border_of", "padded_shape"]
+
+Shape = tuple[int, ...]
+
+
+def padded_shape(spec: Spec) -> Shape:
+    """The shape of the first rank's piece."""
+    return spec.layout.local_shape(spec.wire.mesh, (0,) * spec.wire.mesh.ndim)
+
+
+@dataclass(frozen=True)
+class _Lender:
+    """For a dimension in which ranks are empty: who has the element before each of them.
+
+    Attributes:
+        axes: those that split the dimension.
+        members: how many ranks they are.
+        place: which of them, in the group's order, lends to this rank; None where it has its own.
+    """
+
+    axes: tuple[str, ...]
+    members: int
+    place: int | None
+
+
+@dataclass(frozen=True)
+class Border:
+    """What happens to one tensor of uneven pieces on its way into a graph and out of it.
+
+    Attributes:
+        true, padded: this rank's shape, and that of the first rank.
+        zeros: is it padded with zeros?
+        lenders: by dimension.
+    """
+
+    wire: Wire
+    true: Shape
+    padded: Shape
+    zeros: bool
+    lenders: dict[int, _Lender]
+
+    def enter(self, local: torch.Tensor) -> torch.Tensor:
+        """`local`, contiguous and padded; itself where it is so already."""
+        for dim, (have, want) in enumerate(zip(self.true, self.padded, strict=True)):
+            if have < want and (self.zeros or not have):
+                local = torch.constant_pad_nd(
+                    local, [0, 0] * (local.dim() - dim - 1) + [0, want - have]
+                )
+            elif have < want:
+                places = torch.arange(want, device=local.device).clamp(max=have - 1)
+                local = local.index_select(dim, places)
+            if dim in self.lenders:
+                local = self._lent(local, dim, self.lenders[dim])
+        return local.contiguous()
+
+    def _lent(self, local: torch.Tensor, dim: int, lender: _Lender) -> torch.Tensor:
+        last = local.narrow(dim, local.shape[dim] - 1, 1).contiguous()
+        all_last = last.new_empty((lender.members, *last.shape))
+        ask = Ask("all_gather", None, "pad")
+        self.wire.gather(all_last.view(-1), last.view(-1), lender.axes, ask)
+        if lender.place is None:
+            return local
+        return all_last[lender.place].expand(local.shape)
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """What of `value` is this rank's own, in memory of its own."""
+        if self.true == self.padded:
+            return value
+        return self.cut(value).clone(memory_format=torch.contiguous_format)
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """A view of what of `value` is this rank's own."""
+        for dim, n in enumerate(self.true):
+            value = value.narrow(dim, 0, n)
+        return value
+
+
+def border_of(spec: Spec | None, *, zeros: bool = False, lent: bool = True) -> Border | None:
+    """What a tensor of `spec` passes; None where all ranks hold equally much.
+
+    Args:
+        zeros: it is a gradient.
+        lent: do empty ranks need something that is like the value?
+    """
+    if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
+        return None
+    if isinstance(spec.wire, TraceWire):
+        spec = spec_of(spec.layout, spec.wire.real)
+    lenders = {} if zeros or not lent else _lenders(spec)
+    return Border(spec.wire, tuple(spec.local_shape), padded_shape(spec), zeros, lenders)
+
+
+def _lenders(spec: Spec) -> dict[int, _Lender]:
+    mesh, at = spec.wire.mesh, spec.wire.at
+    found = {}
+    for dim, (size, axes) in enumerate(zip(spec.layout.shape, spec.layout.shards, strict=True)):
+        if math.prod([mesh.size(a) for a in axes]) == 1 or not size:
+            continue
+        one = Layout((size,), (axes,))
+        key, members = spec.wire.group(axes)
+        # In the order in which the pieces stand in the dimension.
+        row = sorted(members, key=lambda c: [c[mesh.index(a)] for a in axes])
+        lengths = [one.local_shape(mesh, c)[0] for c in row]
+        if all(lengths):
+            continue
+        mine = row.index(at)
+        place = None
+        if not lengths[mine]:
+            before = next(i for i in range(mine, -1, -1) if lengths[i])
+            place = members.index(row[before])
+        found[dim] = _Lender(key, len(members), place)
+    return found

@@ -18,6 +18,12 @@ settings.register_profile("partita", deadline=None, derandomize=True, print_blob
 settings.load_profile("partita")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests compile is neither found in the user's store nor left there."""
+    os.environ["PARTITA_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -1,41 +1,251 @@
-"""How does a graph become machine code? Inductor does it."""
+"""How does a graph become machine code, and machine code that another process can load?
+
+Inductor compiles. What it can save of a result is generated Python and the binaries of Triton's
+kernels; the kernels in C++ it would compile again wherever the result is loaded. So a payload here
+is Inductor's own and the libraries beside it, and to load it takes neither a compiler nor anything
+in Inductor's caches. What of this machine the code was made for, `made_for` says.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+import pickle
+import pkgutil
+import platform
+import re
+import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
 
+from .generated import code_of, memory_of_code
+from .light import lighter, without_compiler
 from .notes import NOTE
 from .program import Program
 
-__all__ = ["lowered"]
+__all__ = ["CONFIG", "compiled", "load", "made_for"]
+
+Call = Callable[..., Sequence[torch.Tensor]]
+
+CONFIG: dict[str, Any] = {
+    # Random numbers are drawn by torch's own kernels, so that they are those of eager.
+    "fallback_random": True,
+    # Code asks how many threads there are, so that one artifact serves any number. Its loops are
+    # cut as for 16: for one, Inductor would have each thread do what one of them is to do.
+    "cpp.dynamic_threads": True,
+    "cpp.threads": 16,
+    # The order is that of the passes, which know what holds the memory (`schedule.InOrder`).
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+}
+"""What Inductor is asked for. All of it is in the name of an artifact: plain values only. And one
+rank compiles while others wait: nothing that has ranks talk to each other (spmd_check, estimates
+that are aligned between ranks, distributed autotuning)."""
+
+_FORMAT = 2  # of a payload
+_PARTS = ("lower.py", "light.py", "fusion.py", "schedule.py")  # of how a graph is compiled
+# Settings that say where and how fast something is compiled, not what.
+_ELSEWHERE = re.compile(
+    r"(_dir|path)$|cache|debug|^trace|log|worker|compile_threads|cpp\.(cxx|threads)$"
+)
 
 
-def lowered(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
-    """A function of the program's inputs, compiled, that gives its outputs.
+def compiled(program: Program) -> tuple[Call, bytes | None]:
+    """A function of the program's inputs that gives its outputs, and what `load` takes.
 
-    Random numbers are drawn by torch's own kernels, so that they are those of eager.
+    The latter is None, with a warning, where this torch cannot say it.
+
+    Raises:
+        Exception: whatever Inductor does where it cannot compile.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
-        return _lowered(program)
-
-
-def _lowered(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
     graph = copy.deepcopy(program.graph)
     for node in graph.graph.nodes:
         node.meta.pop(NOTE, None)
     examples = program.example()
-    mode: Any = next((getattr(x, "fake_mode", None) for x in examples), None)
-    options = {"fallback_random": True}
-    with torch.no_grad(), tracing(TracingContext(mode)), config.patch(options):
-        compiled: Any = compile_fx(graph, examples)
-    return compiled  # type: ignore[no-any-return]
+    mode = next((m for x in examples if (m := getattr(x, "fake_mode", None)) is not None), None)
+    if mode is None:
+        mode = torch._subclasses.FakeTensorMode()
+    with ExitStack() as stack:
+        _quiet(stack)
+        stack.enter_context(tracing(TracingContext(mode)))
+        _configure(stack, program.key)
+        libraries = stack.enter_context(_recorded())
+        code = stack.enter_context(code_of())
+        # Private torch, though vLLM stands on it: the one way to a result that can be saved.
+        artifact: Any = torch._inductor.standalone_compile(
+            graph, examples, dynamic_shapes="from_tracing_context", aot=True
+        )
+        _note_memory(program, code())
+        try:
+            parts = _FORMAT, lighter(artifact.serialize()), libraries()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            warnings.warn(f"a compiled program cannot be saved: {text}", stacklevel=2)
+            return artifact, None
+    return artifact, zlib.compress(pickle.dumps(parts), 1)
+
+
+def _note_memory(program: Program, code: list[str]) -> None:
+    """Keep beside the program what its code allocates: other ranks only load it."""
+    try:
+        program.metadata["memory"] = memory_of_code(code, program).to_json()
+    except ValueError as error:
+        program.metadata["memory_unknown"] = str(error)
+
+
+def load(payload: bytes) -> Call:
+    """What `compiled` has made, maybe in another process, from what it gave.
+
+    The payload is run: it must come from where only the user can have put it.
+
+    Raises:
+        Exception: any, where it is not for this torch or this machine.
+    """
+    number, result, libraries = pickle.loads(zlib.decompress(payload))
+    if number != _FORMAT:
+        raise ValueError(f"its format is {number}, not {_FORMAT}")
+    with ExitStack() as stack:
+        _quiet(stack)
+        stack.enter_context(_provided(libraries))
+        stack.enter_context(without_compiler())
+        from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+        call: Call = AOTCompiledArtifact.deserialize(result)
+    return call
+
+
+def made_for(devices: set[torch.device]) -> str:
+    """What decides what code is made of a program, besides the program: 16 hexadecimal digits.
+
+    The machine and its processor, versions, and how Inductor is set; on a GPU also its number. Not
+    in it: how many threads there are, where files are, what the host is called.
+    """
+    from torch._inductor import config
+
+    lines = [
+        f"format {_FORMAT}, torch {torch.__version__} {torch.version.git_version}",
+        f"{sys.implementation.cache_tag} {sys.platform} {platform.machine()}",
+        f"processor {torch.backends.cpu.get_cpu_capability()} {_features()}",
+        *(f"{name} = {value!r}" for name, value in sorted(CONFIG.items())),
+        # As files: to import what has a part in compiling is to import the compiler.
+        *(f"{name} {_digest_of_file(name)}" for name in _PARTS),
+    ]
+    # How the user has set it besides, in code or by environment variables.
+    for name, value in sorted(config.save_config_portable().items()):
+        if name not in CONFIG and not _ELSEWHERE.search(name):
+            lines.append(re.sub(" at 0x[0-9a-f]+", "", f"{name} = {value!r}"))
+    for device in sorted(devices, key=str):
+        if device.type == "cuda":  # the device's number stands in generated code
+            found = torch.cuda.get_device_properties(device)
+            lines.append(f"{device} {torch.version.cuda} {found.name} {found.major}.{found.minor}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _digest_of_file(name: str) -> str:
+    return hashlib.sha256(pkgutil.get_data(__package__, name) or b"").hexdigest()
+
+
+def _features() -> str:
+    """What the processor can do: C++ is compiled for all of it, not for its vector units alone."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return " ".join(sorted(line.partition(":")[2].split()))
+    except OSError:
+        pass
+    return platform.processor()
+
+
+# -- how torch is set ------------------------------------------------------------------------------
+
+
+def _quiet(stack: ExitStack) -> None:
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
+
+
+def _configure(stack: ExitStack, key: str) -> None:
+    import torch._functorch.config as functorch
+    from torch._inductor import config
+
+    from .fusion import Choices
+    from .schedule import InOrder
+
+    stack.enter_context(config.patch(CONFIG))
+    hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
+    stack.enter_context(config.patch(hooks))
+    # Should torch find a result of its own, then of this program and not of one that looks like it.
+    stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))
+    if hasattr(functorch, "bypass_autograd_cache_key"):
+        # What torch cannot name in its own cache it would not let us save.
+        stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
+
+
+# -- libraries of C++ kernels ----------------------------------------------------------------------
+# Private torch: generated code has each by `AsyncCompile.cpp_pybinding`, of types and a source.
+
+
+@contextmanager
+def _recorded() -> Iterator[Callable[[], dict[str, bytes]]]:
+    """Within, the libraries that are compiled are noted; what is given reads them."""
+    made: dict[str, Any] = {}
+
+    def note(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:
+        made[_name(argtypes, source)] = found = compile(self, argtypes, source)
+        return found
+
+    def libraries() -> dict[str, bytes]:
+        # Each is a function, or the promise of one, in an extension module of its own.
+        kernels = {k: f.result() if hasattr(f, "result") else f for k, f in made.items()}
+        return {k: Path(f.__self__.__file__).read_bytes() for k, f in kernels.items()}
+
+    with _kernels_by(note):
+        yield libraries
+
+
+@contextmanager
+def _provided(libraries: dict[str, bytes]) -> Iterator[None]:
+    """Within, these libraries are loaded where they would be compiled."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    os.makedirs(cache_dir(), exist_ok=True)  # where torch has libraries, and they may be executed
+    with tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True) as folder:
+
+        def provide(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:
+            name = _name(argtypes, source)
+            if name not in libraries:
+                return compile(self, argtypes, source)
+            path = Path(folder, name + ".so")
+            path.write_bytes(libraries[name])
+            # A library that is mapped needs no file.
+            return CppPythonBindingsCodeCache._load_library(str(path), name).kernel
+
+        with _kernels_by(provide):
+            yield
+
+
+@contextmanager
+def _kernels_by(have: Callable[..., Any]) -> Iterator[None]:
+    from torch._inductor.async_compile import AsyncCompile
+
+    compile = AsyncCompile.cpp_pybinding
+    AsyncCompile.cpp_pybinding = lambda *args: have(compile, *args)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = compile  # type: ignore[method-assign]
+
+
+def _name(argtypes: Sequence[str], source: str) -> str:
+    return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]

@@ -1,0 +1,306 @@
+"""Where are compiled programs kept, from one run to the next?
+
+In a folder, one file for each key: a header that says what the file is, metadata, and the bytes of
+the artifact. What is not whole, or not ours, is as if it were not there, but for one warning. The
+folder is bounded, what was not used for longest goes first, and many processes may write to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["Artifact", "Entry", "Store", "default_store", "read_limit"]
+
+MAGIC = b"partita artifact 1\n"
+"""The first line; the number goes up when files are read in another way."""
+SUFFIX, PART = ".artifact", ".part"
+LIMIT = 2 << 30
+_PART_LIVES = 3600.0  # seconds after which a file that nobody finished is taken for abandoned
+_HEADER = re.compile(rb"([0-9a-z-]+) ([0-9a-f]{64}) ([0-9]+) ([0-9]+)\n")
+_HEADER_BYTES = 512
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a compiler made of a program.
+
+    Attributes:
+        payload: what it takes to run it, for whoever made it.
+        metadata: what may be said of it without running it; JSON.
+    """
+
+    payload: bytes
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a store.
+
+    Attributes:
+        key: of the program that it holds, as its name says.
+        nbytes: of the whole file.
+        used: when it was last put or got, in seconds since 1970.
+        metadata: of the artifact; empty where there is a problem.
+        problem: why it cannot be used; "" where it can, as far as was looked.
+    """
+
+    path: Path
+    key: str
+    nbytes: int
+    used: float
+    metadata: dict[str, Any]
+    problem: str = ""
+
+
+class Store:
+    """A folder of artifacts.
+
+    Args:
+        folder: made by the first `put`, for this user alone: whoever can write to it can have
+            programs of this user run what they like.
+        limit: bytes of all files together; 0 to keep nothing.
+    """
+
+    def __init__(self, folder: Path, limit: int = LIMIT):
+        self.folder, self.limit = folder, limit
+
+    def path(self, key: str) -> Path:
+        """Where the artifact of a key is, or would be."""
+        if not re.fullmatch("[0-9a-z-]+", key):
+            raise ValueError(f"a key is of digits, small letters and dashes, not {key!r}")
+        return self.folder / (key + SUFFIX)
+
+    # -- one artifact ------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Artifact | None:
+        """The artifact of a key. None, with a warning, where its file cannot be used."""
+        path = self.path(key)
+        try:
+            with path.open("rb") as file:
+                artifact = _read(file, key)
+            os.utime(path)  # it is of use
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except _Unusable as problem:
+            _warn_once(path, f"{path} is not used: {problem}")
+            return None
+        except OSError as error:
+            _warn_once(path, f"{path} cannot be read: {error.strerror}")
+            return None
+        return artifact
+
+    def put(self, key: str, artifact: Artifact) -> bool:
+        """Keep an artifact, in place of any that has its key. False, with a warning, if that fails.
+
+        Others see the file whole or not at all.
+        """
+        path = self.path(key)
+        metadata = json.dumps(artifact.metadata).encode()
+        digest = _digest(key, metadata, artifact.payload)
+        header = f"{key} {digest} {len(metadata)} {len(artifact.payload)}\n".encode()
+        parts = (MAGIC, header, metadata, artifact.payload)
+        nbytes = sum(map(len, parts))
+        if self.limit == 0:
+            return False
+        if nbytes > self.limit:
+            text = f"{nbytes} bytes are over the limit of {self.limit} (PARTITA_CACHE_LIMIT)"
+            _warn_once(path, f"{path} is not written: {text}")
+            return False
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(path, parts)
+        except OSError as error:
+            _warn_once(self.folder, f"{self.folder} cannot be written: {error.strerror}")
+            return False
+        _warned.discard(path)
+        self._make_room(path)
+        return True
+
+    def drop(self, key: str) -> None:
+        """Forget the artifact of a key."""
+        with suppress(OSError):
+            self.path(key).unlink()
+
+    # -- all of them -------------------------------------------------------------------------------
+
+    def entries(self, check: bool = False) -> list[Entry]:
+        """What is there, last used first.
+
+        Args:
+            check: read all of each file, to see whether it is as it was written.
+        """
+        found = [_entry(path, check) for path in self._files(SUFFIX)]
+        return sorted((e for e in found if e is not None), key=lambda e: -e.used)
+
+    def clear(self) -> tuple[int, int]:
+        """Forget everything. How many files that were, and bytes.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        count = nbytes = 0
+        for path in [*self._files(SUFFIX), *self._files(PART)]:
+            with suppress(FileNotFoundError):
+                size = path.stat().st_size
+                path.unlink()
+                count, nbytes = count + 1, nbytes + size
+        return count, nbytes
+
+    def _files(self, suffix: str) -> list[Path]:
+        try:
+            return sorted(p for p in self.folder.iterdir() if p.name.endswith(suffix))
+        except OSError:
+            return []
+
+    def _make_room(self, new: Path) -> None:
+        sizes = {}
+        for path in self._files(SUFFIX):
+            with suppress(OSError):
+                stat = path.stat()
+                sizes[path] = (stat.st_mtime_ns, stat.st_size)
+        total = sum(size for _, size in sizes.values())
+        for path in sorted(sizes, key=lambda p: sizes[p]):
+            if total <= self.limit:
+                break
+            if path != new:
+                with suppress(OSError):
+                    path.unlink()
+                total -= sizes[path][1]
+        for path in self._files(PART):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _PART_LIVES:
+                    path.unlink()
+
+
+# -- the user's store ------------------------------------------------------------------------------
+
+
+def default_store() -> Store:
+    """The store in `PARTITA_CACHE`, else in partita's folder of the user's cache.
+
+    Raises:
+        ValueError: PARTITA_CACHE_LIMIT is no size.
+    """
+    folder = os.environ.get("PARTITA_CACHE")
+    if not folder:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "partita")
+    limit = os.environ.get("PARTITA_CACHE_LIMIT")
+    return Store(Path(folder).expanduser().absolute(), read_limit(limit) if limit else LIMIT)
+
+
+def read_limit(text: str) -> int:
+    """Bytes, of a number that may be followed by K, M, G or T (of 1024), and B or iB.
+
+    Raises:
+        ValueError: `text` is no such thing.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f'PARTITA_CACHE_LIMIT is a size such as "500M" or "2G", not {text!r}')
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+class _Unusable(Exception):
+    """Why a file is no artifact."""
+
+
+def _digest(key: str, metadata: bytes, payload: bytes) -> str:
+    digest = hashlib.sha256(key.encode() + b"\n")
+    digest.update(metadata)
+    digest.update(payload)
+    return digest.hexdigest()
+
+
+def _write(path: Path, parts: tuple[bytes, ...]) -> None:
+    handle, name = tempfile.mkstemp(suffix=PART, prefix=path.stem[:16] + "-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _header(file: BinaryIO, key: str) -> tuple[str, int, int]:
+    """The digest, and how many bytes of metadata and of payload follow."""
+    if not _trusted(file):
+        raise _Unusable("it belongs to another user")
+    magic = file.readline(_HEADER_BYTES)
+    if magic != MAGIC:
+        ours = magic.startswith(b"partita artifact ")
+        if not ours and MAGIC.startswith(magic):
+            raise _Unusable("it is cut short")
+        raise _Unusable("another partita wrote it" if ours else "it is no artifact")
+    line = file.readline(_HEADER_BYTES)
+    match = _HEADER.fullmatch(line)
+    if match is None:
+        raise _Unusable("its header is damaged" if line.endswith(b"\n") else "it is cut short")
+    if match[1].decode() != key:
+        raise _Unusable("it holds the program of another key")
+    return match[2].decode(), int(match[3]), int(match[4])
+
+
+def _trusted(file: BinaryIO) -> bool:
+    """What is loaded is run: files of this user, or of root, are."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return os.fstat(file.fileno()).st_uid in (os.geteuid(), 0)
+
+
+def _read(file: BinaryIO, key: str) -> Artifact:
+    digest, length, size = _header(file, key)
+    rest = file.read()
+    if len(rest) != length + size:
+        raise _Unusable("it is cut short" if len(rest) < length + size else "it is too long")
+    metadata, payload = rest[:length], rest[length:]
+    if _digest(key, metadata, payload) != digest:
+        raise _Unusable("its checksum is wrong: it was changed since it was written")
+    return Artifact(payload, json.loads(metadata))
+
+
+def _entry(path: Path, check: bool) -> Entry | None:
+    key = path.name.removesuffix(SUFFIX)
+    try:
+        stat = path.stat()
+        with path.open("rb") as file:
+            if check:
+                metadata = _read(file, key).metadata
+            else:
+                length = _header(file, key)[1]
+                metadata = json.loads(file.read(length))
+    except FileNotFoundError:
+        return None
+    except (_Unusable, OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        with suppress(OSError):
+            stat = path.lstat()
+            return Entry(path, key, stat.st_size, stat.st_mtime, {}, problem or "unreadable")
+        return None
+    return Entry(path, key, stat.st_size, stat.st_mtime, metadata)
+
+
+_warned: set[Path] = set()
+
+
+def _warn_once(about: Path, text: str) -> None:
+    if about not in _warned:
+        _warned.add(about)
+        warnings.warn(f"compiled programs: {text}", RuntimeWarning, stacklevel=3)

@@ -1,7 +1,8 @@
 """Who is told of calls that torch announces to nobody?
 
 A `TorchFunctionMode` hears of torch's own functions. It does not hear of an `autograd.Function`
-being applied (a compiled region is one), nor of what a redistribution carries. Whoever runs a part
+being applied (a region that torch compiled is one), nor of a region that partita
+compiled, nor of what a redistribution carries. Whoever runs a part
 of the program again, and must find each call of the first run in the second, is told of those here.
 """
 
@@ -20,9 +21,12 @@ class Watcher(Protocol):
     """What is told, and decides whether the call is made."""
 
     def applied(
-        self, function: type, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """`function.apply(*args, **kwargs)`, which `run()` does."""
+        """`function.apply(*args, **kwargs)`, or the call of a compiled region; `run()` does it."""
+
+    def writes(self, t: torch.Tensor) -> None:
+        """What is applied now is going to write `t` in place, which torch announces to nobody."""
 
     def carried(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
@@ -36,10 +40,12 @@ class _Here(threading.local):
     Attributes:
         watcher: who is told.
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
+        recorder: what notes where the nodes of a captured step come from, while it is captured.
     """
 
     watcher: Any = None
     capturing: bool = False
+    recorder: Any = None
 
 
 HERE = _Here()

@@ -23,7 +23,7 @@ from .errors import RematError
 from .forward import Event, Forward, carried_key
 from .identity import Key, Origins, describe, printed, site, within
 from .kept import KeptCall, KeptKernels, Replaying
-from .mode import Kind, listening
+from .mode import Kind, is_plumbing, listening
 from .policy import OneCall
 from .reads import check_unwritten
 from .report import Flops, open_reports
@@ -153,9 +153,9 @@ class Again:
         self.origins.learn_outputs(out, event.number, tensors)
         return out
 
-    def applied(self, function: type, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function`: a compiled region that is differentiated is one."""
-        if self._event is not None or function.__module__.startswith("partita."):
+    def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        if self._event is not None or is_plumbing(function):
             return run()
         tensors: list[torch.Tensor] = []
         return self._opaque(self._find(function, args, kwargs, tensors), tensors, run)
@@ -217,6 +217,9 @@ class Again:
             HERE.watcher = before
             if replaying is not None:
                 replaying.paused = False
+
+    def writes(self, t: torch.Tensor) -> None:
+        """The first run has noted it."""
 
     def named(self, x: torch.Tensor, name: str) -> None:
         """The first run has heard of it."""

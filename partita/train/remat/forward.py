@@ -22,7 +22,7 @@ from .errors import RematError
 from .identity import Key, Origins, describe, local_of, printed, site
 from .inputs import Inputs
 from .kept import Keeping, KeptCall, KeptKernels, start_of
-from .mode import Kind
+from .mode import Kind, is_plumbing
 from .policy import OneCall
 from .reads import Read, reads
 from .report import open_reports
@@ -232,9 +232,9 @@ class Forward:
         for start in kept.starts():
             self._kept[start] = kept
 
-    def applied(self, function: type, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function`: a compiled region that is differentiated is one."""
-        if self._event is not None or function.__module__.startswith("partita."):
+    def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        if self._event is not None or is_plumbing(function):
             return run()
         return self._opaque(function, function, args, kwargs, run, None)
 
@@ -324,13 +324,17 @@ class Forward:
         for one in tensors_in(written):
             if among is not None and not any(one is t for t in among):
                 continue
-            if self.origins.of(one) is None:
-                self.note_write(one)
-            else:
-                self._note_base(one)
-            kept = self._kept.get(start_of(one))
-            if kept is not None:
-                kept.copy()
+            self.writes(one)
+
+    def writes(self, one: torch.Tensor) -> None:
+        """`one` is going to be written."""
+        if self.origins.of(one) is None:
+            self.note_write(one)
+        else:
+            self._note_base(one)
+        kept = self._kept.get(start_of(one))
+        if kept is not None:
+            kept.copy()
 
     def _note_base(self, view: torch.Tensor) -> None:
         """Of a view that a call here made: does it lie in a buffer that a call here has read?"""

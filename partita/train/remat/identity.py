@@ -51,7 +51,10 @@ _BOUNDARY = within.__code__
 _ROOMS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PLUMBING = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    *(os.path.join(_ROOMS, room) + os.sep for room in ("tensor", "comm", "rules", "train/remat")),
+    *(
+        os.path.join(_ROOMS, room) + os.sep
+        for room in ("compile", "tensor", "comm", "rules", "train/remat")
+    ),
 )
 
 _codes: dict[int, tuple[CodeType, bool]] = {}

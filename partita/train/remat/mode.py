@@ -15,7 +15,7 @@ from partita.tensor.dispatch import op_of
 from partita.tensor.special import SPECIAL, passes
 from partita.tensor.watch import HERE
 
-__all__ = ["Kind", "Listening", "listening"]
+__all__ = ["Kind", "Listening", "is_plumbing", "listening"]
 
 _NO_CALLS = frozenset(
     """size dim numel nelement ndimension backward grad register_hook requires_grad_ is_same_size
@@ -95,7 +95,7 @@ class Listening(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a compiled region is no business of ours
+        if torch.compiler.is_compiling() and not HERE.capturing:  # no business of ours
             return func(*args, **kwargs)
         run = HERE.watcher
         if run is None:
@@ -109,6 +109,11 @@ class Listening(TorchFunctionMode):
             with self:  # which torch has taken off for this call
                 return kind.body(*args, **kwargs)
         return run.called(kind, args, kwargs)
+
+
+def is_plumbing(function: Any) -> bool:
+    """Is it an `autograd.Function` of partita's own, within a call of the program's?"""
+    return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
 def listening() -> Listening | None:

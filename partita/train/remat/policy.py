@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.compile import CompiledStep
 from partita.tensor.names import form_of
 from partita.tensor.watch import HERE
 
@@ -57,7 +58,8 @@ class OneCall(Wrapped):
     """A function that a region sees as one call, if its policy names it. Made by `one_call`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = None if torch.compiler.is_compiling() else HERE.watcher
+        compiling = torch.compiler.is_compiling() and not HERE.capturing
+        run = None if compiling else HERE.watcher
         if run is None:
             return self.__wrapped__(*args, **kwargs)
         return run.one_call(self, args, kwargs)
@@ -93,7 +95,7 @@ class Policy:
 
     Attributes:
         ops: names of ops whose results are kept.
-        functions: `autograd.Function`s and `OneCall`s that are kept.
+        functions: `autograd.Function`s, `OneCall`s and compiled regions that are kept.
         names: names of tensors (`checkpoint_name`) that are kept.
         collectives: keep what redistributions bring.
         test: asked of each call.
@@ -115,7 +117,9 @@ class Policy:
             self.budget = policy
         elif isinstance(policy, (list, tuple, set, frozenset)):
             self._take_all(policy)
-        elif isinstance(policy, (str, nn.Module, OneCall, type)) or _announced(policy):
+        elif isinstance(policy, (str, nn.Module, OneCall, CompiledStep, type)) or _announced(
+            policy
+        ):
             self._take_all([policy])
         elif callable(policy):
             self.test = policy
@@ -133,7 +137,7 @@ class Policy:
                 self.collectives = True
             elif isinstance(item, nn.Module):
                 self.functions.add(one_call(item).__dict__["forward"])
-            elif isinstance(item, OneCall) or (
+            elif isinstance(item, (OneCall, CompiledStep)) or (
                 isinstance(item, type) and issubclass(item, torch.autograd.Function)
             ):
                 self.functions.add(item)

@@ -50,6 +50,10 @@ class Region(Wrapped):
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if HERE.capturing:
+            from .in_graph import marked
+
+            return marked(self.__wrapped__, self.policy, args, kwargs)
         if torch.compiler.is_compiling():
             # The program that contains it is being compiled, and its compiler knows these.
             return torch.utils.checkpoint.checkpoint(
@@ -95,8 +99,9 @@ def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | No
         fn: a function, or a module, whose forward is wrapped in place: its names stay as they are.
         policy: what is kept.
             None: nothing.
-            A list of functions of torch, of modules and what `one_call` made, of
-            `autograd.Function`s, of names given by `checkpoint_name`, and `keep_collectives`.
+            A list of functions of torch, of modules and what `one_call` made, of functions that
+            `pt.compile` made, of `autograd.Function`s, of names given by `checkpoint_name`, and
+            `keep_collectives`.
             A function of a `Call`, true for what is kept.
             An int: a budget, the most bytes that activations may hold at once. The first step
             measures, and the most expensive results that fit are kept from then on.
@@ -151,7 +156,8 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     Returns:
         `x`.
     """
-    run = None if torch.compiler.is_compiling() else HERE.watcher
+    compiling = torch.compiler.is_compiling() and not HERE.capturing
+    run = None if compiling else HERE.watcher
     if run is not None:
         run.named(x, name)
     return x

@@ -1,0 +1,118 @@
+"""Which tensors does a step leave in its modules' attributes, and where else may it leave none?
+
+A module may keep what it computes: a loss of its own, scores to look at. During capture that is a
+tensor without memory, which must not stay there; the graph gives what stands there afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from partita.layout import Fix
+
+from .errors import not_captured
+from .state import Slot, State
+
+__all__ = ["Attributes", "check_result"]
+
+_SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
+
+
+class Attributes:
+    """What stands in a step's modules, beside their parameters, and in plain Python variables."""
+
+    def __init__(self, state: State):
+        self._homes = [
+            (f"{name}.{prefix}" if prefix else name, vars(part))
+            for name, module in state.modules.items()
+            for prefix, part in module.named_modules()
+        ]
+        self._variables = state.values
+        self._before: list[dict[str, Any]] = []
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, a step may write them; no tensor without memory stays there."""
+        self._before = [dict(home) for _, home in self._homes]
+        containers = [
+            (value, value.copy())
+            for held in self._before
+            for key, value in held.items()
+            if isinstance(value, (list, dict)) and key not in _SLOTS
+        ]
+        variables = [(slot, slot.value) for slot in self._variables]
+        try:
+            yield
+        finally:
+            for (_, home), held in zip(self._homes, self._before, strict=True):
+                for key in _filled(home):
+                    home.pop(key)
+                    if key in held:
+                        home[key] = held[key]
+            for container, copy in containers:
+                if _is_filled(container):
+                    container.clear()
+                    (container.update if isinstance(container, dict) else container.extend)(copy)
+            for slot, value in variables:
+                if _is_filled(slot.value):
+                    slot.put(value)
+
+    def left(self) -> list[Slot]:
+        """Within, after the step: the attributes in which it leaves a tensor.
+
+        Raises:
+            CaptureError: it leaves one in a list, a dictionary or a variable that held none.
+        """
+        found = []
+        for name, home in self._homes:
+            for key in _filled(home):
+                if not isinstance(home[key], torch.Tensor):
+                    raise _is_left(f"{name}.{key}")
+                found.append(Slot(f"{name}.{key}", "value", home, key))
+        for slot in self._variables:
+            if _is_filled(slot.value):
+                raise _is_left(slot.name)
+        return found
+
+
+def check_result(value: Any) -> None:
+    """Raise CaptureError if a part of a step's result that is no tensor holds some."""
+    if _is_filled(value):
+        kind = type(value).__name__
+        raise not_captured(
+            f"the step returns a {kind} that holds tensors",
+            "what is not a tensor is returned as it was at capture",
+            Fix("return a tuple or a dictionary"),
+            Fix(f"torch.utils._pytree.register_dataclass({kind})"),
+        )
+
+
+def _filled(home: dict[str, Any]) -> list[str]:
+    return [key for key, value in home.items() if key not in _SLOTS and _is_filled(value)]
+
+
+def _is_filled(value: Any) -> bool:
+    """Does it hold a tensor without memory?"""
+    if isinstance(value, FakeTensor):
+        return True
+    if isinstance(value, (list, tuple, dict, set)):
+        return any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
+    return False
+
+
+def _is_left(name: str) -> Exception:
+    return not_captured(
+        f"the step leaves a tensor in {name}",
+        "what it leaves in a list, a dictionary or a variable would be there once, not each time",
+        Fix("return it"),
+        Fix("an attribute of a module", "which may hold what a step computes"),
+    )

@@ -1,0 +1,97 @@
+"""Which gradients can the caller of a captured function ask for, and what are they?
+
+A function through whose results no backward has run is a region of a larger model. Its backward is
+traced right behind its forward, into the same graph, so that passes see both. Where the gradients
+of its results come in the graph gets inputs, "cotangents"; they are laid out by duality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.tensor.dtensor import tagged
+from partita.tensor.spec import Spec
+
+from .inputs import Inputs
+from .notes import NOTE, Recorder
+from .program import Input
+
+__all__ = ["Seed", "differentiate", "has_history", "made_inputs"]
+
+_SPENT = (
+    "Trying to backward through the graph a second time",
+    "modified by an inplace operation",
+)
+"""What autograd says of a history that a backward, or an update, has used up."""
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Where the gradient of a result comes in.
+
+    Attributes:
+        node: the name of the node that stands there while the graph is made.
+        spec: of the gradient, where the result is a DTensor.
+    """
+
+    node: str
+    spec: Spec | None
+
+
+def has_history(value: torch.Tensor) -> bool:
+    """Could a caller of the function that made `value` go backward from it?"""
+    with Local():
+        if not value.requires_grad or value.grad_fn is None:
+            return False
+    spec = getattr(value, "_spec", None)
+    return spec is None or all(op == "sum" for _, op in spec.layout.partial)
+
+
+def differentiate(
+    results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], recorder: Recorder
+) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
+    """The gradients of `inputs`, and where those of `results` come in.
+
+    Returns:
+        None where a backward within the function has used up what they are computed by: there is
+        nothing left to give, in eager neither.
+    """
+    seeds, values = [], []
+    with recorder.behind_forward():
+        for result in results:
+            spec = getattr(result, "_spec", None)
+            with Local(), torch.no_grad():
+                value = torch.empty_like(result.detach())
+            seeds.append(Seed(recorder.newest().name, spec and spec.gradient))
+            values.append(value if spec is None else tagged(value, spec.gradient))
+        try:
+            found = torch.autograd.grad(results, inputs, values, allow_unused=True)
+        except RuntimeError as error:
+            if any(told in str(error) for told in _SPENT):
+                return None
+            raise
+        with Local():
+            return seeds, [None if g is None else g.detach() for g in found]
+
+
+def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: Inputs) -> None:
+    """Make inputs of the graph of the nodes at which gradients come in."""
+    nodes = {n.name: n for n in graph.nodes}
+    last = graph.find_nodes(op="placeholder")[-1]
+    for number, seed in enumerate(seeds):
+        node = nodes[seed.node]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"cotangent_{number}")
+        last.meta = {k: v for k, v in node.meta.items() if k != NOTE}
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+        with inputs.mode, Local(), torch.no_grad():
+            like = last.meta["val"].detach()
+        if seed.spec is not None:
+            like = tagged(like, seed.spec)
+        inputs.add_made(Input(f"gradient {number}", "cotangent", like, number))

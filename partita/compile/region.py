@@ -1,0 +1,169 @@
+"""How does a compiled part of an eager model run, and how do gradients cross it?
+
+As one `autograd.Function` whose forward is a graph and whose backward is another. To autograd it is
+any other node: what it saves goes through the hooks that are set (remat, ZeRO, an offload), the
+gradients that it takes and gives are this rank's, laid out by duality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .key import key_of
+from .program import Call, Program
+from .split import Halves, split
+from .told import tell
+from .uneven import Border
+from .verify import verify
+
+__all__ = ["Region", "region_of"]
+
+
+@dataclass(frozen=True)
+class _Entrance:
+    """How a tensor goes into the graph of a backward.
+
+    Attributes:
+        size, stride, dtype, device: for which the graph is made.
+        border: how it is padded first.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    border: Border | None
+
+    def enter(self, x: torch.Tensor | None) -> torch.Tensor:
+        """`x` as the graph takes it; zeros where it is None."""
+        if x is None:
+            return self._new().zero_()
+        x = x.detach()
+        if x.layout is not torch.strided:
+            x = x.to_dense()
+        if self.border is not None:
+            x = self.border.enter(x)
+        return x if x.stride() == self.stride else self._new().copy_(x)
+
+    def _new(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(eq=False)
+class Region(Program):
+    """A program whose results have a history: gradients of them are given later, and taken on.
+
+    Attributes:
+        halves: its forward and its backward.
+        entrances: of its backward's inputs.
+        graded: places, among the tensors of a call, of those whose gradients it gives.
+        plain: the numbers of the results without a history.
+    """
+
+    halves: Halves = field(init=False)
+    entrances: list[_Entrance] = field(init=False)
+    graded: list[int] = field(init=False)
+    plain: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.halves = split(self)
+        backward = self.halves.backward
+        self.graded = [o.index for o in backward.outputs]
+        # The device of what stands in for a tensor is that of the tensor.
+        self.entrances = [
+            _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
+            for i, x in enumerate(backward.example())
+        ]
+        self.plain = [i for i, o in enumerate(self.given) if o.number < 0]
+
+    @property
+    def runs(self) -> Program:
+        return self.halves.forward
+
+    def prepare(self, call_of: Callable[[Program], Call]) -> None:
+        for name, half in (
+            ("forward", self.halves.forward),
+            ("backward", self.halves.backward),
+        ):
+            half.key = key_of([self.key, name])
+            half.prepare(call_of)
+
+    def numbered(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Of the gradients of all results those of results with a history, by number."""
+        pairs = zip(self.given, grads, strict=True)
+        return [g for o, g in pairs if o.number >= 0]
+
+    def made(
+        self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        if inputs is not None:
+            known = {id(given): x for given, x in zip(self.taken, inputs, strict=True)}
+            inputs = [known[id(given)] for given in self.halves.forward.inputs]
+        with Local():
+            made: Sequence[torch.Tensor] = _Region.apply(
+                self, tensors, inputs, *[tensors[i] for i in self.graded]
+            )
+        return made
+
+
+def region_of(program: Program) -> Program:
+    """The program, as a region if it gives gradients for those of its results.
+
+    Raises:
+        IllegalGraph: one of its halves breaks the grammar.
+    """
+    if not any(o.kind == "cotangent" for o in program.outputs):
+        return program
+    region = Region(**{f.name: getattr(program, f.name) for f in fields(program) if f.init})
+    verify(region, "split")
+    verify(region.halves.forward, "split, forward")
+    verify(region.halves.backward, "split, backward")
+    return region
+
+
+class _Region(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Region,
+        tensors: Sequence[Any],
+        inputs: Sequence[torch.Tensor] | None,
+        *graded: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.region = region
+        forward = region.halves.forward
+        made = forward.made(tensors, inputs)
+        count = len(region.given)
+        results, inside = made[:count], iter(made[count:])
+        ctx.save_for_backward(
+            *[next(inside).detach() if i < 0 else tensors[i] for i in region.halves.saved]
+        )
+        ctx.mark_non_differentiable(*[results[i] for i in region.plain])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        region, backward = ctx.region, ctx.region.halves.backward
+        saved = ctx.saved_tensors
+        if backward.scope is not None and backward.scope.busy:
+            tell(backward)
+        given = {"saved": saved, "kept": saved, "cotangent": region.numbered(grads)}
+        with Local():  # and without gradients, which `once_differentiable` sees to
+            args = []
+            for what, entrance in zip(backward.inputs, region.entrances, strict=True):
+                x = given[what.kind][what.index] if what.kind in given else what.now(())
+                args.append(entrance.enter(x))
+            found = list(backward.call(*args))
+            for i, border in backward.leaving.items():
+                found[i] = border.leave(found[i])
+        return None, None, None, *found

@@ -1,0 +1,237 @@
+"""Which part of a graph is forward, which backward, and what does the one leave for the other?
+
+Backward is what results do not need: what depends on their gradients, and what passes put there to
+be made again. It reads inputs of the graph, and values of forward that are saved. A view is not
+saved but what it is a view of; nor is a cast of an input, which is cast again. So a parameter that
+is gathered outside of the graph is itself what is saved, and its owner can let it go in between.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .functional import drop_unused
+from .notes import NOTE, note_of
+from .program import Input, Output, Program
+
+__all__ = ["Halves", "split"]
+
+_aten = torch.ops.aten
+_VIEWS = ("view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand")
+_CAST = _aten._to_copy.default
+
+
+@dataclass(eq=False)
+class Halves:
+    """A forward and its backward.
+
+    Attributes:
+        forward: gives what the whole gives but gradients, and then what it saves.
+        backward: takes what is saved, in the order of `saved`, then the gradients of results.
+        saved: for each value that backward is kept: a place among the tensors of a call; -1 where
+            it is the next of those that forward saves.
+    """
+
+    forward: Program
+    backward: Program
+    saved: list[int]
+
+
+def split(program: Program) -> Halves:
+    """The two halves of a program that has both. Its graph is changed: see above."""
+    graph = program.graph.graph
+    given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
+    late = _late(program, given)
+    _make_views_again(graph, late)
+    drop_unused(graph)
+    program.graph.recompile()
+    late.intersection_update(graph.nodes)
+    needs = _read_by(program, late, given)
+    # A rate is no tensor of the call, and an input that forward writes is another afterwards.
+    inside = [n for n in needs if n not in given or given[n].index < 0 or _is_written(n)]
+    return Halves(
+        _forward(program, given, late, inside),
+        _backward(program, given, late, needs, inside),
+        [-1 if n in inside else given[n].index for n in needs],
+    )
+
+
+def _results(program: Program) -> list[tuple[Output, fx.Node]]:
+    (end,) = program.graph.graph.find_nodes(op="output")
+    return list(zip(program.outputs, end.args[0], strict=True))
+
+
+def _late(program: Program, given: dict[fx.Node, Input]) -> set[fx.Node]:
+    """The calls that belong to backward."""
+    graph = program.graph.graph
+    needed = {node for output, node in _results(program) if output.kind != "cotangent"}
+    needed.update(n for n in graph.nodes if n.target is _aten.copy_.default)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    late = {n for n, i in given.items() if i.kind == "cotangent"}
+    for node in graph.nodes:
+        if node.op != "call_function" or node in needed:
+            continue
+        after = not late.isdisjoint(node.all_input_nodes)
+        piece = node.target is operator.getitem  # of what an earlier call gave
+        if after or (note_of(node).phase == "backward" and not piece):
+            late.add(node)
+    return late - set(given)
+
+
+def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
+    """Where backward reads a view of forward's, or a cast of an input, it makes its own."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copied(node: fx.Node, before: fx.Node) -> fx.Node:
+        if node not in copies:
+            source = node.all_input_nodes[0]
+            own = copied(source, before) if _is_cheap(source) else source
+            with graph.inserting_before(before):
+                copies[node] = graph.node_copy(node, lambda n: own if n is source else n)
+            copies[node].meta[NOTE] = replace(note_of(node), phase="backward")
+        return copies[node]
+
+    for node in [n for n in graph.nodes if n in late]:
+        for used in node.all_input_nodes:
+            if used not in late and _is_cheap(used):
+                node.replace_input_with(used, copied(used, node))
+    late.update(copies.values())
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    if node.target is _CAST:
+        return _from_input(node)
+    return getattr(node.target, "_opname", "") in _VIEWS and len(node.all_input_nodes) == 1
+
+
+def _from_input(node: fx.Node) -> bool:
+    while node.target is _CAST or getattr(node.target, "_opname", "") in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _read_by(program: Program, late: set[fx.Node], given: dict[fx.Node, Input]) -> list[fx.Node]:
+    """The values of inputs and of forward that backward reads, in order."""
+    read = {used for n in late for used in n.all_input_nodes}
+    read.update(n for output, n in _results(program) if output.kind == "cotangent")
+    nodes = program.graph.graph.nodes
+    return [n for n in nodes if n in read and n not in late and _is_kept(n, given)]
+
+
+def _is_kept(node: fx.Node, given: dict[fx.Node, Input]) -> bool:
+    if node.op == "get_attr":
+        return False
+    return node not in given or given[node].kind not in ("cotangent", "coordinate")
+
+
+def _is_written(node: fx.Node) -> bool:
+    return any(u.target is _aten.copy_.default and u.args[0] is node for u in node.users)
+
+
+# -- the halves ------------------------------------------------------------------------------------
+
+
+def _forward(
+    program: Program, given: dict[fx.Node, Input], late: set[fx.Node], saved: list[fx.Node]
+) -> Program:
+    new = _New(program)
+    clones: list[fx.Node] = []
+
+    def save() -> None:
+        """An input that forward writes is saved as it was."""
+        for node in saved:
+            if node in given and not clones.count(node):
+                clones.append(node)
+                copy = new.graph.call_function(_aten.clone.default, (new.of[node],))
+                copy.meta = {"val": node.meta["val"].clone(), NOTE: note_of(node)}
+                new.of[node, "before"] = copy
+
+    for node in program.graph.graph.nodes:
+        if node.target is _aten.copy_.default:
+            save()
+        if node in given:
+            if given[node].kind != "cotangent":
+                new.take(node, given[node])
+        elif node.op != "output" and node not in late:
+            new.copy(node)
+    kept = [(o, n) for o, n in _results(program) if o.kind != "cotangent"]
+    values = [new.of[n] for _, n in kept]
+    values += [new.of.get((n, "before"), new.of[n]) for n in saved]
+    outputs = [o for o, _ in kept] + [Output("saved", None) for _ in saved]
+    return new.program(values, outputs, program)
+
+
+def _backward(
+    program: Program,
+    given: dict[fx.Node, Input],
+    late: set[fx.Node],
+    saved: list[fx.Node],
+    inside: list[fx.Node],
+) -> Program:
+    new = _New(program)
+    for number, node in enumerate(saved):
+        if node in given and node not in inside:
+            what = replace(given[node], kind="kept", index=number)
+        else:
+            what = Input(node.name, "saved", node.meta["val"], number)
+        new.take(node, what)
+    for node, what in given.items():
+        if what.kind in ("cotangent", "coordinate"):
+            new.take(node, what)
+    for node in program.graph.graph.nodes:
+        if node in late or node.op == "get_attr":
+            new.copy(node)
+    kept = [(o, n) for o, n in _results(program) if o.kind == "cotangent"]
+    return new.program([new.of[n] for _, n in kept], [o for o, _ in kept], None)
+
+
+class _New:
+    """A graph that is made of parts of a program's."""
+
+    def __init__(self, program: Program):
+        self.graph, self._from = fx.Graph(), program
+        self.of: dict[Any, fx.Node] = {}
+        self._inputs: list[tuple[fx.Node, Input]] = []
+
+    def take(self, node: fx.Node, what: Input) -> None:
+        """Have an input for the value of `node`."""
+        self.of[node] = new = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        self._inputs.append((new, what))
+
+    def copy(self, node: fx.Node) -> None:
+        self.of[node] = self.graph.node_copy(node, self.of.__getitem__)
+
+    def program(
+        self, values: list[fx.Node], outputs: list[Output], whole: Program | None
+    ) -> Program:
+        """It gives `values`, and returns what `whole` does, or nothing."""
+        self.graph.output(values)
+        drop_unused(self.graph)
+        inputs = []
+        for node, what in self._inputs:
+            if node.users:
+                inputs.append(what)
+            else:
+                self.graph.erase_node(node)
+        module = fx.GraphModule(self._from.graph, self.graph)
+        module.meta = dict(self._from.graph.meta)
+        used = {n.args[-1] for n in self.graph.nodes if n.op == "call_function" and n.args}
+        names = {name for name in used if isinstance(name, str)}
+        return Program(
+            module,
+            inputs,
+            outputs,
+            whole.result if whole else pytree.tree_structure(()),
+            whole.constants if whole else [],
+            whole.cleared if whole else [],
+            {name: at for name, at in self._from.groups.items() if name in names},
+        )

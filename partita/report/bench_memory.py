@@ -20,25 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 import partita as pt
+from partita.train.allocated import counted
 
 __all__ = ["counted", "main"]
 
 MIB = 1 << 20
-
-
-def counted(step: Callable[[], Any]) -> int:
-    """The most bytes that the CPU allocator had out at once during `step`, above those before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    events = found.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = most = 0
-    for _, nbytes in changes:
-        held += nbytes
-        most = max(most, held)
-    return most
 
 
 def _model(layers: int, width: int) -> nn.Sequential:

@@ -1,0 +1,122 @@
+"""Until when must a gradient wait?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from ..notes import note_of
+from ..program import Program
+
+__all__ = ["lifetime"]
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def lifetime(program: Program) -> str:
+    """Each parameter is updated as soon as its gradient is there, and its gradient is freed.
+
+    An optimizer's step comes behind the whole of backward, and goes through the parameters one op
+    at a time: all gradients live at once, and then a temporary for every parameter. Here what
+    updates one parameter runs together, behind the last of what it reads. Where a norm over all
+    gradients scales them, all are waited for, as ever.
+    """
+    graph = program.graph.graph
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    late: set[fx.Node] = set()
+    for n in nodes:
+        if n.op == "call_function" and (_updates(n) or not late.isdisjoint(n.all_input_nodes)):
+            late.add(n)
+    needs = {n: _needs(n, late) for n in late}
+    floor = max((place[n] for n in nodes if n.op in ("placeholder", "get_attr")), default=0)
+    ready = _ready(nodes, late, needs, place, floor)
+    behind: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        returned = any(user.op == "output" for user in node.users)
+        if node in late and (node.target is _COPY or returned):
+            behind.setdefault(ready[node], []).append(node)
+    first = min((place[n] for n in late), default=len(nodes))
+    order: list[fx.Node] = []
+    done: set[fx.Node] = set()
+    for i, node in enumerate(nodes):
+        if node.op == "output":
+            order += _with_needs([n for n in nodes if n in late], needs, done)
+        if node not in late:
+            order.append(node)
+        order += _with_needs(behind.get(i, []), needs, done)
+    moved = sum(ready[n] < first for n in late if n.target is _COPY)
+    for node in order:
+        graph._root.prepend(node)
+    return f"{moved} tensors are updated before backward ends"
+
+
+def _updates(node: fx.Node) -> bool:
+    return note_of(node).phase == "update" or node.target is _COPY
+
+
+def _needs(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
+    """What must run before `node`: what it reads and, before an input is written, who reads it."""
+    found = list(node.all_input_nodes)
+    if node.target is _COPY:
+        waiting = [node.args[0]]
+        while waiting:
+            shown = waiting.pop()
+            assert isinstance(shown, fx.Node)
+            for user in shown.users:
+                if user is not node and user.op != "output":
+                    found.append(user)
+                    if _is_view(user):
+                        waiting.append(user)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+
+
+def _ready(
+    nodes: list[fx.Node],
+    late: set[fx.Node],
+    needs: dict[fx.Node, list[fx.Node]],
+    place: dict[fx.Node, int],
+    floor: int,
+) -> dict[fx.Node, int]:
+    """Of each late node the place of the last other node that must run before it."""
+    ready = {node: floor for node in nodes if node in late}
+
+    def of(node: fx.Node) -> int:
+        return ready[node] if node in late else place[node]
+
+    # Who reads an input may stand behind what writes others: so until nothing changes.
+    changing = True
+    while changing:
+        changing = False
+        for node in nodes:
+            if node in late:
+                now = max((of(n) for n in needs[node]), default=floor)
+                if now > ready[node]:
+                    ready[node], changing = now, True
+    return ready
+
+
+def _with_needs(
+    wanted: list[fx.Node], needs: dict[fx.Node, list[fx.Node]], done: set[fx.Node]
+) -> Iterator[fx.Node]:
+    """`wanted` in order, each behind those of its needs that are late too; none that is done."""
+    stack = list(reversed(wanted))
+    while stack:
+        node = stack[-1]
+        open_ = [n for n in needs[node] if n in needs and n not in done] if node not in done else []
+        if open_:
+            stack += reversed(open_)
+            continue
+        stack.pop()
+        if node not in done:
+            done.add(node)
+            yield node

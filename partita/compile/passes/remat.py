@@ -1,0 +1,242 @@
+"""What is computed again in backward, so that it need not wait there?"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from partita.comm.ledger import human
+from partita.layout import Fix
+
+from ..errors import CaptureError
+from ..functional import drop_unused
+from ..graph import canonical, is_collective, nbytes_of
+from ..notes import NOTE, note_of
+from ..program import Program
+from ..storages import Storages, memory_of, storages_of
+
+__all__ = ["remat"]
+
+_LEVELS = 8
+"""Among how many choices a budget finds its own, those apart that go back further."""
+
+_ALONE = 1.25
+"""So many times its own bytes may be needed beside what all of forward passes through."""
+
+
+def remat(program: Program) -> str:
+    """What regions of `pt.remat` made, but for what their policies keep, is made again in backward.
+
+    Right before backward first reads it, from what is there then; a gathered weight is gathered
+    again. Random numbers are kept, never drawn twice. For a budget, of the whole step or of a
+    model, those values are made again whose recompute costs least for the bytes that it saves, as
+    few of them as keep the predicted peak, of the graph that all passes have made, under it.
+    """
+    graph = program.graph.graph
+    made = _recompute(graph, _of_regions(program))
+    if program.budget is None:
+        return f"{made} calls are made again in backward"
+    return f"{made + _within(program, program.budget)} calls are made again in backward"
+
+
+def _of_regions(program: Program) -> set[fx.Node]:
+    """What regions make, but what their policies keep and what others read: it leaves them."""
+    graph = program.graph.graph
+    inside = {n for n in graph.nodes if note_of(n).region and _again(n)}
+    if not inside:
+        return inside
+    storages = storages_of(program)
+    kept: set[int] = set()
+    for node in inside:
+        region = note_of(node).region
+        if note_of(node).kept or any(
+            user.op == "output" or (not _late(user) and note_of(user).region != region)
+            for user in node.users
+        ):
+            kept.update(storages.of[node])
+    # A view of what stays costs nothing to make again.
+    return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
+
+
+def _again(node: fx.Node) -> bool:
+    """Can it be made again, and be the same?"""
+    target: Any = node.target
+    return (
+        node.op == "call_function"
+        and note_of(node).phase == "forward"
+        and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
+        and not getattr(getattr(target, "_schema", None), "is_mutable", False)
+    )
+
+
+def _late(node: fx.Node) -> bool:
+    return node.op == "call_function" and note_of(node).phase == "backward"
+
+
+def _recompute(graph: fx.Graph, chosen: set[fx.Node]) -> int:
+    """Have backward read copies of `chosen`, each made where it is first read."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(node: fx.Node) -> fx.Node:
+        if node not in chosen:
+            return node
+        if node not in copies:
+            for read in node.all_input_nodes:
+                again(read)
+            copies[node] = made = graph.node_copy(node, lambda n: copies.get(n, n))
+            note = note_of(node)
+            reason = "regather" if note.reason == "gather" else note.reason
+            made.meta[NOTE] = replace(note, phase="backward", reason=reason)
+        return copies[node]
+
+    for node in list(graph.nodes):
+        if _late(node):
+            for read in node.all_input_nodes:
+                if read in chosen:
+                    with graph.inserting_before(node):
+                        node.replace_input_with(read, again(read))
+    return len(copies)
+
+
+# -- under a budget --------------------------------------------------------------------------------
+
+
+def _within(program: Program, budget: int) -> int:
+    """Recompute so much that the predicted peak is at most `budget`; how many calls that are.
+
+    Raises:
+        CaptureError: no choice is small enough; it tells the least that is.
+    """
+    text = "\n".join([*canonical(program), *program.without])
+    least = None
+    for names in _levels(program):
+        key = hashlib.sha256(f"{text} {sorted(names)}".encode()).hexdigest()
+        if key not in _tried_before:
+            _tried_before[key] = _tried(program, names)
+            while len(_tried_before) > _REMEMBERED:
+                del _tried_before[next(iter(_tried_before))]
+        tried = _tried_before[key]
+        least = tried if least is None else min(least, tried)
+        if tried <= budget:
+            graph = program.graph.graph
+            return _recompute(graph, {n for n in graph.nodes if n.name in names})
+    assert least is not None
+    raise CaptureError(
+        f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
+        f"{least} ({human(least)}) above what it holds between calls",
+        reason="what is recomputed is read from somewhere, and gradients and gathered weights stay",
+        fixes=(Fix(f"budget={least}", "the least that was found"),),
+    )
+
+
+_tried_before: dict[str, int] = {}
+_REMEMBERED = 512
+
+
+def _tried(program: Program, names: frozenset[str]) -> int:
+    """The predicted peak of the graph that all passes make if these are recomputed."""
+    from .order import PASSES
+
+    trial = copy.copy(program)
+    trial.graph = copy.deepcopy(program.graph)
+    graph = trial.graph.graph
+    _recompute(graph, {n for n in graph.nodes if n.name in names})
+    passes = list(PASSES.items())
+    behind = [name for name, _ in passes].index("remat") + 1
+    for name, change in passes[behind:]:
+        if name not in program.without:
+            change(trial)
+            drop_unused(graph)
+    trial.graph.recompile()
+    return memory_of(trial).peak
+
+
+def _levels(program: Program) -> list[frozenset[str]]:
+    """Choices, each with more recomputed than the one before; the first with nothing.
+
+    First go what is cheap for its bytes. What all of forward passes through stays, so that no
+    recompute goes back further than to the one before; at the end of those only every second
+    stays, every fourth, and so on.
+    """
+    graph = program.graph.graph
+    storages = storages_of(program)
+    saved = _saved(graph, storages)
+    narrow = _narrow(graph, storages, saved)
+    ranked = [s for s in saved if s not in narrow]
+    ranked.sort(key=lambda s: (_cost(storages.maker[s]) / storages.nbytes[s], s))
+    step = max(1, -(-len(ranked) // _LEVELS))
+    dropped = [ranked[:count] for count in range(step, len(ranked) + step, step)]
+    stays = 2
+    while stays < 2 * len(narrow):
+        dropped.append(ranked + [s for i, s in enumerate(narrow) if i % stays != stays - 1])
+        stays *= 2
+    levels = [frozenset[str]()]
+    for some in dropped:
+        held = set(saved).difference(some)
+        levels.append(frozenset(_closed(graph, storages, set(some), held)))
+    return list(dict.fromkeys(levels))
+
+
+def _narrow(graph: fx.Graph, storages: Storages, saved: list[int]) -> list[int]:
+    """Of what is saved, that beside which the rest of forward needs next to nothing else."""
+    forward = [n for n in graph.nodes if n.op == "call_function" and note_of(n).phase == "forward"]
+    last = {s: n for n in forward for read in n.all_input_nodes for s in storages.of[read]}
+    live, found, wanted = 0, [], set(saved)
+    for node in forward:
+        made = storages.made_by(node)
+        live += sum(storages.nbytes[s] for s in made if s in last)
+        for read in node.all_input_nodes:
+            for s in storages.of[read]:
+                if last.get(s) is node and storages.maker[s].op == "call_function":
+                    live -= storages.nbytes[s]
+                    del last[s]
+        found += [s for s in made if s in wanted and live <= _ALONE * storages.nbytes[s]]
+    return found
+
+
+def _saved(graph: fx.Graph, storages: Storages) -> list[int]:
+    """What forward makes, that can be made again, and backward reads."""
+    found: dict[int, None] = {}
+    for node in graph.nodes:
+        if _late(node):
+            for read in node.all_input_nodes:
+                for s in storages.of[read]:
+                    if _again(storages.maker[s]) and storages.nbytes[s]:
+                        found[s] = None
+    return list(found)
+
+
+def _closed(graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]) -> set[str]:
+    """The nodes that show what is dropped, and those that must run for them to be made again."""
+    chosen = {n for n in graph.nodes if _again(n) and dropped.issuperset(storages.of[n])}
+    chosen = {n for n in chosen if storages.of[n]}
+    waiting = list(chosen)
+    while waiting:
+        for read in waiting.pop().all_input_nodes:
+            if read not in chosen and _again(read) and held.isdisjoint(storages.of[read]):
+                chosen.add(read)
+                waiting.append(read)
+    return {n.name for n in chosen}
+
+
+_flops: dict[Any, Callable[..., int]] = flop_registry
+
+
+def _cost(node: fx.Node) -> float:
+    """Seconds that a recompute of one call takes, about: it ranks, and is no measurement."""
+    nbytes = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))
+    count = _flops.get(getattr(node.target, "overloadpacket", None))
+    seconds = nbytes / 1e10
+    if is_collective(node):
+        seconds += nbytes / 1e9
+    elif count is not None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        seconds += count(*args, **kwargs, out_val=node.meta["val"]) / 5e10
+    return seconds

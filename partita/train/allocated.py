@@ -1,0 +1,65 @@
+"""How many bytes did torch's CPU allocator have out at once?
+
+Every allocation counts, whoever makes it: ops, the kernels that Inductor compiled, collectives'
+staging. torch's profiler hears of them by itself, in this thread and in what process groups do for
+it. What it cannot hear is that one of their threads was the last to let go of a buffer, which would
+then seem to stay: so after each wait those threads are given time to let go first.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["counted", "counts_of"]
+
+_GRACE = 1e-3  # seconds after a wait
+
+
+def counted(step: Callable[[], Any], times: int = 2) -> int:
+    """The most bytes that the CPU allocator had out at once during `step`, above those before.
+
+    Args:
+        step: is run `times` times, and the least holds; it must have run before, so that what it
+            makes once is there.
+    """
+    return min(counts_of(step) for _ in range(times))
+
+
+def counts_of(step: Callable[[], Any]) -> int:
+    """`counted`, of one run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, _waiting_long():
+        step()
+    events = found.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, nbytes in changes:
+        held += nbytes
+        most = max(most, held)
+    return most
+
+
+@contextmanager
+def _waiting_long() -> Iterator[None]:
+    """Within, what is called "wait" and written in C takes a while longer."""
+
+    def seen(frame: Any, event: str, function: Any) -> None:
+        if event != "c_return":
+            return
+        name = getattr(function, "__name__", "")
+        if not name:  # an operator's, which has none of its own
+            name = getattr(frame.f_locals.get("self"), "_opname", "")
+        if "wait" in name:
+            time.sleep(_GRACE)
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from .under_way import All, Summed, UnderWay
 
-__all__ = ["start_all_gather", "start_all_reduce", "start_reduce_scatter"]
+__all__ = ["SMALL", "start_all_gather", "start_all_reduce", "start_reduce_scatter"]
 
-_SMALL = 1 << 15
+SMALL = 1 << 15
 """Bytes up to which every rank sends its whole share to all: one round instead of two."""
 
 
@@ -41,7 +41,7 @@ def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> UnderWay:
     """Begin to put the sum of the group's contiguous `x` into `x`."""
     n, size = group.size(), x.numel()
     flat = x.view(-1)
-    if x.nbytes <= _SMALL:
+    if x.nbytes <= SMALL:
         shares = x.new_empty(n * size)
         return Summed(group._allgather_base(shares, flat), shares.view(n, size).unbind(), flat)
     if n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much

@@ -61,7 +61,7 @@ class GroupWire(Wire):
         self._rank_at = dict(zip(self.mesh.coordinates(), ranks, strict=True))
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
-        self._gloo = kind == "cpu" and "cpu:gloo" in dist.get_backend_config()
+        self.on_gloo = kind == "cpu" and "cpu:gloo" in dist.get_backend_config()
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class GroupWire(Wire):
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
         group = self._process_groups[axes]
-        if reduce_op == "sum" and self._gloo:
+        if reduce_op == "sum" and self.on_gloo:
             gloo.start_reduce_scatter(group, out, x).wait()
             return
         options = dist.ReduceScatterOptions()
@@ -115,7 +115,7 @@ class GroupWire(Wire):
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         group = self._process_groups[axes]
-        if reduce_op == "sum" and self._gloo:
+        if reduce_op == "sum" and self.on_gloo:
             gloo.start_all_reduce(group, x).wait()
             return
         group.allreduce([x], _OPS[reduce_op]).wait()
@@ -124,17 +124,19 @@ class GroupWire(Wire):
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
         group = self._process_groups[axes]
-        return gloo.start_all_gather(group, out, x) if self._gloo else group._allgather_base(out, x)
+        return (
+            gloo.start_all_gather(group, out, x) if self.on_gloo else group._allgather_base(out, x)
+        )
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
         group = self._process_groups[axes]
-        return gloo.start_all_reduce(group, x) if self._gloo else group.allreduce([x])
+        return gloo.start_all_reduce(group, x) if self.on_gloo else group.allreduce([x])
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
         group = self._process_groups[axes]
-        if self._gloo or out.dtype != x.dtype:
+        if self.on_gloo or out.dtype != x.dtype:
             return gloo.start_reduce_scatter(group, out, x)
         return group._reduce_scatter_base(out, x)
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import partita as pt
+from partita.comm.ledger import human
 from partita.compile.notes import note_of
+from partita.compile.passes import PASSES, find, put, replace
 from partita.compile.verify import IllegalGraph, verify
 from tests.ranks.test_capture import adamw, data_parallel, losses, plain_step, rows, tiny, zero3
 from tests.ranks.test_zero import TOKENS
 
 R, S = pt.Replicate(), pt.Shard
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 def compiled(step, *args, **options):
@@ -123,14 +130,299 @@ def test_every_pass_says_what_it_changed():
     with pt.ranks(dp=2) as world:
         (_, step), _ = world.run(trained, zero3, ())
     text = step.explain()
-    for name in ("dedupe", "cancel", "regather", "bucket"):
+    for name in ("dedupe", "cancel", "cast", "regather", "bucket"):
         assert f"{name}: " in text
     assert "collectives became" in text and "saved" in text
+    assert re.search(r"regather: .*predicted peak: \S+ KiB -> \S+ KiB.*\nbucket: ", text, re.S)
+    assert re.search(r"bucket: .*predicted time of collectives: \S+ us -> \S+ us", text, re.S)
+    assert "    + 2 x _c10d_functional.all_gather_into_tensor.default" in text
+    last = step.memory.peak
+    assert text.splitlines()[-1].endswith(f"-> {human(last)} predicted peak above the inputs")
+
+
+def test_the_page_on_compiling_names_every_pass():
+    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| .* \|$", page.partition("## Passes")[2], re.M)
+    assert rows[1:] == list(PASSES)
 
 
 def test_a_pass_that_there_is_not_is_named():
     with pytest.raises(ValueError, match="the passes are dedupe"):
         compiled(lambda x: x * 2, torch.ones(2), without=("tidy",))
+
+
+# -- cast ------------------------------------------------------------------------------------------
+
+
+def two_linears(mesh):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)]
+    return pt.zero(torch.nn.Sequential(*layers), mesh)
+
+
+def autocast_losses(mesh, without):
+    model = two_linears(mesh)
+    optimizer = adamw(model.parameters())
+    x = pt.distribute_tensor(torch.linspace(-1, 1, 32).view(4, 8), mesh, [S(0)])
+
+    def step(x):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = pt.compile(step, backend="graph", without=without) if without is not None else step
+    found = [step(x).item() for _ in range(4)]
+    return found, [p.full_tensor().detach() for p in model.parameters()], step
+
+
+def bytes_of(step, *reasons):
+    return sum(note_of(n).nbytes for n in step.graph.moves if note_of(n).reason in reasons)
+
+
+def test_under_autocast_half_the_bytes_are_gathered_and_every_bit_is_the_same():
+    with pt.ranks(dp=2) as world:
+        (found, weights, step), _ = world.run(autocast_losses, ())
+        (wanted, others, apart), _ = world.run(autocast_losses, ("cast",))
+        (eager, _, _), _ = world.run(autocast_losses, None)
+    assert found == wanted and all(map(torch.equal, weights, others))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(eager), rtol=1e-6, atol=0)
+    for reason in ("gather", "regather"):
+        assert bytes_of(apart, reason) == 2 * bytes_of(step, reason) > 0
+    assert bytes_of(apart, "gradient") == bytes_of(step, "gradient") > 0
+    change = next(c for c in step.program.changes if c.name == "cast")
+    assert change.sent[1] < change.sent[0] and change.seconds[1] < change.seconds[0]
+
+
+def test_a_cast_shard_does_not_wait_for_backward():
+    with pt.ranks(dp=2) as world:
+        (_, _, step), _ = world.run(autocast_losses, ())
+    again = [n for n in step.graph.nodes if n.target is aten._to_copy.default]
+    again = [n for n in again if note_of(n).reason == "regather"]
+    assert again and all(note_of(n).phase == "backward" for n in again)
+
+
+def cast_pieces(x):
+    y = x.redistribute(placements=[R]).to_local()
+    return y[:, 1:3].bfloat16(), y.t().bfloat16(), y.bfloat16()
+
+
+def read_in_both(x):
+    y = x.redistribute(placements=[R])
+    return y.bfloat16(), y * 2
+
+
+def read_in_two_narrow_ones(x):
+    y = x.redistribute(placements=[R])
+    return y.bfloat16(), y.half()
+
+
+def widened(x):
+    return x.redistribute(placements=[R]).double()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [
+        (cast_pieces, torch.bfloat16),
+        (read_in_both, torch.float32),
+        (read_in_two_narrow_ones, torch.float32),
+        (widened, torch.float32),
+    ],
+)
+def test_only_what_all_readers_cast_alike_is_cast_before_it_is_gathered(step, dtype, dim):
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(48.0).view(6, 8) / 7, mesh, [S(dim)])
+        fast, found = compiled(step, x)
+        (gather,) = fast.graph.moves
+        assert gather.meta["val"].dtype == dtype
+        wanted = step(x)
+        for one, other in zip(*map(torch.utils._pytree.tree_leaves, (found, wanted)), strict=True):
+            one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
+            assert torch.equal(one, other) and one.stride() == other.stride()
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+# -- passes of the user's --------------------------------------------------------------------------
+
+
+def fold_scales(program):
+    """A value that is scaled twice is scaled once."""
+    folded = 0
+    for outer in find(program, aten.mul.Tensor):
+        inner, factor = outer.args
+        if inner.target is aten.mul.Tensor and isinstance(inner.args[1], float):
+            x, first = inner.args
+            replace(outer, put(aten.mul.Tensor, x, first * factor, before=outer))
+            folded += 1
+    return f"{folded} folded"
+
+
+def scaled_twice(x):
+    return (x * 2.0) * 4.0 + x.sum()
+
+
+def test_a_users_pass_runs_says_what_it_changed_and_is_left_out_by_its_name():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(8.0), mesh, [S(0)])
+        wanted = scaled_twice(x).full_tensor()
+        steps = []
+        for options in ({"passes": [fold_scales]}, {"passes": [fold_scales], "without": NAME}, {}):
+            step, found = compiled(scaled_twice, x, **options)
+            assert torch.equal(found.full_tensor(), wanted)
+            steps.append(step)
+        counts = [str(s.graph).count("aten.mul.Tensor") for s in steps]
+        assert counts == [1, 2, 2]
+        assert len({s.key for s in steps}) == 3
+        assert [c.name for c in steps[0].program.changes][:2] == ["fold_scales", "dedupe"]
+        return steps[0].explain(), steps[0].key
+
+    NAME = ("fold_scales",)
+    with pt.ranks(dp=2) as world:
+        (text, key), (_, other) = world.run(run)
+    assert key == other
+    assert "fold_scales: A value that is scaled twice is scaled once.\n  1 folded" in text
+    assert "- 1 x aten.mul.Tensor : f32[4] cpu" in text
+
+
+def test_a_users_pass_may_say_before_which_it_runs():
+    step, _ = compiled(scaled_twice, torch.ones(4), passes={"bucket": fold_scales})
+    names = [c.name for c in step.program.changes]
+    assert names[names.index("fold_scales") + 1] == "bucket"
+    step, _ = compiled(scaled_twice, torch.ones(4), passes={"end": [fold_scales]})
+    assert step.program.changes[-1].name == "fold_scales"
+
+
+def test_what_a_users_pass_puts_in_by_fx_alone_is_noted_and_counted():
+    def sums_over_ranks(program):
+        """What a rank returns is summed over the ranks."""
+        graph = program.graph.graph
+        (end,) = graph.find_nodes(op="output")
+        (name,) = program.groups
+        with graph.inserting_before(end):
+            total = graph.call_function(
+                functional.all_reduce.default, (end.args[0][0], "sum", name)
+            )
+            waited = graph.call_function(functional.wait_tensor.default, (total,))
+        end.args = ([waited],)
+
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(8.0), mesh, [S(0)])
+
+        def gathered(x):
+            return x.redistribute(placements=[R])
+
+        step, found = compiled(gathered, x, passes=[sums_over_ranks])
+        assert torch.equal(found.to_local(), 2 * torch.arange(8.0))
+        gather, reduce = (note_of(n) for n in step.graph.moves)
+        assert (reduce.kind, reduce.axes, reduce.nbytes) == ("all_reduce", ("dp",), 32)
+        assert reduce.op == "sums_over_ranks" and "test_compile_passes.py" in reduce.source
+        change = step.program.changes[0]
+        assert change.sent == (gather.nbytes, gather.nbytes + 32)
+        assert change.seconds[1] > change.seconds[0]
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def puts_a_write(program):
+    (mul, *_) = find(program, aten.mul.Tensor)
+    mul.target = aten.mul_.Tensor
+
+
+def changes_a_dtype(program):
+    (end,) = program.graph.graph.find_nodes(op="output")
+    value = put(aten._to_copy.default, end.args[0][0], before=end, dtype=torch.float64)
+    end.args = ([value],)
+
+
+def changes_a_shape(program):
+    (end,) = program.graph.graph.find_nodes(op="output")
+    end.args = ([put(aten.unsqueeze.default, end.args[0][0], 0, before=end)],)
+
+
+def changes_a_layout(program):
+    program.outputs[0] = dataclasses.replace(program.outputs[0], spec=None, kind="other")
+
+
+def forgets_a_write(program):
+    for copy in find(program, aten.copy_.default):
+        program.graph.graph.erase_node(copy)
+
+
+def gives_more(program):
+    (end,) = program.graph.graph.find_nodes(op="output")
+    end.args = (end.args[0] * 2,)
+
+
+def cannot_be(program):
+    (mul, *_) = find(program, aten.mul.Tensor)
+    mul.args = (mul.args[0], put(aten.new_empty.default, mul.args[0], [3, 7], before=mul))
+
+
+def raises(program):
+    raise KeyError("weight")
+
+
+def is_another_on_each_rank(program):
+    (mul, *_) = find(program, aten.mul.Tensor)
+    mul.args = (mul.args[0], float(len(RANKS_SEEN)))
+    RANKS_SEEN.append(mul)
+
+
+RANKS_SEEN: list = []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (puts_a_write, "aten.mul_.Tensor writes"),
+        (changes_a_dtype, "is float64 [4] on cpu, it was float32 [4] on cpu"),
+        (changes_a_shape, "is float32 [1, 4] on cpu, it was float32 [4] on cpu"),
+        (changes_a_layout, "gives other outputs, or in other layouts"),
+        (forgets_a_write, "w is not written any more"),
+        (gives_more, "it returns more"),
+        (cannot_be, "mul cannot be: "),
+        (raises, "raised KeyError: 'weight'"),
+        (is_another_on_each_rank, "has made different programs on the ranks"),
+    ],
+)
+def test_a_users_pass_that_breaks_its_contract_is_refused_by_name_on_all_ranks(wrong, said):
+    RANKS_SEEN.clear()
+
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(8.0), mesh, [S(0)])
+        w = pt.distribute_tensor(torch.zeros(8), mesh, [S(0)])
+
+        def step(x):
+            with torch.no_grad():
+                w.add_(x * 3.0)
+            return x * 2.0
+
+        with pytest.raises(pt.LayoutError) as caught:
+            compiled(step, x, passes=[wrong])
+        assert torch.equal(w.full_tensor(), torch.zeros(8))
+        return str(caught.value)
+
+    with pt.ranks(dp=2) as world:
+        one, other = world.run(run)
+    assert one == other
+    assert wrong.__name__ in one and said in one
+
+
+def test_two_passes_have_two_names_and_a_place_is_a_passs():
+    def bucket(program): ...
+
+    for passes in ([bucket], [fold_scales, fold_scales]):
+        with pytest.raises(ValueError, match="already"):
+            compiled(scaled_twice, torch.ones(4), passes=passes)
+    with pytest.raises(ValueError, match="a place is dedupe"):
+        compiled(scaled_twice, torch.ones(4), passes={"nowhere": fold_scales})
 
 
 # -- the graph a person reads ----------------------------------------------------------------------

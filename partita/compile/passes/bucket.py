@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..notes import NOTE, note_of
+from ..notes import note_of
 from ..program import Program
+from .making import Making
 
 __all__ = ["bucket"]
 
@@ -18,6 +19,8 @@ _functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 _WAIT = _functional.wait_tensor.default
 _GATHER = _functional.all_gather_into_tensor.default
 _SCATTER = _functional.reduce_scatter_tensor.default
+_ZEROS = ("gather", "regather", "gradient", "settle", "update")
+"""Why ZeRO carries: these travel by blocks."""
 _CHEAP = (_aten.view.default, _aten.reshape.default, _aten._to_copy.default)
 
 
@@ -31,7 +34,7 @@ def bucket(program: Program) -> str:
     groups: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         note = note_of(node)
-        if node.target in (_GATHER, _SCATTER) and note.reason in ("gather", "regather", "gradient"):
+        if node.target in (_GATHER, _SCATTER) and note.reason in _ZEROS:
             dtype = node.args[0].meta["val"].dtype
             rest = node.args[1:]
             key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes)
@@ -103,7 +106,7 @@ def _gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
     note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
     order = _order(graph)
     with graph.inserting_before(members[0]):
-        make = _Making(graph, note)
+        make = Making(graph, note)
 
         def brought(node: fx.Node) -> fx.Node:
             """`node`, or the same made here where it stands too late."""
@@ -130,7 +133,7 @@ def _scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
     note = note_of(members[-1])
     note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
     with graph.inserting_before(members[-1].next):
-        make = _Making(graph, note)
+        make = Making(graph, note)
         rows = [make(_aten.reshape.default, m.args[0], [size, -1]) for m in members]
         flat = make(_aten.reshape.default, make(_aten.cat.default, rows, 1), [-1])
         part = make(_WAIT, make(_SCATTER, flat, op, size, name))
@@ -162,25 +165,3 @@ def _sink(graph: fx.Graph, pieces: set[fx.Node], end: fx.Node) -> None:
             late.add(node)
             behind.append(node)
             behind = node
-
-
-class _Making:
-    """Adds nodes that know what they make, with one note."""
-
-    def __init__(self, graph: fx.Graph, note: Any):
-        self.graph, self.note = graph, note
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.node.map_arg(args, lambda n: n.meta["val"])
-        fake = next(v.fake_mode for v in _tensors(values))
-        with fake:
-            node.meta["val"] = target(*values, **kwargs)
-        node.meta[NOTE] = self.note
-        return node
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [t for v in values if isinstance(v, (list, tuple, torch.Tensor)) for t in _tensors(v)]

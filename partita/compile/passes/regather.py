@@ -22,8 +22,8 @@ def regather(program: Program) -> str:
     """A parameter that ZeRO gathers for forward is gathered again for backward.
 
     Without it the gathered weight would live from its forward to its backward: ZeRO-3 would
-    silently hold what ZeRO-2 holds. The whole chain is made again, from the shard: the gather, its
-    wait, and the views and casts of what it gave.
+    silently hold what ZeRO-2 holds. The whole chain is made again, from the shard: its cast, the
+    gather, its wait, and the views and casts of what it gave.
     """
     graph = program.graph.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -37,7 +37,7 @@ def regather(program: Program) -> str:
         if not late:
             continue
         first = min(late, key=order.__getitem__)
-        copies = _copied(graph, chain, first)
+        copies = _copied(graph, [*_from_shard(gather), *chain], first)
         for user in late:
             for node in chain:
                 if node in user.all_input_nodes:
@@ -55,11 +55,28 @@ def _chain(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     chain = [gather]
     reached = {gather}
     for node in sorted(_after(gather), key=order.__getitem__):
-        name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
-        if name in _CHAIN and reached.issuperset(node.all_input_nodes):
+        if _is_moving(node) and reached.issuperset(node.all_input_nodes):
             chain.append(node)
             reached.add(node)
     return chain
+
+
+def _from_shard(gather: fx.Node) -> list[fx.Node]:
+    """The views and casts that make of a parameter's shard what is gathered, in order.
+
+    A cast shard would wait for backward else.
+    """
+    found: list[fx.Node] = []
+    (node,) = gather.all_input_nodes
+    while _is_moving(node) and len(node.all_input_nodes) == 1:
+        found.insert(0, node)
+        (node,) = node.all_input_nodes
+    return found if node.op == "placeholder" else []
+
+
+def _is_moving(node: fx.Node) -> bool:
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    return name in _CHAIN
 
 
 def _after(node: fx.Node) -> set[fx.Node]:
@@ -68,8 +85,7 @@ def _after(node: fx.Node) -> set[fx.Node]:
     waiting = [node]
     while waiting:
         for user in waiting.pop().users:
-            name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
-            if user not in found and name in _CHAIN:
+            if user not in found and _is_moving(user):
                 found.add(user)
                 waiting.append(user)
     return found

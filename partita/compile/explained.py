@@ -1,0 +1,81 @@
+"""What did each pass do to a program, to its peak of memory too?
+
+To predict a peak takes as long as all passes together, and nobody may ask. So the graph is kept as
+it was captured, and who asks has the passes run over it again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+
+from partita.comm.ledger import human
+
+from .passes import Change, Passes, run_passes
+from .passes.change import worth
+from .program import Program
+from .storages import memory_of
+
+__all__ = ["AsCaptured", "explained"]
+
+
+class AsCaptured:
+    """A program as it is now, before passes change it."""
+
+    def __init__(self, program: Program):
+        self._root = program.graph
+        self._graph = _copy(program.graph.graph)
+        self._parts = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
+        for name in ("inputs", "outputs"):
+            self._parts[name] = list(self._parts[name])
+
+    def program(self) -> Program:
+        """One like it, to be changed."""
+        graph = fx.GraphModule(self._root, _copy(self._graph))
+        parts: dict[str, Any] = {**self._parts, "graph": graph}
+        for name in ("inputs", "outputs"):
+            parts[name] = list(parts[name])
+        return Program(**parts)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> str:
+    """What each pass changes, what that saves, and a short diff; then all of them together."""
+    program = captured.program()
+    peaks = [memory_of(program).peak]
+
+    def peak_after(change: Change) -> None:
+        peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was said when the step was captured
+        changes = run_passes(program, without, passes, after=peak_after)
+    told = []
+    for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
+        peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
+        told.append(change.text(*peak))
+    if changes:
+        told.append(_together(changes[0], changes[-1], peaks))
+    return "\n".join(told)
+
+
+def _together(first: Change, last: Change, peaks: list[int]) -> str:
+    sent = [worth("sent", n) for n in (first.sent[0], last.sent[1])]
+    time = [worth("seconds", n) for n in (first.seconds[0], last.seconds[1])]
+    said = [
+        f"{first.collectives[0]} -> {last.collectives[1]} collectives",
+        f"{' -> '.join(sent)} sent by a rank",
+        f"{' -> '.join(time)} predicted for them",
+        f"{human(peaks[0])} -> {human(peaks[-1])} predicted peak above the inputs",
+    ]
+    return "all together: " + ", ".join(said)

@@ -1,0 +1,102 @@
+"""Which values are gathered in more bits than they are read in?"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import is_collective
+from ..notes import NOTE, note_of
+from ..program import Program
+from .making import made_by
+from .rewrite import put, replace
+
+__all__ = ["cast"]
+
+_aten = torch.ops.aten
+_CAST = _aten._to_copy.default
+_MOVES_ONLY = (
+    "wait_tensor view t transpose permute unsqueeze squeeze slice cat split split_with_sizes "
+    "getitem clone expand narrow reshape select index_select"
+).split()
+"""What puts elements elsewhere and computes nothing: a cast before it is a cast behind it."""
+
+
+def cast(program: Program) -> str:
+    """A value that is gathered and then read in a narrower dtype only is cast before it travels.
+
+    Half the bytes under autocast, and the same bits: casting is done element by element. Reductions
+    stay as they are, for a sum in fewer bits is another sum.
+    """
+    done = 0
+    order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
+    for gather in [n for n in order if is_collective(n) and note_of(n).kind == "all_gather"]:
+        chain = _moved_from(gather, order)
+        readers = {user for node in chain for user in node.users if user not in chain}
+        dtype = _narrower(gather, readers)
+        if dtype is not None:
+            _cast_first(gather, chain, sorted(readers, key=order.__getitem__), dtype)
+            done += 1
+    return f"{done} values are cast before they are gathered"
+
+
+def _moved_from(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The gather and what is made of it alone by moving elements, in order."""
+    found = {gather}
+    waiting = [gather]
+    while waiting:
+        for user in sorted(waiting.pop().users, key=order.__getitem__):
+            name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
+            if user not in found and name in _MOVES_ONLY and _of(user, gather) <= found:
+                found.add(user)
+                waiting.append(user)
+    return sorted(found, key=order.__getitem__)
+
+
+def _of(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
+    """The tensors that a node reads, but not the places in them that it is told."""
+    dtype = gather.meta["val"].dtype
+    return {
+        n
+        for n in node.all_input_nodes
+        if not isinstance(n.meta.get("val"), torch.Tensor) or n.meta["val"].dtype == dtype
+    }
+
+
+def _narrower(gather: fx.Node, readers: set[fx.Node]) -> torch.dtype | None:
+    """The one dtype to which all readers cast, if it has fewer bytes."""
+    wide = gather.meta["val"].dtype
+    dtypes = set()
+    for node in readers:
+        if node.target is not _CAST or set(node.kwargs) - {"dtype"}:
+            return None
+        dtypes.add(node.kwargs["dtype"])
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize < wide.itemsize else None
+
+
+def _cast_first(
+    gather: fx.Node, chain: list[fx.Node], readers: list[fx.Node], dtype: torch.dtype
+) -> None:
+    shard: Any = gather.args[0]
+    wide, move = shard.meta["val"].dtype, note_of(gather).move
+    narrow = put(_CAST, shard, before=gather, dtype=dtype)
+    gather.replace_input_with(shard, narrow)
+    for node in chain:
+        node.meta["val"] = made_by(node)
+        note = note_of(node)
+        if note.move == move:
+            nbytes = note.nbytes * dtype.itemsize // wide.itemsize
+            node.meta[NOTE] = dataclasses.replace(note, nbytes=nbytes)
+    narrow.meta[NOTE] = note_of(gather)  # it is part of the move
+    for reader in readers:
+        source: Any = reader.args[0]
+        one, other = reader.meta["val"], source.meta["val"]
+        if one.stride() != other.stride():  # it read a piece, and packed it
+            source = put(_aten.clone.default, source, before=reader)
+        replace(reader, source)

@@ -1,0 +1,121 @@
+"""What does a pass leave as it was, and what must it say of what it put there?
+
+A pass may do the same in another way. It takes the same inputs, writes the same of them, and gives
+the same outputs, each in its shape, dtype and layout. What each node makes is worked out again
+after a pass of the user's, so that no pass has to say it and none can say it wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.redistribute.cost import bytes_of
+
+from ..graph import is_collective
+from ..notes import NOTE, Note, note_of
+from ..program import Program, written_inputs
+from ..verify import IllegalGraph
+from .making import made_by
+
+__all__ = ["Promised", "work_out"]
+
+_PHASES = ("forward", "backward", "update")
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Promised:
+    """What of a program a pass must leave alone.
+
+    Attributes:
+        inputs, outputs: what they are to the user's program, by identity.
+        made: for each output its shape and dtype.
+        written: the places of the inputs that are written.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
+    made: tuple[str, ...]
+    written: tuple[int, ...]
+
+    @classmethod
+    def by(cls, program: Program) -> Promised:
+        (end,) = program.graph.graph.find_nodes(op="output")
+        return cls(
+            tuple(id(given) for given in program.inputs),
+            tuple((id(o), o.kind, o.spec, o.slot, o.index) for o in program.outputs),
+            tuple(_said(node) for node in end.args[0]),
+            tuple(written_inputs(program.graph.graph)),
+        )
+
+    def check(self, program: Program, name: str) -> None:
+        """Raise IllegalGraph if the pass `name` changed any of it."""
+        now = Promised.by(program)
+        if now.inputs != self.inputs:
+            raise IllegalGraph(f"after {name}: the program takes other inputs")
+        if now.outputs != self.outputs or len(now.made) != len(self.made):
+            raise IllegalGraph(
+                f"after {name}: the program gives other outputs, or in other layouts"
+            )
+        for i, (was, made) in enumerate(zip(self.made, now.made, strict=True)):
+            if was != made:
+                raise IllegalGraph(
+                    f"after {name}: output {i} ({program.outputs[i].kind}) is {made}, it was {was}",
+                    reason="what a step returns and leaves behind has the shape and dtype of eager",
+                )
+        for i in sorted(set(now.written) ^ set(self.written)):
+            how = "written" if i in now.written else "not written any more"
+            raise IllegalGraph(f"after {name}: {program.inputs[i].name} is {how}")
+
+
+def _said(node: Any) -> str:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else node
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device.type}"
+
+
+def work_out(program: Program, name: str) -> None:
+    """Note of each node what it makes, and of new ones where they come from.
+
+    Raises:
+        IllegalGraph: a call that cannot be made of what it is given.
+    """
+    for node in program.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if NOTE not in node.meta:
+            node.meta[NOTE] = _note(program, node, name)
+        if node.target is torch.ops.aten.copy_.default:
+            continue  # it makes what it writes into
+        try:
+            node.meta["val"] = made_by(node)
+        except Exception as error:
+            raise IllegalGraph(
+                f"after {name}: {node.name} cannot be: {str(error).splitlines()[0]}",
+                place=note_of(node).source,
+                operands=(node.format_node() or node.name,),
+            ) from error
+
+
+def _note(program: Program, node: fx.Node, name: str) -> Note:
+    """Of a node that a pass made without one: as the latest of what it reads, for the pass."""
+    read = [note_of(n) for n in node.all_input_nodes]
+    phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])
+    source = next((note.source for note in reversed(read) if note.source), "")
+    if not is_collective(node) or node.args[-1] not in program.groups:
+        return Note(source, phase)
+    wire, axes = program.groups[str(node.args[-1])]
+    opname = str(getattr(node.target, "_opname", ""))
+    kind = _KINDS.get(opname, opname)
+    (x,) = (n.meta["val"] for n in node.all_input_nodes)
+    nbytes = bytes_of(kind, wire.mesh_size(axes), x.numel() * x.element_size())
+    return Note(source, phase, "", kind, axes, nbytes, name, "explicit")

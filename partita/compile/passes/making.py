@@ -1,0 +1,50 @@
+"""How does a pass put new nodes into a graph?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..notes import NOTE, Note
+
+__all__ = ["Making", "made_by"]
+
+
+class Making:
+    """Adds calls that know what they make, with one note, where the graph inserts.
+
+        with graph.inserting_before(node):
+            make = Making(graph, note_of(node))
+            flat = make(torch.ops.aten.reshape.default, x, [-1])
+
+    What it makes is worked out over tensors without memory: shapes, dtypes and strides are what
+    the call gives.
+    """
+
+    def __init__(self, graph: fx.Graph, note: Note):
+        self.graph, self.note = graph, note
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = made_by(node)
+        node.meta[NOTE] = self.note
+        return node
+
+
+def made_by(node: fx.Node) -> Any:
+    """What a call makes of what its operands say that they make: tensors without memory."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    target: Any = node.target
+    mode = next((v.fake_mode for v in _fakes((args, *kwargs.values()))), None)
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode, torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def _fakes(values: Any) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        return [values] if hasattr(values, "fake_mode") else []
+    return [t for v in values if isinstance(v, (list, tuple, torch.Tensor)) for t in _fakes(v)]

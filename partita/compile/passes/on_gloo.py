@@ -1,0 +1,115 @@
+"""Which way do bytes travel on Gloo, which has the collectives but does some of them slowly?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.comm import GroupWire
+from partita.comm.compiled import all_gather
+from partita.comm.gloo import SMALL
+
+from ..notes import note_of
+from ..program import Program
+from .making import Making
+
+__all__ = ["on_gloo"]
+
+_functional, _aten = torch.ops._c10d_functional, torch.ops.aten
+_WAIT = _functional.wait_tensor.default
+_GATHER = _functional.all_gather_into_tensor.default
+_SCATTER = _functional.reduce_scatter_tensor.default
+_REDUCE = _functional.all_reduce.default
+
+
+def on_gloo(program: Program) -> str:
+    """On Gloo what is gathered is broadcast, and sums are exchanged and added in rank order.
+
+    As in eager (`comm/gloo.py`), and for the same reasons: a broadcast takes half the processor's
+    time of Gloo's ring, its reduce-scatter is an all-reduce of which most is thrown away, and a sum
+    in rank order is the same bits in every collective.
+    """
+    graph = program.graph.graph
+    changed = 0
+    for node in list(graph.nodes):
+        if node.target not in (_GATHER, _SCATTER, _REDUCE):
+            continue
+        wire, axes = program.groups[node.args[-1]]
+        if not (isinstance(wire, GroupWire) and wire.on_gloo):
+            continue
+        n = wire.mesh_size(axes)
+        if node.target is _GATHER:
+            node.target = all_gather
+        elif node.args[1] != "sum" or not node.args[0].meta["val"].is_floating_point():
+            continue
+        elif node.target is _SCATTER:
+            _exchange(graph, node, n)
+        elif n > 2 or node.meta["val"].nbytes <= SMALL:
+            # Of two, a + b is b + a: Gloo's own gives the same bits, and sends as much.
+            _all_reduce(graph, node, n)
+        else:
+            continue
+        changed += 1
+    return f"{changed} collectives travel another way"
+
+
+def _exchange(graph: fx.Graph, node: fx.Node, n: int) -> None:
+    (wait,) = node.users
+    x, name = node.args[0], node.args[-1]
+    dtype = node.meta["val"].dtype
+    with graph.inserting_before(node):
+        begun = _begin_exchange(Making(graph, note_of(node)), x, n, name)
+    with graph.inserting_before(wait):
+        make = Making(graph, note_of(node))
+        wait.replace_all_uses_with(_sum(make, make(_WAIT, begun), n, dtype))
+    _erase(graph, wait, node)
+
+
+def _all_reduce(graph: fx.Graph, node: fx.Node, n: int) -> None:
+    (wait,) = node.users
+    x, name, value = node.args[0], node.args[-1], node.meta["val"]
+    size, shape = value.numel(), list(value.shape)
+    small = value.nbytes <= SMALL
+    with graph.inserting_before(node):
+        make = Making(graph, note_of(node))
+        flat = make(_aten.reshape.default, x, [-1])
+        if small:  # one round instead of two: every rank sends its whole share to all
+            begun = make(_GATHER, flat, n, name)
+        else:
+            if size % n:
+                flat = make(_aten.constant_pad_nd.default, flat, [0, -size % n])
+            begun = _begin_exchange(make, flat, n, name)
+    with graph.inserting_before(wait):
+        make = Making(graph, note_of(node))
+        whole = _sum(make, make(_WAIT, begun), n, value.dtype)
+        if not small:
+            whole = make(_WAIT, make(all_gather, whole, n, name))
+            if size % n:
+                whole = make(_aten.slice.Tensor, whole, 0, 0, size)
+        wait.replace_all_uses_with(make(_aten.reshape.default, whole, shape))
+    _erase(graph, wait, node)
+
+
+def _begin_exchange(make: Making, flat: Any, n: int, name: Any) -> fx.Node:
+    even = [flat.meta["val"].shape[0] // n] * n
+    return make(_functional.all_to_all_single.default, flat, even, even, name)
+
+
+def _sum(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
+    """The sum of n shares that lie end to end, in rank order, in at least 32 bits."""
+    rows = make(_aten.view.default, shares, [n, -1])
+    narrow = dtype.itemsize < 4
+    total: Any = None
+    for i in range(n):
+        row = make(_aten.select.int, rows, 0, i)
+        if narrow:
+            row = make(_aten._to_copy.default, row, dtype=torch.float32)
+        total = row if total is None else make(_aten.add.Tensor, total, row)
+    return make(_aten._to_copy.default, total, dtype=dtype) if narrow else total
+
+
+def _erase(graph: fx.Graph, *nodes: fx.Node) -> None:
+    for node in nodes:
+        graph.erase_node(node)

@@ -1,0 +1,123 @@
+"""What rewrites a graph, and in which order?
+
+A pass is a function of a `Program` that changes its graph and returns what it did in a few words.
+It may count on a legal graph and must leave one (`compile.verify`) that does the same
+(`compile.passes.contract`): `run_passes` checks both after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..functional import drop_unused
+from ..program import Program
+from ..verify import IllegalGraph, verify
+from .bucket import bucket
+from .cancel import cancel
+from .cast import cast
+from .change import Change, Seen
+from .contract import Promised, work_out
+from .dedupe import dedupe
+from .lifetime import lifetime
+from .on_gloo import on_gloo
+from .overlap import overlap
+from .regather import regather
+from .remat import remat
+
+__all__ = ["PASSES", "Pass", "Passes", "in_order", "run_passes"]
+
+Pass = Callable[[Program], Any]
+
+PASSES: dict[str, Pass] = {
+    "dedupe": dedupe,
+    "cancel": cancel,
+    "cast": cast,
+    "remat": remat,
+    "regather": regather,
+    "bucket": bucket,
+    "lifetime": lifetime,
+    "overlap": overlap,
+    "on_gloo": on_gloo,
+}
+
+Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
+"""A user's: in order, before all others; or by the name of the pass before which they run."""
+
+
+def in_order(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass]:
+    """The passes that run, by name.
+
+    Raises:
+        ValueError: `without`, or a place, names a pass that there is not; two have one name.
+    """
+    first = next(iter(PASSES))
+    by_place = passes if isinstance(passes, Mapping) else {first: passes}
+    unknown = set(by_place) - {*PASSES, "end"}
+    if unknown:
+        raise ValueError(f'passes: a place is {", ".join(PASSES)} or "end", not {unknown}')
+    found: dict[str, Pass] = {}
+    for place in (*PASSES, "end"):
+        given: Any = by_place.get(place, ())
+        for one in (given,) if callable(given) else given:
+            name = getattr(one, "__name__", type(one).__name__)
+            if name in PASSES or name in found or name == "end":
+                raise ValueError(f"passes: there is a pass {name!r} already")
+            found[name] = one
+        if place in PASSES:
+            found[place] = PASSES[place]
+    left_out = set(without)
+    if left_out - set(found):
+        raise ValueError(f"without: the passes are {', '.join(found)}, not {left_out - set(found)}")
+    return {name: change for name, change in found.items() if name not in left_out}
+
+
+def run_passes(
+    program: Program,
+    without: Iterable[str] = (),
+    passes: Passes = (),
+    after: Callable[[Change], None] = lambda change: None,
+) -> list[Change]:
+    """Run the passes but those named in `without`; what each did. `after` hears of it at once.
+
+    Raises:
+        ValueError: see `in_order`.
+        IllegalGraph: a pass left a graph that breaks the grammar or does something else.
+    """
+    changes = []
+    before = Seen(program)
+    for name, change in in_order(passes, without).items():
+        promised = Promised.by(program)
+        did = _did(program, name, change)
+        drop_unused(program.graph.graph)
+        _lint(program, name)
+        if name not in PASSES:
+            work_out(program, name)
+        program.graph.recompile()
+        verify(program, name)
+        promised.check(program, name)
+        now = Seen(program)
+        promise = (change.__doc__ or name).strip().split("\n")[0]
+        changes.append(before.changed_to(now, name, promise, did))
+        after(changes[-1])
+        before = now
+    return changes
+
+
+def _did(program: Program, name: str, change: Pass) -> str:
+    try:
+        did = change(program)
+    except IllegalGraph:
+        raise
+    except Exception as error:
+        if name in PASSES:
+            raise
+        raise IllegalGraph(f"pass {name} raised {type(error).__name__}: {error}") from error
+    return did if isinstance(did, str) and did else "(it does not say what it did)"
+
+
+def _lint(program: Program, name: str) -> None:
+    try:
+        program.graph.graph.lint()
+    except RuntimeError as error:
+        raise IllegalGraph(f"after {name}: {str(error).splitlines()[0]}") from error

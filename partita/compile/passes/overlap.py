@@ -1,0 +1,143 @@
+"""What can be under way while something else is computed?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from ..graph import is_collective
+from ..notes import note_of
+from ..program import Program
+from ..storages import storages_of
+
+__all__ = ["overlap"]
+
+_aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_PACKING = (
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten._to_copy.default,
+    _aten.cat.default,
+    _aten.constant_pad_nd.default,
+    _aten.slice.Tensor,
+)
+_ROOM = 1.05
+"""How far prefetching may raise the predicted peak, inputs included."""
+
+
+def overlap(program: Program) -> str:
+    """A gather is under way while the block before computes, a sum while the next one does.
+
+    A gather begins as soon as the one before it has come; a reduction is waited for when the next
+    one begins. Each only where the predicted peak of memory, the inputs included, stays within 5 %
+    of what it was: where activations fill the memory, nothing is fetched ahead.
+    """
+    order = _Order(program)
+    limit = _ROOM * order.peak()
+    earlier = sum(_begin_early(order, limit))
+    later = sum(_wait_late(order, limit))
+    order.apply()
+    return f"{earlier} gathers begin a block earlier, {later} reductions end a block later"
+
+
+class _Order:
+    """The nodes of a graph in an order that is tried out before it is taken."""
+
+    def __init__(self, program: Program):
+        self.graph = program.graph.graph
+        self.nodes = list(self.graph.nodes)
+        self._storages = storages_of(program)
+        self._reads = {node: self._read_by(node) for node in self.nodes}
+
+    def _read_by(self, node: fx.Node) -> set[int]:
+        """The storages that must be there when a node runs."""
+        reads = node.all_input_nodes
+        if node.target is _WAIT:  # what is under way reads its operand until it is waited for
+            reads = [*reads, *reads[0].all_input_nodes]
+        return {s for read in reads for s in self._storages.of[read]}
+
+    def place(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.nodes)}
+
+    def peak(self) -> int:
+        """Bytes at the fullest place, the inputs' among them."""
+        found, nbytes = self._storages, self._storages.nbytes
+        last = {s: node for node in self.nodes for s in self._reads[node]}
+        live = most = 0
+        for node in self.nodes:
+            for s in found.made_by(node) if node in found.of else ():
+                live += nbytes[s]
+            most = max(most, live + found.passing.get(node, 0))
+            for s in self._reads[node]:
+                if last[s] is node and found.maker[s].op != "placeholder":
+                    live -= nbytes[s]
+        return most
+
+    def moved(self, some: Iterable[fx.Node], behind: fx.Node) -> list[fx.Node]:
+        """The order with `some`, in theirs, right behind another node."""
+        some = set(some)
+        rest = [n for n in self.nodes if n not in some]
+        at = rest.index(behind) + 1
+        return [*rest[:at], *(n for n in self.nodes if n in some), *rest[at:]]
+
+    def try_(self, nodes: list[fx.Node], limit: float) -> bool:
+        """Take another order if it stays within the limit."""
+        before, self.nodes = self.nodes, nodes
+        if self.peak() <= limit:
+            return True
+        self.nodes = before
+        return False
+
+    def apply(self) -> None:
+        root = self.graph._root
+        for node in self.nodes:
+            root.prepend(node)
+
+
+def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
+    waits = [n for n in order.nodes if n.target is _WAIT and _is_gather(n.args[0])]
+    for before, wait in pairwise(waits):
+        place = order.place()
+        start = wait.args[0]
+        assert isinstance(start, fx.Node)
+        if place[start] < place[before]:
+            continue
+        needed = _packing(start, place, place[before])
+        if needed is not None:
+            yield order.try_(order.moved(needed, before), limit)
+
+
+def _is_gather(start: object) -> bool:
+    assert isinstance(start, fx.Node)
+    return is_collective(start) and note_of(start).reason in ("gather", "regather")
+
+
+def _packing(start: fx.Node, place: dict[fx.Node, int], at: int) -> set[fx.Node] | None:
+    """`start` and what packs its operand behind `at`; None where that is more than packing."""
+    found, waiting = {start}, [start]
+    while waiting:
+        for read in waiting.pop().all_input_nodes:
+            if place[read] > at and read not in found:
+                if read.target not in _PACKING:
+                    return None
+                found.add(read)
+                waiting.append(read)
+    return found
+
+
+def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
+    waits = [n for n in order.nodes if n.target is _WAIT and note_of(n).reason == "gradient"]
+    starts = [w.args[0] for w in waits]
+    for wait, following in zip(waits, starts[1:], strict=False):
+        assert isinstance(following, fx.Node)
+        place = order.place()
+        late = {wait}
+        for node in order.nodes[place[wait] + 1 : place[following] + 1]:
+            if not late.isdisjoint(node.all_input_nodes):
+                late.add(node)
+        if following not in late and place[wait] < place[following]:
+            yield order.try_(order.moved(late, following), limit)

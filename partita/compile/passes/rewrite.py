@@ -1,0 +1,69 @@
+"""How does a pass find nodes, and put others in their place?
+
+A graph may be changed by FX's own methods too. These know what a node makes and where it comes
+from, without which other passes could not go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..notes import Note, note_of
+from ..program import Program
+from ..verify import IllegalGraph
+from .making import Making
+
+__all__ = ["find", "put", "replace"]
+
+
+def find(program: Program, *targets: Any, **said: Any) -> list[fx.Node]:
+    """The calls of a graph, in order; a list, so that the graph may be changed on the way.
+
+    Args:
+        targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
+            none is given.
+        said: what the nodes' notes say (`partita.compile.notes.Note`): `kind="all_gather"`,
+            `phase="backward"`, `reason="gather"`.
+    """
+    found = []
+    for node in program.graph.graph.nodes:
+        if node.op == "call_function" and (not targets or _calls(node, targets)):
+            note = note_of(node)
+            if all(getattr(note, name) == value for name, value in said.items()):
+                found.append(node)
+    return found
+
+
+def _calls(node: fx.Node, targets: tuple[Any, ...]) -> bool:
+    target: Any = node.target
+    return target in targets or getattr(target, "overloadpacket", None) in targets
+
+
+def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
+    """A new call of `target`, which runs before the node `before` and is noted as that is."""
+    with before.graph.inserting_before(before):
+        return Making(before.graph, _without_move(note_of(before)))(target, *args, **kwargs)
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Whoever read `old` reads `new`. What nobody reads any more is dropped after the pass.
+
+    Raises:
+        IllegalGraph: the two have other shapes or dtypes.
+    """
+    one, other = old.meta.get("val"), new.meta.get("val")
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        was, now = (f"{v.dtype} {list(v.shape)}" for v in (one, other))
+        if was != now:
+            raise IllegalGraph(
+                f"{new.name}, {now}, cannot stand for {old.name}, {was}",
+                place=note_of(old).source,
+            )
+    old.replace_all_uses_with(new)
+
+
+def _without_move(note: Note) -> Note:
+    return Note(note.source, note.phase)

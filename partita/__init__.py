@@ -1,7 +1,7 @@
 """partita: a distributed tensor for PyTorch, and the training runtime around it."""
 
 from .comm import DeviceMesh, check_ranks, init_device_mesh, ledger, ranks, strict
-from .compile import CaptureError, CompiledStep, compile
+from .compile import CaptureError, CompiledStep, compile, pad_to_bucket
 from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
 from .rules import rule
 from .tensor import (
@@ -95,6 +95,7 @@ __all__ = [
     "no_sync",
     "one_call",
     "ones",
+    "pad_to_bucket",
     "parallelize",
     "plans",
     "rand",

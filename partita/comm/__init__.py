@@ -11,7 +11,10 @@ from .held import Piece, Region
 from .joining import join
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
+from .padded import Uneven, is_uneven, uneven
+from .pieces import neutral
 from .ranks import World, ranks
+from .roll_call import missed_call, roll_call
 from .source import call_site, user_line
 from .trace import TraceWire, in_place_of, stand_ins
 from .under_way import UnderWay
@@ -32,6 +35,7 @@ __all__ = [
     "Region",
     "TraceWire",
     "UnderWay",
+    "Uneven",
     "Wire",
     "World",
     "call_site",
@@ -40,13 +44,18 @@ __all__ = [
     "everyone",
     "in_place_of",
     "init_device_mesh",
+    "is_uneven",
     "join",
     "ledger",
+    "missed_call",
+    "neutral",
     "ranks",
     "recomputing",
+    "roll_call",
     "saved_as",
     "stand_ins",
     "strict",
+    "uneven",
     "user_line",
     "wire_of",
     "wire_saved_as",

@@ -1,6 +1,7 @@
 """A training step as one graph: captured, checked, rewritten and compiled."""
 
+from .buckets import pad_to_bucket
 from .errors import CaptureError
 from .step import CompiledStep, compile
 
-__all__ = ["CaptureError", "CompiledStep", "compile"]
+__all__ = ["CaptureError", "CompiledStep", "compile", "pad_to_bucket"]

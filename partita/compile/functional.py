@@ -18,6 +18,8 @@ from .notes import NOTE
 
 __all__ = ["drop_unused", "functional"]
 
+_aten = torch.ops.aten
+
 
 def functional(graph: fx.GraphModule) -> fx.GraphModule:
     """`graph` without writes but for `copy_` into inputs at its end. Notes are kept."""
@@ -56,6 +58,9 @@ class _Noting(fx.Interpreter):
         name = getattr(target, "_opname", "")
         if name.startswith("_foreach_"):
             return _each(name.removeprefix("_foreach_"), args, kwargs)
+        if target is _aten.native_batch_norm.default and args[3] is not None and args[5]:
+            # It writes the running statistics, and its schema does not say so; this one's does.
+            return _aten._native_batch_norm_legit.default(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -96,7 +101,6 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-_aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.comm.compiled import all_gather
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
 
 from .notes import note_of
 from .program import Program
 
-__all__ = ["Graph", "canonical", "nbytes_of"]
+__all__ = ["Graph", "canonical", "is_collective", "nbytes_of"]
 
 
 class Graph:
@@ -91,7 +92,8 @@ def nbytes_of(node: fx.Node) -> int:
 def is_collective(node: fx.Node) -> bool:
     """Does it send?"""
     space = getattr(node.target, "namespace", "")
-    return space == "_c10d_functional" and "wait_tensor" not in str(node.target)
+    named = space == "_c10d_functional" and "wait_tensor" not in str(node.target)
+    return named or node.target is all_gather
 
 
 # -- as a machine reads it -------------------------------------------------------------------------

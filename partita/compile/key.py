@@ -18,7 +18,7 @@ import torch
 from partita.comm import Wire, user_line
 from partita.layout import Fix, LayoutError
 
-__all__ = ["agree", "key_of", "versions"]
+__all__ = ["agree", "digest_of", "key_of", "versions"]
 
 _LINE_BYTES = 384
 
@@ -33,12 +33,24 @@ def key_of(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def agree(lines: Sequence[str], where: Sequence[str], wire: Wire) -> None:
+def digest_of(lines: Sequence[str]) -> int:
+    """63 bits that tell texts apart, the same in every process."""
+    raw = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(raw[:8], "big") >> 1
+
+
+def agree(
+    lines: Sequence[str],
+    where: Sequence[str],
+    wire: Wire,
+    stages: Sequence[tuple[str, int]] = (),
+) -> None:
     """Return if all ranks of `wire` have the same lines; raise on all of them if not.
 
     Args:
         lines: the program of this rank.
         where: for each line the user's line that it comes from.
+        stages: what made the program, capture and passes, and a digest of it after each.
 
     Raises:
         LayoutError: the first line in which two ranks differ, as both have it.
@@ -58,8 +70,11 @@ def agree(lines: Sequence[str], where: Sequence[str], wire: Wire) -> None:
     place = where[same] if same < len(where) else ""
     texts = _texts(f"{mine}   {place}".rstrip(), wire)
     other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
+    by = _parted_at(stages, wire)
     raise LayoutError(
-        "compile: the ranks have captured different programs",
+        f"compile: the pass {by} has made different programs on the ranks"
+        if by
+        else "compile: the ranks have captured different programs",
         place=user_line(),
         operands=(f"rank 0  {texts[0]}", f"rank {other}  {texts[other]}"),
         reason=f"line {same + 1} of the graph is the first that differs; nothing was compiled",
@@ -68,6 +83,16 @@ def agree(lines: Sequence[str], where: Sequence[str], wire: Wire) -> None:
             Fix("a tensor, where ranks are to have different numbers"),
         ),
     )
+
+
+def _parted_at(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
+    """The first pass after which the ranks' programs differ; "" where capture's did, or options."""
+    count = min(n for (n,) in wire.gather_ints((len(stages),)))
+    told = wire.gather_ints(tuple(digest for _, digest in stages[:count])) if count else [()]
+    for i in range(count):
+        if len({digests[i] for digests in told}) > 1:
+            return stages[i][0] if i else ""
+    return ""
 
 
 def _digest(lines: Sequence[str]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from partita.comm import Wire, user_line
 from partita.redistribute import Move
 from partita.redistribute.cost import bytes_sent
 from partita.tensor.dtensor import DTensor
+from partita.tensor.watch import HERE
 
 from .errors import not_captured
 
@@ -42,6 +43,8 @@ class Note:
         kind, axes, nbytes, op, reason: of the move that the node belongs to, as in a ledger's
             `Record`; kind is "" where there is none.
         move: numbers the moves of a step, so that the nodes of one can be told.
+        region: numbers the calls of `pt.remat` regions; 0 outside of them.
+        kept: the region's policy keeps what the node makes.
     """
 
     source: str = ""
@@ -55,6 +58,8 @@ class Note:
     before: str = ""
     after: str = ""
     move: int = 0
+    region: int = 0
+    kept: bool = False
 
 
 def note_of(node: fx.Node) -> Note:
@@ -76,9 +81,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self.updating = False
+        self._behind = False
+        self._region, self._regions, self._kept = 0, 0, False
         self._move = _NOTHING
         self._moves = 0
-        self._last = self._newest()
+        self._last = self.newest()
         self._lines: dict[int, str] = {}
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
@@ -90,7 +97,7 @@ class Recorder(TorchDispatchMode):
             )
         with Local():
             out = func(*args, **(kwargs or {}))
-        newest = self._newest()
+        newest = self.newest()
         if newest is not self._last:
             note = self._note()
             node = newest
@@ -128,9 +135,55 @@ class Recorder(TorchDispatchMode):
         finally:
             self._move = outer
 
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """What is called within is a region's, the outermost's where they lie within each other."""
+        outer = self._region
+        if not outer:
+            self._regions += 1
+            self._region = self._regions
+        try:
+            yield
+        finally:
+            self._region = outer
+
+    @contextmanager
+    def keeping(self, keep: bool) -> Iterator[None]:
+        """What is called within is kept for backward, if so."""
+        outer, self._kept = self._kept, self._kept or keep
+        try:
+            yield
+        finally:
+            self._kept = outer
+
+    def keep(self, x: torch.Tensor) -> None:
+        """What made the memory of `x` is kept for backward."""
+        with Local():
+            wanted = x.untyped_storage()._cdata
+            for node, made in self._made:
+                if made.untyped_storage()._cdata == wanted:
+                    node.meta[NOTE] = replace(note_of(node), kept=True)
+
+    def __enter__(self) -> Any:
+        HERE.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        HERE.recorder = None
+        return super().__exit__(*error)
+
     def noting_on(self, wire: Wire) -> Callable[..., AbstractContextManager[None]]:
         """`noting` for the moves of one wire."""
         return partial(self.noting, wire)
+
+    @contextmanager
+    def behind_forward(self) -> Iterator[None]:
+        """What is called within belongs to backward."""
+        self._behind = True
+        try:
+            yield
+        finally:
+            self._behind = False
 
     def line(self) -> str:
         """The user's line that is at work now."""
@@ -151,9 +204,12 @@ class Recorder(TorchDispatchMode):
             phase = "backward"
         elif self.updating:
             phase = "update"
-        elif torch._C._current_graph_task_id() != -1:
+        elif self._behind or torch._C._current_graph_task_id() != -1:
             phase = "backward"
-        return replace(self._move, source=self.line(), phase=phase)
+        return replace(
+            self._move, source=self.line(), phase=phase, region=self._region, kept=self._kept
+        )
 
-    def _newest(self) -> fx.Node:
+    def newest(self) -> fx.Node:
+        """The node that was added last."""
         return self.graph._root.prev

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -12,18 +12,27 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from partita.comm import Wire, user_line
-from partita.layout import Fix, LayoutError
-from partita.tensor.checksum import checksum
+from partita.comm import Record, Wire
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 
 from .fakes import local_of
 from .state import Slot
+from .uneven import Border, border_of
 
-__all__ = ["Input", "Output", "Program"]
+if TYPE_CHECKING:
+    from .build import Built
+    from .compared import Compared
+    from .explained import AsCaptured
+    from .sharing import Sharing
+
+__all__ = ["Input", "Output", "Place", "Program", "written_inputs"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
+
+# Private torch. A graph has its own backward: without this each collective would pass through
+# Python code of torch's that looks whether it is to be differentiated, at 8 us a call.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +42,14 @@ class Input:
     Attributes:
         name: as a person would say it.
         kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "rate" (a
-            learning rate), "coordinate" (of the rank on a mesh axis) or, only while a step is
-            captured, "mark" (a gradient that is not there, to see whether the step reads it).
-        tensor: what it was at capture; of a coordinate what it always is.
-        index: where it stands among the tensors of a call; for a gradient, where its tensor does.
+            learning rate), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
+            a result, which backward is given), "saved" (by forward, for backward), "kept" (an
+            input of forward that backward reads too) or, only while a step is captured, "mark" (a
+            gradient that is not there, to see whether the step reads it).
+        tensor: what it was at capture, or one like it without memory; of a coordinate what it
+            always is.
+        index: where it stands among the tensors of a call; for a gradient, where its tensor does;
+            for a cotangent the number of its result.
         home: of a rate the parameter group that has it.
     """
 
@@ -50,6 +63,16 @@ class Input:
     def spec(self) -> Spec | None:
         """Of a DTensor."""
         return getattr(self.tensor, "_spec", None)
+
+    @property
+    def border(self) -> Border | None:
+        """What it passes on its way into the graph, where its pieces are uneven."""
+        if self.kind == "saved":  # as the graph made it
+            return None
+        zeros = self.kind in ("gradient", "cotangent", "mark")
+        # Of a parameter that ZeRO gathers, and of what is only updated, nobody reads the padding.
+        read = self.kind != "optimizer" and "_rest" not in self.tensor.__dict__
+        return border_of(self.spec, zeros=zeros, lent=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
         """What it is in a call."""
@@ -70,16 +93,32 @@ class Output:
     """One output of a graph.
 
     Attributes:
-        kind: "result" of the step, "slot" (it takes the place of a slot's value), or "gradient".
+        kind: "result" of the step, "slot" (it takes the place of a slot's value), "gradient",
+            "cotangent" (a gradient that backward gives) or "saved" (for backward).
         spec: of a DTensor.
         slot: which it becomes the value of.
         index: where the tensor whose gradient it is stands among the tensors of a call.
+        number: of a result or slot with a history: among all of these. Else -1.
     """
 
     kind: str
     spec: Spec | None
     slot: Slot | None = None
     index: int = -1
+    number: int = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor that a step returns comes from.
+
+    Attributes:
+        source: "result": the graph makes it; "input": it is a tensor of the call itself.
+        index: among the graph's results, or among the tensors of the call.
+    """
+
+    source: str
+    index: int
 
 
 @dataclass(eq=False)
@@ -90,16 +129,26 @@ class Program:
         graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
             end.
         inputs, outputs: in the graph's order.
-        result: how what the step returns is put together, `constants` at the places of what is no
-            tensor.
+        result: how what the step returns is put together of `constants`: a `Place` for each
+            tensor, and what is no tensor itself.
         cleared: places of the tensors whose gradients the step leaves None.
-        compared: plain inputs that stand next to DTensors, and the wires on which ranks compare
-            them before the first run.
+        compared: plain values that stand next to DTensors, which ranks compare before the first
+            run.
         key: equal for equal programs.
         changes: what each pass did to the graph.
         call: what runs it, over its inputs.
+        captured: it, before any pass.
+        sharing: looks whether what it writes lies in the memory of another input.
+        carried: the moves that it makes, once somebody has asked for them.
         written: the places of the inputs that it writes.
+        entering, leaving: how inputs are padded and outputs cut, by place, where those are uneven.
+        taken, given: the inputs that a call takes and the outputs that it gives: all, but for the
+            gradients that backward takes and gives.
         groups: by the name that the graph calls it, each group: its wire and axes.
+        built: what was compiled of it, or loaded; None where it runs otherwise.
+        metadata: what is kept of it beside what is compiled; JSON.
+        budget: the most bytes that the step may take above its inputs, where it is given one.
+        without: the names of the passes that are left out.
     """
 
     graph: fx.GraphModule
@@ -110,49 +159,105 @@ class Program:
     cleared: list[int]
     groups: dict[str, tuple[Wire, tuple[str, ...]]]
     call: Call | None = None
-    compared: list[tuple[int, Wire]] = field(default_factory=list)
+    compared: Compared | None = None
     key: str = ""
     changes: list[Any] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
+    built: Built | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    budget: int | None = None
+    without: tuple[str, ...] = ()
+    carried: list[Record] | None = field(init=False, default=None)
+    captured: AsCaptured | None = field(init=False, default=None)
+    sharing: Sharing = field(init=False)
+    written: list[int] = field(init=False)
+    taken: list[Input] = field(init=False)
+    given: list[Output] = field(init=False)
 
     def __post_init__(self) -> None:
         self.written = written_inputs(self.graph.graph)
+        self.scope = self.wires[0].scope if self.wires else None
+        self.entering = _those([i.border for i in self.inputs])
+        self.leaving = _those([border_of(o.spec) for o in self.outputs])
+        self.taken = [i for i in self.inputs if i.kind != "cotangent"]
+        self.given = [o for o in self.outputs if o.kind != "cotangent"]
+
+    @property
+    def wires(self) -> list[Wire]:
+        """Those of its inputs, its outputs and its collectives, in one order on all ranks."""
+        specs = [x.spec for x in (*self.inputs, *self.outputs)]
+        # What stands in for a result's gradient was laid out while the step was captured.
+        found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
+        return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
+
+    @property
+    def runs(self) -> Program:
+        """What runs when it is called: itself."""
+        return self
+
+    @property
+    def touches_gradients(self) -> bool:
+        """Does it read or write the `.grad` of a tensor?"""
+        kinds = {i.kind for i in self.inputs} | {o.kind for o in self.outputs}
+        return bool("gradient" in kinds or self.cleared)
 
     def example(self) -> list[torch.Tensor]:
         """Tensors without memory like the inputs, for a compiler."""
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if a plain input that is taken for one whole value differs."""
-        for place, wire in self.compared:
-            given = self.inputs[place]
-            told = wire.gather_ints(checksum(given.now(tensors)))
-            for rank, theirs in enumerate(told):
-                if theirs != told[0]:
-                    raise LayoutError(
-                        f"compile: {given.name}, a plain tensor next to DTensors, differs between "
-                        f"ranks 0 and {rank}",
-                        place=user_line(),
-                        reason="a plain tensor is taken as one whole value, equal on every rank",
-                        fixes=(
-                            Fix("pt.DTensor.from_local(t, mesh, placements)", "a rank's piece"),
-                            Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
-                        ),
-                    )
+        """Raise on all ranks if a plain value that is taken for one whole value differs."""
+        if self.compared is not None:
+            from .run import interpreted
 
-    def run(self, tensors: Sequence[Any]) -> Any:
-        """Run what `call` is over the tensors of a call, and put everything where it belongs."""
+            self.compared.check(tensors, interpreted(self.compared.graph, self.groups))
+
+    def prepare(self, call_of: Callable[[Program], Call]) -> None:
+        """Have what runs it: `call_of` compiles a program."""
+        self.call = call_of(self)
+
+    def made(
+        self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Run what `call` is over the tensors of a call; local values of the outputs.
+
+        Args:
+            inputs: what those in `taken` are in this call, where that is known.
+        """
         assert self.call is not None
-        locals_ = [i.now(tensors) for i in self.inputs]
-        with Local(), torch.no_grad():
-            found = self.call(*locals_)
+        locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
+        with Local(), torch.no_grad(), _BelowAutograd():
+            if self.entering or self.leaving:
+                found = self._padded(self.call, locals_)
+            else:
+                found = self.call(*locals_)
         # What is changed from outside torch's dispatcher is not counted, and we go by that count.
         increment_version([locals_[i] for i in self.written])
+        return found
+
+    def _padded(self, call: Call, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """`call` over `given`, where some pieces are smaller than those of the first rank."""
+        inputs = list(given)
+        for i, border in self.entering.items():
+            inputs[i] = border.enter(given[i])
+        found = list(call(*inputs))
+        for i in self.written:
+            if inputs[i] is not given[i]:
+                given[i].copy_(self.entering[i].cut(inputs[i]))
+        for i, border in self.leaving.items():
+            found[i] = border.leave(found[i])
+        return found
+
+    def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
+        """Run it over the tensors of a call, and put everything where it belongs.
+
+        Args:
+            inputs: as for `made`.
+        """
+        found = self.made(tensors, inputs)
         for i in self.cleared:
             tensors[i].grad = None
-        results = iter(self.constants)
-        leaves = []
-        for output, value in zip(self.outputs, found, strict=True):
+        leaves: list[torch.Tensor] = []
+        for output, value in zip(self.given, found, strict=True):
             if output.spec is not None:
                 value = tagged(value, output.spec)
             if output.kind == "result":
@@ -162,19 +267,13 @@ class Program:
             else:
                 assert output.slot is not None
                 output.slot.put(value)
-        made = iter(leaves)
-        whole = [next(made) if c is _TENSOR else c for c in results]
+        of = {"result": leaves, "input": tensors}
+        whole = [of[c.source][c.index] if type(c) is Place else c for c in self.constants]
         return pytree.tree_unflatten(whole, self.result)
 
 
-class _Tensor:
-    def __repr__(self) -> str:
-        return "tensor"
-
-
-_TENSOR = _Tensor()
-"""Stands among `Program.constants` where the step returns a tensor."""
-TENSOR: Any = _TENSOR
+def _those(borders: Sequence[Border | None]) -> dict[int, Border]:
+    return {i: border for i, border in enumerate(borders) if border is not None}
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:

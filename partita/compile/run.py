@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from partita.comm import Ask, Wire
+from partita.comm.compiled import all_gather
 
 __all__ = ["COLLECTIVES", "interpreted"]
 
@@ -29,6 +30,12 @@ class _Run(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, groups: Groups):
         super().__init__(graph)
         self.groups = groups
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        try:
+            return super().run(*inputs, **options)
+        finally:
+            self.env = {}  # what it gave is not its own to hold
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         carry = COLLECTIVES.get(target)
@@ -78,6 +85,7 @@ def _broadcast(groups: Groups, x: torch.Tensor, src: int, name: str) -> torch.Te
 
 COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     _functional.all_gather_into_tensor.default: _all_gather,
+    all_gather: _all_gather,
     _functional.reduce_scatter_tensor.default: _reduce_scatter,
     _functional.all_reduce.default: _all_reduce,
     _functional.all_to_all_single.default: _all_to_all,

@@ -10,6 +10,7 @@ stead for a while.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-__all__ = ["Slot", "State", "state_of", "tensors_of_call"]
+__all__ = ["Slot", "State", "names_of_call", "state_of", "tensors_of_call"]
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _NOT_USERS = ("torch", "partita", "builtins")
@@ -72,12 +73,25 @@ class State:
             Not of optimizers, whose state comes and goes: see `optimizer_slots`.
         values: of plain Python values, which are part of the program: another value, another
             capture.
+        found: of modules and optimizers: where they were, and what was there.
+        given: the modules and optimizers among the arguments of the call.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     values: list[Slot] = field(default_factory=list)
+    found: list[tuple[Slot, Any]] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+
+    def is_of(self, args: Any, kwargs: Any) -> bool:
+        """Are the modules and optimizers among these arguments those that it was made for?"""
+        given = _given_by(args, kwargs)
+        return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
+
+    def moved(self) -> bool:
+        """Is another module or optimizer where one was found?"""
+        return any(slot.value is not value for slot, value in self.found)
 
     def optimizer_slots(self) -> list[Slot]:
         """The tensors that optimizers hold now."""
@@ -110,14 +124,18 @@ class State:
 
 def state_of(step: Callable[..., Any], given: Iterable[Any], args: Any, kwargs: Any) -> State:
     """All that `step` can reach, in an order that is the same on every rank."""
-    search = _Search()
+    search = _Search(step)
     search.function(step)
     for i, value in enumerate(given):
         search.given(f"state[{i}]", value)
-    for value in (*args, *kwargs.values()):  # tensors among the arguments are inputs anyway
-        if isinstance(value, (nn.Module, Optimizer)):
-            search.value(type(value).__name__.lower(), value, None)
+    search.state.given = _given_by(args, kwargs)
+    for value in search.state.given:  # tensors among the arguments are inputs anyway
+        search.value(type(value).__name__.lower(), value, None)
     return search.state
+
+
+def _given_by(args: Any, kwargs: Any) -> list[Any]:
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, (nn.Module, Optimizer))]
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
@@ -132,9 +150,21 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
     return found + pytree.tree_leaves((args, kwargs))
 
 
+def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
+    """Name and kind of each that `tensors_of_call` finds."""
+    found = []
+    for slot in slots:
+        count = 1 if isinstance(slot.value, torch.Tensor) else len(pytree.tree_leaves(slot.value))
+        names = [slot.name] if count == 1 else [f"{slot.name}[{i}]" for i in range(count)]
+        found += [(name, slot.kind) for name in names]
+    count = len(pytree.tree_leaves((args, kwargs)))
+    return found + [(f"argument[{i}]", "argument") for i in range(count)]
+
+
 class _Search:
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[..., Any]) -> None:
         self.state = State()
+        self._step = step
         self._seen: set[int] = set()
         self._kept: list[Any] = []
 
@@ -158,7 +188,8 @@ class _Search:
                 self._object(f)
                 return self.function(type(f).__call__)
             return None
-        if not self._first_time(f) or (f.__module__ or "").split(".")[0] in _NOT_USERS:
+        library = (f.__module__ or "").split(".")[0] in _NOT_USERS
+        if not self._first_time(f) or (library and f is not self._step):
             return None
         if hasattr(f, "__wrapped__"):
             self.function(f.__wrapped__)
@@ -199,6 +230,8 @@ class _Search:
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
         """`slot` is where it stands, where it can be exchanged."""
+        if slot is not None and isinstance(value, (nn.Module, Optimizer)):
+            self.state.found.append((slot, value))
         if isinstance(value, nn.Module):
             if self._first_time(value):
                 self.state.modules[name] = value

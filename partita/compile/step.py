@@ -11,20 +11,27 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from partita.comm import GroupWire
+from partita.comm import GroupWire, Wire, missed_call, roll_call, user_line
+from partita.tensor.watch import HERE
 
+from .again import Again
 from .errors import CaptureError
 from .optimizers import prime, unprime
-from .state import State, state_of, tensors_of_call
+from .reasons import History, described
+from .signature import signature_of
+from .state import State, names_of_call, state_of, tensors_of_call
 
 if TYPE_CHECKING:
+    from .build import Built
     from .graph import Graph
+    from .memory import Memory
+    from .passes import Passes
     from .program import Program
 
 __all__ = ["CompiledStep", "compile"]
@@ -39,22 +46,37 @@ def compile(
     backend: str = "inductor",
     fallback: str | None = None,
     without: Iterable[str] = (),
+    passes: Passes = (),
     keep: int = 8,
+    budget: int | None = None,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
 
+    Or a region, a part of a model that runs eagerly, as two: a module, whose forward is then
+    compiled in place, or a function through whose results no backward has run when it returns.
+    Their results have a history as in eager: gradients flow through a region to its arguments and
+    parameters, laid out as ever.
+
     Args:
-        step: an ordinary function over DTensors (or plain tensors). Modules, optimizers and tensors
-            that it reaches by name (closure, globals, `self`) or is given are found; all that it
-            writes into them is written by the graph. Gradients that a step clears, makes and
-            updates by do not outlive it.
+        step: a module, or an ordinary function over DTensors (or plain tensors). Modules,
+            optimizers and tensors that it reaches by name (closure, globals, `self`) or is given
+            are found; all that it writes into them is written by the graph. Gradients that a step
+            clears, makes and updates by do not outlive it.
         state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
             reaches in another way.
         backend: "inductor", or "graph" to run the graph node by node without compiling it, which
             is also done where ranks are no processes (`pt.ranks`, a dry mesh).
         fallback: "eager" to run a step that cannot be captured as it is.
-        without: passes that are left out: "dedupe", "cancel", "regather", "bucket".
+        without: passes that are left out, by name, such as "bucket".
+        passes: of your own, run in order before all others; or by the name of the pass ("end" after
+            the last) before which they run. Each is a function of a `Program` that changes its
+            graph and says in a few words what it did.
         keep: how many programs are kept.
+        budget: the most bytes that the step may take above what it holds between calls; what is
+            cheapest to make again for backward is not kept until then.
+
+    Returns:
+        A `CompiledStep`; of a module the module itself, whose `forward` is one.
 
     Raises:
         ValueError: an unknown backend or fallback. The call raises CaptureError where the step does
@@ -64,24 +86,28 @@ def compile(
         raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
     if fallback not in (None, "eager"):
         raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
-    options = {
+    options: dict[str, Any] = {
         "state": tuple(state),
         "backend": backend,
         "fallback": fallback,
         "without": tuple(without),
+        "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
         "keep": keep,
+        "budget": budget,
     }
     if step is None:
-        return lambda f: CompiledStep(f, **options)
-    return CompiledStep(step, **options)
+        return lambda f: compile(f, **options)
+    if not isinstance(step, nn.Module):
+        return CompiledStep(step, **options)
+    forward = step.forward
+    if isinstance(forward, CompiledStep):
+        forward = forward.step
+    object.__setattr__(step, "forward", CompiledStep(forward, **options))
+    return step
 
 
 class CompiledStep:
-    """A step that runs as a graph.
-
-    Attributes:
-        reasons: for each capture, why it was made.
-    """
+    """A step that runs as a graph."""
 
     def __init__(
         self,
@@ -90,16 +116,50 @@ class CompiledStep:
         backend: str,
         fallback: str | None,
         without: tuple[str, ...],
+        passes: Passes,
         keep: int,
+        budget: int | None = None,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
-        self.without, self.keep = without, max(1, keep)
-        self.reasons: list[str] = []
+        self.without, self.passes, self.keep = without, passes, max(1, keep)
+        self.budget = budget
+        self._history = History(self.title)
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._eager: set[Any] = set()
         self._state: State | None = None
         self._last: Program | None = None
+        self._again: Again | None = None
+        self._by_gradients, self._touched = True, False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method, a function that stands in a class: each instance compiles for itself."""
+        if instance is None:
+            return self
+        bound = CompiledStep(self.step.__get__(instance, owner), self._given, **self._said())
+        # It is found before this.
+        vars(instance)[getattr(self, "_name", self.step.__name__)] = bound
+        return bound
+
+    @property
+    def title(self) -> str:
+        """How errors and reports call it."""
+        owner = getattr(self.step, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+        return getattr(self.step, "__qualname__", None) or type(self.step).__name__
+
+    def __reduce__(self) -> Any:
+        """To be copied and pickled, without what is compiled: a copy of a module has its own."""
+        return _rebuilt, (self.step, self._given, self._said())
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each capture, why it was made."""
+        return self._history.reasons
 
     @property
     def program(self) -> Program:
@@ -120,8 +180,34 @@ class CompiledStep:
         return Graph(self.program)
 
     def explain(self) -> str:
-        """What each pass did to what ran last. Raises as `program`."""
-        return "\n".join(map(str, self.program.changes))
+        """What each pass did to what ran last, and what it saved. Raises as `program`.
+
+        The passes are run again to see what each does to the predicted peak: it may take seconds.
+        """
+        from .explained import explained
+
+        captured = self.program.captured
+        assert captured is not None
+        return explained(captured, self.without, self.passes)
+
+    @property
+    def memory(self) -> Memory:
+        """When each buffer of what ran last is there, and what holds the peak. Raises as `program`.
+
+        Raises:
+            ValueError: or this torch generates code of another kind than is known.
+        """
+        from .storages import scheduled
+
+        return scheduled(self.program)
+
+    @property
+    def artifact(self) -> Built | None:
+        """How what ran last was had: "compiled in 10.3 s", "loaded in 0.4 s". Raises as `program`.
+
+        None where it runs without having been compiled.
+        """
+        return self.program.built
 
     @property
     def key(self) -> str:
@@ -131,134 +217,175 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.step(*args, **kwargs)  # part of a step that is being captured
+        watcher = HERE.watcher
+        if watcher is None:
+            program, tensors = self._ready(args, kwargs)
+            return self.step(*args, **kwargs) if program is None else self._run(program, tensors)
+        HERE.watcher = None  # what finds and makes a program is no part of the user's
+        try:
+            program, tensors = self._ready(args, kwargs)
+        finally:
+            HERE.watcher = watcher
+        return self.step(*args, **kwargs) if program is None else self._heard(program, tensors)
+
+    def _ready(self, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
+        """The program of a call and the call's tensors; None where it runs eagerly."""
+        again = self._again
+        if again is not None and (tensors := again.tensors(args, kwargs)) is not None:
+            return self._allowed(again.program, tensors)
         state = self._state
-        if state is None:
+        if state is None or state.moved() or not state.is_of(args, kwargs):
             state = self._state = state_of(self.step, self._given, args, kwargs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
-        signature = self._signature(state, tensors, (args, kwargs))
+        signature = signature_of(state, tensors, (args, kwargs), self._by_gradients)
         if signature in self._eager:
-            return self.step(*args, **kwargs)
+            return None, []
         program = self._programs.get(signature)
         if program is None:
             return self._first(signature, args, kwargs)
         self._programs.move_to_end(signature)
         self._last = program
-        return program.run(tensors)
+        again = Again(state, slots, tensors, (args, kwargs), program)
+        self._again = again if again.usable else None
+        return self._allowed(program, tensors)
 
-    def _first(self, signature: Any, args: Any, kwargs: Any) -> Any:
-        """Capture, and run for the first time."""
+    def _allowed(self, program: Program, tensors: list[Any]) -> tuple[Program | None, list[Any]]:
+        """A program that was captured before, unless this call must run eagerly."""
+        sharing = program.sharing
+        if sharing.may(tensors) and (error := sharing.refused(tensors)) is not None:
+            if self.fallback is None:
+                raise error
+            return None, []
+        if program.scope is not None and program.scope.busy:
+            self._tell(program, tensors)
+        return program, tensors
+
+    def _tell(self, program: Program, tensors: list[Any]) -> None:
+        """Let ledgers, `strict()` and `check_ranks()` know what is going to run."""
+        from .told import tell
+
+        assert program.scope is not None
+        if program.scope.check is not None:
+            for wire in program.wires:
+                wire.check(f"compiled {self.title} runs {program.key[:16]} at {user_line()}")
+            program.compare(tensors)
+        tell(program.runs)
+
+    def _run(self, program: Program, tensors: list[Any]) -> Any:
+        again = self._again
+        known = again is not None and again.program is program
+        try:
+            return program.run(tensors, again.inputs(tensors) if known else None)
+        except RuntimeError as error:  # a collective's, where others do not make it
+            for wire in program.wires:
+                if (away := missed_call(wire)) is not None:
+                    raise away from error
+            raise
+
+    def _heard(self, program: Program, tensors: list[Any]) -> Any:
+        """Run it as a call that remat hears of."""
+        watcher = HERE.watcher
+
+        def run() -> Any:
+            for i in program.written:
+                watcher.writes(tensors[program.inputs[i].index])
+            return self._run(program, tensors)
+
+        return watcher.applied(self, tuple(tensors), {}, run)
+
+    def _first(self, signature: Any, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
+        """Capture."""
+        from .made import make_program  # it takes seconds to import what makes graphs
+
         state = self._state = state_of(self.step, self._given, args, kwargs)
+        self._call_roll(state, args, kwargs)
         primed = prime(state.optimizers)
         try:
-            program = self._captured(state, args, kwargs)
+            program = make_program(
+                self.step,
+                args,
+                kwargs,
+                state,
+                without=self.without,
+                passes=self.passes,
+                options=self._options(),
+                budget=self.budget,
+            )
         except BaseException as error:
             unprime(primed, lambda t: False)
             if self.fallback is None or not isinstance(error, CaptureError):
                 raise
-            warnings.warn(f"runs eagerly: {error}", stacklevel=3)
+            warnings.warn(f"runs eagerly: {error}", stacklevel=4)
             self._eager.add(signature)
-            return self.step(*args, **kwargs)
+            return None, []
         inputs = {id(i.tensor) for i in program.inputs}
         unprime(primed, lambda t: id(t) in inputs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
-        signature = self._signature(state, tensors, (args, kwargs))
+        self._touched = self._by_gradients = self._touched or program.touches_gradients
+        signature = signature_of(state, tensors, (args, kwargs), self._by_gradients)
         program.compare(tensors)
-        self.reasons.append(self._reason(signature))
+        names = [name for name, _ in names_of_call(slots, args, kwargs)]
+        described_call = described(state, tensors, names, (args, kwargs))
+        self._history.captured(signature, described_call, self.keep)
         while len(self._programs) >= self.keep:
-            self._programs.popitem(last=False)
+            self._history.dropped(self._programs.popitem(last=False)[0])
+        program.prepare(functools.partial(self._call_of, wires=program.wires))
         self._programs[signature] = self._last = program
-        program.call = self._call_of(program)
-        return program.run(tensors)
+        if program.scope is not None and program.scope.busy:
+            self._tell(program, tensors)
+        return program, tensors
 
-    def _captured(self, state: State, args: Any, kwargs: Any) -> Program:
-        """The program of a call, the same on all ranks.
+    def _call_roll(self, state: State, args: Any, kwargs: Any) -> None:
+        """Go on when all ranks are about to capture.
 
         Raises:
-            CaptureError: it cannot be captured, on any rank.
-            LayoutError: the ranks' programs differ.
+            LayoutError: some are not: they run a program that they have, or something else.
         """
-        from .capture import capture  # it takes seconds to import what makes graphs
-        from .graph import canonical
-        from .key import agree, key_of, versions
-        from .notes import note_of
-        from .passes import run_passes
-        from .verify import verify
-
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-        failed, lines, where = None, [], []
-        try:
-            program = capture(self.step, args, kwargs, state)
-            verify(program, "capture")
-            program.changes = run_passes(program, self.without)
-            lines = [*canonical(program), *versions(), *self._options()]
-            where = [note_of(n).source for n in program.graph.graph.nodes]
-        except Exception as error:  # the other ranks are waiting to compare
-            failed, lines = error, [f"error: {error}"]
+        if not wires:
+            return
+        names = [name for name, _ in names_of_call(slots, args, kwargs)]
+        why = self._history.reason(described(state, tensors, names, (args, kwargs)))
         for wire in wires:
-            agree(lines, where, wire)
-        if failed is not None:
-            raise failed
-        program.key = key_of(lines)
-        return program
+            if wire.scope.check is not None:
+                wire.check(f"compiled {self.title} is captured at {user_line()}")
+            roll_call(wire, f"captures {self.title}, at {user_line()}: {why}")
+
+    def _said(self) -> dict[str, Any]:
+        """How the user wants it."""
+        return {
+            "backend": self.backend,
+            "fallback": self.fallback,
+            "without": self.without,
+            "passes": self.passes,
+            "keep": self.keep,
+            "budget": self.budget,
+        }
 
     def _options(self) -> list[str]:
         """What of how it is compiled makes another program of it."""
         return [f"backend {self.backend}", f"without {sorted(self.without)}"]
 
-    def _call_of(self, program: Program) -> Any:
-        from .lower import lowered
+    def _call_of(self, program: Program, wires: list[Wire]) -> Any:
         from .run import interpreted
 
         # Compiled code finds process groups by name; other wires are only known to Python.
-        wires = {wire for wire, _ in program.groups.values()}
         if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
-            return lowered(program)
+            from .build import build
+
+            program.built = build(program, self._what, wires)
+            return program.built.call
         return interpreted(program.graph, program.groups)
 
-    # -- which program -----------------------------------------------------------------------------
-
-    def _signature(self, state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
-        """All that a graph is made for, as a hashable value: name and value of each part."""
-        first: dict[int, int] = {}
-        parts: list[Any] = [("structure", str(pytree.tree_structure(call)))]
-        for i, t in enumerate(tensors):
-            if not isinstance(t, torch.Tensor):
-                parts.append((f"value {i}", _hashable(t)))
-                continue
-            same = first.setdefault(id(t), i)
-            grad = t.grad if t.requires_grad and t.is_leaf else None
-            parts.append((f"tensor {i}", same, _kind(t), None if grad is None else _kind(grad)))
-        parts += [(name, _hashable(value)) for name, value in state.settings()]
-        casts = tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        )
-        parts.append(("modes", torch.is_grad_enabled(), casts, torch.get_default_dtype()))
-        return tuple(parts)
-
-    def _reason(self, signature: tuple[Any, ...]) -> str:
-        if not self._programs:
-            return "the first call"
-        last = next(reversed(self._programs))
-        known = {part[0]: part[1:] for part in last}
-        for name, *rest in signature:
-            if known.get(name) != tuple(rest):
-                return f"{name}: {known.get(name)} became {tuple(rest)}"
-        return "something is no longer there"
+    @property
+    def _what(self) -> str:
+        name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
+        return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
 
 
-def _kind(t: torch.Tensor) -> tuple[Any, ...]:
-    spec = getattr(t, "_spec", None)
-    return (spec or t.shape, t.dtype, t.requires_grad, t.device)
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return (type(value), value)
+def _rebuilt(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:
+    return CompiledStep(step, given, **said)

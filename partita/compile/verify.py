@@ -17,6 +17,7 @@ from torch import fx
 
 from partita.layout import LayoutError
 
+from .graph import is_collective
 from .notes import note_of
 from .program import Program
 
@@ -43,7 +44,7 @@ def verify(program: Program, after: str) -> None:
             if used in closed and node.op != "output":
                 by = closed[used].name
                 raise _illegal(after, node, f"{used.name} is read after {by} wrote it")
-            if _is_collective(used) and node.target is not _WAIT:
+            if is_collective(used) and node.target is not _WAIT:
                 raise _illegal(after, node, f"{used.name} is read before it is waited for")
         if node.op == "call_function":
             _check_call(program, node, after)
@@ -75,15 +76,10 @@ def _check_call(program: Program, node: fx.Node, after: str) -> None:
         raise _illegal(after, node, f"{target} writes")
     if "val" not in node.meta:
         raise _illegal(after, node, "nothing says what it makes")
-    if _is_collective(node):
+    if is_collective(node):
         name = node.args[-1]
         if name not in program.groups:
             raise _illegal(after, node, f"{name!r} is none of the program's groups")
-
-
-def _is_collective(node: fx.Node) -> bool:
-    target: Any = node.target
-    return getattr(target, "namespace", "") == "_c10d_functional" and target is not _WAIT
 
 
 def _illegal(after: str, node: fx.Node | None, fact: str) -> IllegalGraph:

@@ -33,12 +33,14 @@ __all__ = [
     "LATENCY",
     "LAUNCH",
     "MEMORY",
+    "bytes_of",
     "bytes_sent",
     "local_numel",
     "pads",
     "price",
     "price_of",
     "seconds",
+    "seconds_of",
 ]
 
 LATENCY = 20e-6
@@ -57,7 +59,17 @@ def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
     """Bytes that the first rank of `mesh` sends in `move`, of elements of `itemsize` bytes."""
     n = math.prod(mesh.size(a) for a in move.axes)
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
-    return int(_ring(move.kind, n, have))
+    return bytes_of(move.kind, n, have)
+
+
+def bytes_of(kind: str, n: int, have: int) -> int:
+    """Bytes that one of `n` ranks sends in a collective of which each brings `have` bytes."""
+    return int(_ring(kind, n, have))
+
+
+def seconds_of(nbytes: int) -> float:
+    """A collective by itself, in which a rank sends `nbytes`."""
+    return LATENCY + nbytes / BANDWIDTH
 
 
 def price_of(move: Move, mesh: Mesh, itemsize: int) -> float:

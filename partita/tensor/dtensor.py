@@ -138,6 +138,7 @@ class DTensor(torch.Tensor):
                 for n, axes in zip(local_tensor.shape, probe.layout.shards, strict=True)
             ]
         spec = placed(device_mesh, shape, placements)
+        spec.wire.show_piece(spec.layout, "from_local")
         if run_check:
             compare(local_tensor, spec)
         elif local_tensor.shape != spec.local_shape:
@@ -154,6 +155,7 @@ class DTensor(torch.Tensor):
                 Partial.
         """
         spec, x = self._spec, current(self)
+        spec.wire.show_piece(spec.layout, "to_local")
         with Local():
             if grad_placements is None:
                 return x.view_as(x)  # type: ignore[no-any-return]

@@ -82,7 +82,7 @@ def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ())
     if wire.mesh.size() == 1:
         return
     if isinstance(wire, TraceWire):  # there is no value yet to compare
-        wire.admitted.append(value)
+        wire.admit(value)
         return
     seen = wire.__dict__.setdefault("plain_seen", set())
     site = (*call_site(), op, *where)

@@ -381,7 +381,7 @@ def test_another_shape_value_or_mode_is_another_capture_with_its_reason():
     fast = pt.compile(step, backend="graph", keep=2)
     for n in (2, 3, 2):
         assert fast(torch.ones(n, 4)).item() == step(torch.ones(n, 4)).item()
-    assert len(fast.reasons) == 2 and "torch.Size([3, 4])" in fast.reasons[1]
+    assert len(fast.reasons) == 2 and "shape (2, 4) became (3, 4)" in fast.reasons[1]
     scale = 3.0
     assert fast(torch.ones(2, 4)).item() == step(torch.ones(2, 4)).item()
     assert "scale" in fast.reasons[2]
@@ -451,28 +451,6 @@ def test_a_tensor_in_an_unknown_place_is_refused_unless_its_holder_is_named():
     assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0))
     assert torch.equal(fast(torch.ones(3)), torch.full((3,), 6.0))
     assert torch.equal(holder.w, torch.full((3,), 3.0))
-
-
-def test_uneven_shards_are_refused():
-    def run(mesh):
-        x = pt.distribute_tensor(torch.ones(3), mesh, [pt.Shard(0)])
-        with pytest.raises(pt.LayoutError, match="do not divide into 2 equal pieces"):
-            pt.compile(lambda x: x * 2, backend="graph")(x)
-
-    with pt.ranks(dp=2) as world:
-        world.run(run)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stages_of_zero_that_are_no_placements_are_refused(stage):
-    def run(mesh):
-        model = pt.zero(tiny(), mesh, stage=stage)
-        step = pt.compile(plain_step(model, adamw(model.parameters())), backend="graph")
-        with pytest.raises(pt.CaptureError, match="stages 0 and 3"):
-            step(*[rows(mesh)(t) for t in TOKENS])
-
-    with pt.ranks(dp=2) as world:
-        world.run(run)
 
 
 def rematerialised(model, mesh):

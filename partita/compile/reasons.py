@@ -1,0 +1,167 @@
+"""In which words is it said why a step was captured again?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils import _pytree as pytree
+
+from partita.tensor.dtensor import DTensor, short_dtype
+
+from .state import State
+
+__all__ = ["Description", "History", "described", "reason_of"]
+
+Description = dict[str, dict[str, str]]
+"""Of a call: by the name of each part of it, what it is in each respect."""
+_SHOWN = 3  # parts that differ, in a reason
+_REMEMBERED = 1000
+
+
+def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: Any) -> Description:
+    """All that a program is made for, as a person would say it.
+
+    Args:
+        tensors, names: the tensors and values of the call, and what they are called.
+        call: its arguments.
+    """
+    found: Description = {}
+    first: dict[int, str] = {}
+    for name, value in zip(names, tensors, strict=True):
+        if isinstance(value, torch.Tensor):
+            found[name] = _tensor(value, first.setdefault(id(value), name), name)
+        else:
+            found[name] = {"value": _text(value)}
+    for name, value in state.settings():
+        found[name] = {"value": _text(value)}
+    casts = [
+        short_dtype(torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    found["the mode"] = {
+        "gradients": "on" if torch.is_grad_enabled() else "off",
+        "inference mode": "on" if torch.is_inference_mode_enabled() else "off",
+        "autocast": ", ".join(casts) or "off",
+        "default dtype": short_dtype(torch.get_default_dtype()),
+    }
+    found["the arguments"] = {"structure": str(pytree.tree_structure(call))}
+    return found
+
+
+def _tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
+    said = {"shape": str(tuple(t.shape))}
+    with Local():
+        if isinstance(t, DTensor):
+            said["layout"] = t._spec.layout.brief()
+            said["mesh"] = str(t._spec.wire.mesh)
+        said |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
+        said["requires_grad"] = str(t.requires_grad)
+        said["strides"] = "contiguous" if t.is_contiguous() else str(t.stride())
+        grad = t.grad if t.requires_grad and t.is_leaf else None
+    said["gradient"] = "none" if grad is None else "there"
+    if first != name:
+        said["tensor"] = first
+    return said
+
+
+def reason_of(now: Description, known: Iterable[Description]) -> str:
+    """How a call differs from the nearest of those for which there is a program, the latest."""
+    nearest = min(reversed([*known]), key=lambda other: _distance(now, other), default=None)
+    if nearest is None:
+        return "the first call"
+    told = _differences(now, nearest)
+    text = "; ".join(told[:_SHOWN]) or "something is not as it was"
+    return text if len(told) <= _SHOWN else f"{text}; and {len(told) - _SHOWN} more"
+
+
+def _distance(now: Description, was: Description) -> int:
+    return sum(
+        len(now.get(name, {}).items() ^ was.get(name, {}).items()) for name in {**now, **was}
+    )
+
+
+def _differences(now: Description, was: Description) -> list[str]:
+    found = []
+    for name in dict.fromkeys([*now, *was]):
+        one, other = was.get(name, {}), now.get(name, {})
+        if not one or not other:
+            found.append(f"{name} is {'new' if other else 'gone'}")
+        elif one != other:
+            found.append(f"{name}: {_changed(one, other)}")
+    return found
+
+
+def _changed(one: dict[str, str], other: dict[str, str]) -> str:
+    """The first respect in which they differ: a layout's change is told by its shape, too."""
+    for what in dict.fromkeys([*one, *other]):
+        before, after = one.get(what), other.get(what)
+        if before == after:
+            continue
+        if what == "value":
+            return f"{_short(str(before))} became {_short(str(after))}"
+        if what == "structure":
+            return "put together in another way"
+        if what == "mesh" or (what == "layout" and None in (before, after)):
+            return "a plain tensor became a DTensor" if after else "a DTensor became a plain tensor"
+        if what == "tensor":
+            return f"the same tensor as {after}" if after else f"not the same tensor as {before}"
+        return f"{what} {before} became {after}"
+    raise AssertionError("they are equal")
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
+
+
+class History:
+    """What was captured for a step, and why.
+
+    Attributes:
+        reasons: for each capture, the last `_REMEMBERED` of them, why it was made.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.reasons: list[str] = []
+        self._kept: dict[Any, Description] = {}
+        self._dropped: set[int] = set()
+        self._warned = False
+
+    def reason(self, description: Description) -> str:
+        """Why such a call needs a program of its own."""
+        return reason_of(description, self._kept.values())
+
+    def captured(self, signature: Any, description: Description, keep: int) -> None:
+        """A program was made for this signature; of `keep` that are kept."""
+        reason = self.reason(description)
+        if hash(signature) in self._dropped:
+            reason += " (captured before, and dropped)"
+            self._warn(reason, keep)
+        self._kept[signature] = description
+        self.reasons.append(reason)
+        del self.reasons[:-_REMEMBERED]
+
+    def dropped(self, signature: Any) -> None:
+        """The program of this signature is not kept any longer."""
+        self._kept.pop(signature, None)
+        if len(self._dropped) >= _REMEMBERED:
+            self._dropped.clear()
+        self._dropped.add(hash(signature))
+
+    def _warn(self, reason: str, keep: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.what} is captured again and again: {reason}; keep={keep} programs are "
+                "kept. Raise keep=, or bring batches to fewer shapes with pt.pad_to_bucket",
+                stacklevel=6,  # of the call of the step
+            )

@@ -1,0 +1,64 @@
+"""Which program does a call need? One for all calls that are alike in what a graph is made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils import _pytree as pytree
+
+from .again import modes
+from .state import State
+
+__all__ = ["signature_of"]
+
+
+def signature_of(
+    state: State, tensors: list[Any], call: Any, by_gradients: bool
+) -> tuple[Any, ...]:
+    """All that a graph is made for, as a hashable value: name and value of each part.
+
+    Args:
+        tensors: the leaves of the call and of what the step reaches.
+        call: its arguments.
+        by_gradients: do the tensors' gradients, which are there or not, make a difference?
+    """
+    first: dict[int, int] = {}
+    arguments, structure = pytree.tree_flatten(call)
+    parts: list[Any] = [("structure", str(structure))]
+    asks = by_gradients
+    for i, t in enumerate(tensors):
+        if not isinstance(t, torch.Tensor):
+            parts.append((f"value {i}", _hashable(t)))
+            continue
+        same = first.setdefault(id(t), i)
+        grad = t.grad if asks and t.requires_grad and t.is_leaf else None
+        parts.append((f"tensor {i}", same, _kind(t), None if grad is None else _kind(grad)))
+    parts += [(name, _hashable(value)) for name, value in state.settings()]
+    parts.append(("strides", *_strides(tensors, len(tensors) - len(arguments))))
+    parts.append(("modes", *modes()))
+    return tuple(parts)
+
+
+def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+    spec = getattr(t, "_spec", None)
+    return (spec or t.shape, t.dtype, t.requires_grad, t.device)
+
+
+def _strides(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
+    """Of what another program makes, and may make otherwise the next time."""
+    with Local():
+        return [
+            t.stride()
+            for i, t in enumerate(tensors)
+            if isinstance(t, torch.Tensor) and (i >= arguments or not t.is_leaf)
+        ]
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)

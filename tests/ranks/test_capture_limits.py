@@ -1,0 +1,401 @@
+"""What bounds captures, and what may a captured step not do unseen?"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import partita as pt
+
+R, S = pt.Replicate(), pt.Shard
+
+
+def graph_of(step, **options):
+    return pt.compile(step, backend="graph", **options)
+
+
+# -- shapes that change ----------------------------------------------------------------------------
+
+
+def tokens_of(length, batch=4):
+    made = torch.Generator().manual_seed(length)
+    return torch.randint(0, 16, (2, batch, length), generator=made)
+
+
+class Causal(nn.Module):
+    """Reads at each place the mean of what came so far."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).cumsum(1) / (torch.arange(tokens.shape[1]) + 1).view(-1, 1)
+        return self.head(x)
+
+
+def training(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(tokens, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+LENGTHS = [1 + (37 * i) % 100 for i in range(100)]  # each from 1 to 100, in no order
+
+
+def test_a_hundred_lengths_in_buckets_are_three_captures_and_the_losses_of_no_padding():
+    def run(mesh):
+        fast = graph_of(training(pt.parallelize(Causal(), mesh)))
+        losses = []
+        for tokens, targets in map(tokens_of, LENGTHS):
+            padded = [
+                pt.pad_to_bucket(t, (32, 64, 128), value=value)
+                for t, value in ((tokens, 0), (targets, -100))
+            ]
+            losses.append(fast(*[pt.distribute_tensor(t, mesh, [S(0)]) for t in padded]).item())
+        torch.testing.assert_close(losses, truth, rtol=1e-5, atol=0)
+        return fast.reasons
+
+    single = training(Causal())
+    truth = [single(*tokens_of(n)).item() for n in LENGTHS]
+
+    with pt.ranks(dp=2) as world:
+        reasons, other = world.run(run)
+    assert reasons == other and len(reasons) == 3
+    assert reasons[0] == "the first call"
+    assert reasons[1].startswith("argument[0]: shape (4, 32) became (4, 64); argument[1]: shape")
+
+
+def test_a_hundred_lengths_keep_few_programs_and_say_why_each_was_made():
+    def step(x):
+        return (x * 2).sum()
+
+    fast = graph_of(step, keep=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(1, 101):
+            assert fast(torch.ones(n)).item() == 2 * n
+    assert len(fast._programs) == 4 and len(fast.reasons) == 100
+    assert fast.reasons[17] == "argument[0]: shape (17,) became (18,)"
+    told = "step is captured again and again.*keep=4.*pad_to_bucket"
+    with pytest.warns(UserWarning, match=told) as warned:
+        fast(torch.ones(1))
+    assert warned[0].filename == __file__
+    assert fast.reasons[-1].endswith("became (1,) (captured before, and dropped)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        fast(torch.ones(2))
+
+
+class Settings:
+    factor = 2.0
+
+
+def test_a_reason_names_what_changed_in_words():
+    model = nn.Linear(4, 4)
+    settings = Settings()
+    settings.factor = 2.0
+
+    def step(x, *more):
+        return model(x).sum() * settings.factor
+
+    def run(mesh):
+        plain = torch.ones(2, 4)
+        fast = graph_of(step, keep=20, state=[settings])
+        fast(plain)
+        fast(plain.double().float().requires_grad_())
+        fast(torch.ones(4, 2).t())
+        with torch.no_grad():
+            fast(plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            fast(plain)
+        model.eval()
+        fast(plain)
+        model.train()
+        fast(plain, 3)
+        settings.factor = 3.0
+        fast(plain)
+        settings.factor = 2.0
+        double = graph_of(lambda x: x * 2)
+        for x in (plain, plain.double(), pt.distribute_tensor(plain, mesh, [S(0)])):
+            double(x)
+        double(pt.distribute_tensor(plain, mesh, [S(1)]))
+        return fast.reasons, double.reasons
+
+    with pt.ranks(dp=2) as world:
+        (reasons, others), again = world.run(run)
+    assert (reasons, others) == again
+    assert reasons == [
+        "the first call",
+        "argument[0]: requires_grad False became True",
+        "argument[0]: strides contiguous became (1, 2)",
+        "the mode: gradients on became off",
+        "the mode: autocast off became bf16",
+        "model.training: (True,) became (False,)",
+        reasons[6],
+        "settings.factor: 2.0 became 3.0" if "settings" in reasons[7] else reasons[7],
+    ]
+    assert reasons[6].startswith("argument[1] is new; the arguments: put together")
+    assert "factor: 2.0 became 3.0" in reasons[7]
+    assert others[1:] == [
+        "argument[0]: dtype f32 became f64",
+        "argument[0]: a plain tensor became a DTensor",
+        "argument[0]: layout 2@dp 4 became 2 4@dp",
+    ]
+
+
+# -- padding ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_padded_to_the_smallest_length_that_it_fits():
+    x = torch.arange(6.0).view(2, 3)
+    assert pt.pad_to_bucket(x, (8, 3, 4), value=0) is x
+    assert pt.pad_to_bucket(x, (8, 4), value=-1).tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]]
+    assert pt.pad_to_bucket(x, (4,), value=9, dim=0)[2:].tolist() == [[9] * 3] * 2
+    mask = pt.pad_to_bucket(torch.ones(2, 3, dtype=torch.bool), (4,), value=False)
+    assert mask.dtype == torch.bool and mask.sum() == 6
+    with pytest.raises(ValueError, match="3 elements are more than the longest of"):
+        pt.pad_to_bucket(x, (1, 2), value=0)
+    with pytest.raises(ValueError, match="no dimension 2"):
+        pt.pad_to_bucket(x, (8,), value=0, dim=2)
+
+
+def test_a_batch_that_is_spread_out_already_is_padded_alike():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [S(0)])
+        padded = pt.pad_to_bucket(x, (4,), value=7)
+        assert padded.placements == x.placements
+        return padded.full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            assert torch.equal(found, F.pad(torch.arange(8.0).view(4, 2), (0, 2), value=7))
+
+
+# -- plain tensors next to DTensors ----------------------------------------------------------------
+
+
+def made_of_an_argument(x, mine):
+    return x * (mine * 2 > 4)
+
+
+def written_after_it_was_read(x, mine):
+    mask = mine * 2
+    y = x * mask
+    mask.zero_()
+    return y + mask
+
+
+def drawn(x, mine):
+    return x * (torch.rand(4) + mine * 2)
+
+
+STEPS = [made_of_an_argument, written_after_it_was_read, drawn]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
+def test_a_plain_value_that_a_step_makes_and_that_differs_between_ranks_is_refused_on_all(step):
+    def run(mesh):
+        x = pt.distribute_tensor(torch.ones(4), mesh, [S(0)])
+        mine = torch.arange(4.0) + mesh.get_rank()
+        with pytest.raises(pt.LayoutError) as eager:
+            step(x, mine)
+        with pytest.raises(pt.LayoutError) as caught:
+            graph_of(step)(x, mine)
+        return str(eager.value), str(caught.value)
+
+    with pt.ranks(dp=2) as world:
+        (eager, told), other = world.run(run)
+    assert (eager, told) == other
+    assert "differs between ranks" in eager
+    assert "a plain tensor that the step makes, next to DTensors, differs between ranks" in told
+    assert "test_capture_limits.py:" in told
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
+def test_a_plain_value_that_is_equal_on_all_ranks_is_taken_whole(step):
+    def run(mesh):
+        x = pt.distribute_tensor(torch.ones(4), mesh, [S(0)])
+        mine = torch.arange(4.0)
+        torch.manual_seed(3)
+        wanted = [step(x, mine).full_tensor() for _ in range(2)]
+        torch.manual_seed(3)
+        fast = graph_of(step)
+        found = [fast(x, mine).full_tensor() for _ in range(2)]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def test_only_what_is_read_next_to_dtensors_is_compared():
+    def step(x, mine):
+        shape_of_mine = torch.zeros_like(mine)
+        return x + shape_of_mine, mine * 2
+
+    def run(mesh):
+        x = pt.distribute_tensor(torch.ones(4), mesh, [S(0)])
+        mine = torch.arange(4.0) + mesh.get_rank()
+        y, doubled = graph_of(step)(x, mine)
+        assert torch.equal(y.full_tensor(), torch.ones(4)) and torch.equal(doubled, 2 * mine)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+# -- memory that two inputs share ------------------------------------------------------------------
+
+
+def test_views_of_one_memory_may_be_given_unless_one_is_written_where_they_overlap():
+    def doubles(x, y):
+        x.mul_(2)
+        return x + y
+
+    def reads(x, y):
+        return x + y
+
+    base = torch.arange(8.0)
+    assert torch.equal(graph_of(reads)(base[:4], base[1:5]), base[:4] + base[1:5])
+    fast = graph_of(doubles)
+    wanted = base.clone()
+    assert torch.equal(fast(base[:4], base[4:]), doubles(wanted[:4], wanted[4:]))
+    before = base.clone()
+    for step in (fast, graph_of(doubles)):  # a later call, and a first one
+        with pytest.raises(pt.CaptureError) as caught:
+            step(base[:4], base[2:6])
+        assert "argument[0] and argument[1] lie in the same memory" in str(caught.value)
+        assert "the step writes argument[0]" in str(caught.value)
+        assert "test_capture_limits.py:" in str(caught.value)
+        assert torch.equal(base, before)
+    eager = graph_of(doubles, fallback="eager")
+    eager(torch.ones(4), torch.ones(4))
+    assert torch.equal(eager(base[:4], base[2:6]), doubles(before[:4], before[2:6]))
+
+
+def test_an_argument_that_is_a_view_of_a_parameter_that_is_updated_is_refused():
+    weight = nn.Parameter(torch.ones(4, 4))
+
+    def step(row):
+        loss = (weight * row).sum()
+        (grad,) = torch.autograd.grad(loss, weight)
+        with torch.no_grad():
+            weight.sub_(grad)
+        return loss
+
+    fast = graph_of(step)
+    fast(torch.ones(4))
+    with pytest.raises(pt.CaptureError, match=r"weight and argument\[0\] lie in the same memory"):
+        fast(weight.detach()[1])
+    assert fast(torch.ones(4)).item() == 0.0
+
+    def fills(row):
+        row.fill_(1)
+        return weight.sum()
+
+    fast = graph_of(fills)
+    fast(torch.ones(4))
+    with pytest.raises(pt.CaptureError, match="the step writes argument"):
+        fast(weight.detach()[1])
+
+
+# -- what is told of a run -------------------------------------------------------------------------
+
+
+def gathers_implicitly(x):
+    return torch.linalg.svdvals(x)
+
+
+def sums(x):
+    return x.sum().redistribute(placements=[R])
+
+
+@pytest.mark.parametrize(("step", "reason"), [(gathers_implicitly, "implicit"), (sums, "explicit")])
+def test_a_ledger_is_told_of_each_collective_of_a_compiled_step_as_of_an_eager_one(step, reason):
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [S(0)])
+        fast = graph_of(step)
+        fast(x)
+        with pt.ledger() as eager:
+            step(x)
+        with pt.ledger() as log:
+            fast(x)
+            fast(x)
+        wanted = [m for m in eager.moves if m.nbytes]
+        assert len(wanted) == 1 and wanted[0].reason == reason
+        assert log.moves == wanted * 2
+        with pt.ledger() as first:
+            graph_of(step)(x)
+        assert first.moves == wanted
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def test_the_ledger_of_a_compiled_training_step_has_the_bytes_of_its_graph():
+    def run(mesh):
+        model = pt.zero(Causal(), mesh)
+        fast = graph_of(training(model))
+        batch = [pt.distribute_tensor(t, mesh, [S(0)]) for t in tokens_of(8)]
+        fast(*batch)
+        with pt.ledger() as log:
+            fast(*batch)
+        moves = fast.graph.moves
+        assert log.count() == len(moves) > 0
+        assert log.count("all_gather", reason="regather") > 0
+        assert log.count("reduce_scatter", reason="gradient") > 0
+        assert all("test_capture_limits.py:" in m.source for m in log.moves)
+        assert {m.rank for m in log.moves} == {mesh.get_rank()}
+        return log.bytes, sum(c.sent[1] for c in fast.program.changes[-1:])
+
+    with pt.ranks(dp=2) as world:
+        for told, predicted in world.run(run):
+            assert told == predicted > 0
+
+
+def test_a_region_tells_what_its_forward_carries_and_later_what_its_backward_does():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(8.0), mesh, [S(0)]).requires_grad_()
+        region = graph_of(lambda x: x.redistribute(placements=[R]) * 2)
+        (region(x) * x).sum().backward()
+        with pt.ledger() as forward:
+            y = region(x)
+        with pt.ledger() as backward:
+            y.backward(torch.ones_like(y).redistribute(placements=[pt.Partial()]))
+        assert (forward.count(), forward.moves[0].kind) == (1, "all_gather")
+        assert (backward.count("reduce_scatter"), backward.count("all_gather")) == (1, 0)
+        assert forward.moves[0].nbytes == 16
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+def test_strict_refuses_an_implicit_move_at_capture_and_in_what_was_captured_before():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [S(0)])
+        fast = graph_of(gathers_implicitly)
+        fast(x)
+        told = []
+        for step in (graph_of(gathers_implicitly), fast):
+            refused = pytest.raises(pt.LayoutError, match="implicit all_gather over dp")
+            with refused as caught, pt.strict():
+                step(x)
+            told.append(str(caught.value))
+        assert all("test_capture_limits.py:" in text for text in told)
+        with pt.strict():
+            graph_of(sums)(x)
+        fast(x)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)

@@ -1,4 +1,4 @@
-"""What can be asked on the command line? `partita train`, `partita bench`, `partita doctor`."""
+"""What can be asked on the command line? `partita train | bench | cache | doctor`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from .report.cache_table import ACTIONS, cache
 from .train import (
     Mesh,
     Options,
@@ -34,7 +35,9 @@ __all__ = ["BENCHES", "main"]
 BENCHES = {
     "dispatch": "partita.report.bench_dispatch:main",
     "ops": "partita.report.bench_ops:main",
+    "compile": "partita.report.bench_compile:main",
     "memory": "partita.report.bench_memory:main",
+    "compile-memory": "partita.report.bench_compile_memory:main",
     "zero": "partita.report.bench_zero:main",
     "checkpoint": "partita.report.bench_checkpoint:main",
 }
@@ -53,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train(options, argv)
         if options.command == "bench":
             return _bench(options.name, rest)
+        if options.command == "cache":
+            return cache(options.action)
         return _doctor()
     except KeyboardInterrupt:
         return 130
@@ -64,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
     bench = commands.add_parser("bench", help="measure, and compare with torch")
     bench.add_argument("name", choices=sorted(BENCHES))
+    kept = commands.add_parser("cache", help="compiled programs that are kept: what is there")
+    actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
+    kept.add_argument("action", choices=ACTIONS, help=actions)
     commands.add_parser("doctor", help="show what this machine offers")
     return parser
 

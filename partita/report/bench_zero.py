@@ -11,18 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import multiprocessing as mp
-import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -30,9 +24,9 @@ import partita as pt
 from partita.train.models import GPT
 from partita.train.zero import zero
 
-__all__ = ["main"]
+from .in_turns import Step, measure, table
 
-Step = Callable[[], float]
+__all__ = ["Shape", "fsdp", "main", "training"]
 
 
 @dataclass(frozen=True)
@@ -45,99 +39,66 @@ class Shape:
     context: int = 128
     batch: int = 4
 
+    def model(self) -> GPT:
+        torch.manual_seed(0)
+        return GPT(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
 
-def _loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    def tokens(self, ranks: int) -> torch.Tensor:
+        """(2, rows of all ranks, context): inputs and targets."""
+        torch.manual_seed(0)
+        return torch.randint(0, 256, (2, ranks * self.batch, self.context))
 
-    def step() -> float:
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+def training(model: nn.Module, capturable: bool = False) -> Callable[..., torch.Tensor]:
+    """A step of AdamW as a plain loop has it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True, capturable=capturable)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()
-        return float(loss.detach()) if not isinstance(loss, pt.DTensor) else 0.0
+        return loss
 
     return step
 
 
+def fsdp(model: nn.Module, mesh: Any) -> nn.Module:
+    """The model sharded by FSDP2, block by block."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str, Step]:
     """Each way to train, ready to step."""
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.manual_seed(0)
-    base = GPT(layers=shape.layers, width=shape.width, heads=shape.heads, context=shape.context)
-    rows = torch.randint(0, 256, (2, ranks * shape.batch, shape.context))
-    x, y = (part.chunk(ranks)[rank].contiguous() for part in rows)
+    base = shape.model()
+    x, y = (part.chunk(ranks)[rank].contiguous() for part in shape.tokens(ranks))
     mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    found: dict[str, Step] = {}
 
-    def spread(part: torch.Tensor) -> torch.Tensor:
-        return pt.DTensor.from_local(part, mesh, [pt.Shard(0)])
+    def plain(model: nn.Module) -> Step:
+        step = training(model)
+        return lambda: step(x, y)
 
-    def fsdp() -> nn.Module:
-        model = copy.deepcopy(base)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+    def spread(model: nn.Module) -> Step:
+        step = training(model)
+        rows = [pt.DTensor.from_local(part, mesh, [pt.Shard(0)]) for part in (x, y)]
+        return lambda: step(*rows)
 
     ways: dict[str, Callable[[], Step]] = {
-        "alone": lambda: _loop(copy.deepcopy(base), x, y),
-        "partita dp": lambda: _loop(zero(copy.deepcopy(base), mesh, stage=0), spread(x), spread(y)),
-        "partita zero 3": lambda: _loop(
-            zero(copy.deepcopy(base), mesh, stage=3), spread(x), spread(y)
-        ),
-        "DDP": lambda: _loop(DistributedDataParallel(copy.deepcopy(base)), x, y),
-        "FSDP2": lambda: _loop(fsdp(), x, y),
+        "alone": lambda: plain(copy.deepcopy(base)),
+        "partita dp": lambda: spread(zero(copy.deepcopy(base), mesh, stage=0)),
+        "partita zero 3": lambda: spread(zero(copy.deepcopy(base), mesh, stage=3)),
+        "DDP": lambda: plain(DistributedDataParallel(copy.deepcopy(base))),
+        "FSDP2": lambda: plain(fsdp(copy.deepcopy(base), mesh)),
     }
-    for name, make in ways.items():
-        if not only or name == "alone" or name in only:
-            found[name] = make()
-    return found
-
-
-def _rank(
-    end: Any, store: str, rank: int, ranks: int, rounds: int, shape: Shape, only: Any
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    steps = _steps(rank, ranks, shape, only)
-    for step in steps.values():
-        for _ in range(2):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds):
-        names = list(steps)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            steps[name]()
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
-    end.send(seconds)
-    end.close()
-    dist.barrier()
-    os._exit(0)
-
-
-def measure(ranks: int, rounds: int, shape: Shape, only: Sequence[str] = ()) -> dict[str, Any]:
-    """Seconds per step of each way, round by round, as the slowest rank had it."""
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ends, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(theirs, store, rank, ranks, rounds, shape, only)
-            )
-            process.start()
-            theirs.close()
-            ends.append(ours)
-            processes.append(process)
-        told = [end.recv() for end in ends]
-        for process in processes:
-            process.join()
-    return {name: [max(t) for t in zip(*(s[name] for s in told), strict=True)] for name in told[0]}
+    return {
+        name: make() for name, make in ways.items() if not only or name == "alone" or name in only
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,15 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     shape, found = Shape(), {}
     for ranks in options.ranks:
-        seconds = found[ranks] = measure(ranks, options.rounds, shape, options.only)
+        found[ranks] = measure(_steps, ranks, options.rounds, shape, options.only)
         print(f"\n{shape}, {ranks} Gloo ranks, {options.rounds} rounds")
-        print(f"{'':<18}{'ms':>8}{'over alone':>12}{'best':>8}")
-        for name, times in seconds.items():
-            ratios = [t / a for t, a in zip(times, seconds["alone"], strict=True)]
-            print(
-                f"{name:<18}{1e3 * median(times):>8.1f}{median(ratios):>12.2f}"
-                f"{min(times) / min(seconds['alone']):>8.2f}"
-            )
+        print(table(found[ranks], "alone"))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(found, file)

@@ -23,6 +23,7 @@ _LOST = re.compile(
 _PHASES = {
     "forward": "in forward of step {}",
     "backward": "in backward of step {}",
+    "graph": "in the compiled step {}",
     "optimizer": "in the optimizer of step {}",
     "save": "in the save after step {}",
     "sample": "at the sample after step {}",

@@ -161,6 +161,7 @@ class Options:
     dtype: str = _option(
         "fp32", "fp32, or bf16 to compute in, over fp32 weights", _one_of("fp32", "bf16")
     )
+    compile: bool = _option(False, "the step as one graph, compiled: fewer bytes and milliseconds")
     accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
     save: Path | None = _option(  # noqa: RUF009
         None, "keep a checkpoint in this folder", Path, show=str, metavar="DIR"
@@ -198,6 +199,8 @@ class Options:
             raise ValueError(f"--zero {self.zero} shards over dp, and {shown} has none")
         if self.sp and "tp" not in axes:
             raise ValueError(f"--sp splits the sequence over tp, and {shown} has none")
+        if self.compile and self.detect_nan:
+            raise ValueError("--detect-nan looks into modules, of which a --compile step has none")
         if self.batch % self.accumulate:
             raise ValueError(
                 f"--batch {self.batch} does not divide into --accumulate {self.accumulate} "

@@ -25,6 +25,10 @@ __all__ = ["build", "sample", "train", "verify"]
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
 
+MicroBatches = list[tuple[Tensor, Tensor]]
+Run = Callable[[MicroBatches, int], Tensor]
+"""Called with the micro-batches of a step and its number; updates, and returns the loss."""
+
 TOLERANCE = 1e-5  # relative difference of losses that --verify accepts, fp32
 WARM_UP = 20  # steps until the learning rate is reached
 PROMPT = b"def "
@@ -59,6 +63,11 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         threads=torch.get_num_threads(),
         first=first,
     )
+    run = (
+        _compiled(model, optimizer, options, tell)
+        if options.compile
+        else _step(model, optimizer, options, tell)
+    )
     losses = []
     with ExitStack() as inside:
         if options.check_ranks:
@@ -70,8 +79,9 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                 batch = text.batch(
                     step, seed=options.seed, size=options.batch, context=options.context
                 )
-                optimizer.zero_grad()
-                loss = _accumulate(model, batch, mesh, options, step, tell)
+                for group in optimizer.param_groups:
+                    group["lr"] = options.lr * _share_of_lr(step, options.steps)
+                loss = run(_micro_batches(batch, mesh, options), step).item()
                 if nan is not None:
                     nan.check(loss, step)
                 elif not math.isfinite(loss):
@@ -79,10 +89,6 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                         f"the loss of step {step} is {loss}; --detect-nan names the module that "
                         "made it"
                     )
-                tell("at", phase="optimizer", step=step)
-                for group in optimizer.param_groups:
-                    group["lr"] = options.lr * _share_of_lr(step, options.steps)
-                optimizer.step()
             losses.append(loss)
             tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
             saves.after(step)
@@ -115,30 +121,50 @@ def build(options: Options, mesh: Any) -> GPT:
     return model
 
 
-def _accumulate(
-    model: GPT,
-    batch: tuple[Tensor, Tensor],
-    mesh: Any,
-    options: Options,
-    step: int,
-    tell: Tell,
-) -> float:
-    """The gradients of a batch, micro-batch by micro-batch. Returns its loss."""
-    total = torch.zeros(())
-    micro_batches = zip(*(t.chunk(options.accumulate) for t in batch), strict=True)
-    for k, (inputs, targets) in enumerate(micro_batches, 1):
-        if mesh is not None:
-            inputs, targets = pt.distribute_batch((inputs, targets), mesh)
-        with _holding_back(model, options) if k < options.accumulate else nullcontext():
-            tell("at", phase="forward", step=step)
-            with _precision(options):
-                logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-            loss = loss / options.accumulate
-            tell("at", phase="backward", step=step)
-            loss.backward()
-        total = total + loss.detach()
-    return total.item()  # shares of all micro-batches, settled once
+def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+    """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
+
+    def run(micro_batches: MicroBatches, step: int) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for k, (inputs, targets) in enumerate(micro_batches, 1):
+            with _holding_back(model, options) if k < options.accumulate else nullcontext():
+                tell("at", phase="forward", step=step)
+                with _precision(options):
+                    logits = model(inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+                loss = loss / options.accumulate
+                tell("at", phase="backward", step=step)
+                loss.backward()
+            total = total + loss.detach()
+        tell("at", phase="optimizer", step=step)
+        optimizer.step()
+        return total  # shares of all micro-batches: settled once, when it is read
+
+    return run
+
+
+def _compiled(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+    """The same step as one graph, of which nothing can be told while it runs."""
+    eager = _step(model, optimizer, options, _tell_nothing)
+    graph = pt.compile(lambda micro_batches: eager(micro_batches, 0), state=[model, optimizer])
+
+    def run(micro_batches: MicroBatches, step: int) -> Tensor:
+        tell("at", phase="graph", step=step)
+        total: Tensor = graph(micro_batches)
+        return total
+
+    return run
+
+
+def _tell_nothing(event: str, **facts: Any) -> None:
+    pass
+
+
+def _micro_batches(batch: tuple[Tensor, Tensor], mesh: Any, options: Options) -> MicroBatches:
+    """Inputs and targets of each, laid out over the mesh."""
+    pairs = zip(*(t.chunk(options.accumulate) for t in batch), strict=True)
+    return [pair if mesh is None else pt.distribute_batch(pair, mesh) for pair in pairs]
 
 
 def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
@@ -171,20 +197,18 @@ def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
     if not compare:
         return True
 
-    def tell_nothing(event: str, **facts: Any) -> None:
-        pass
-
     alone = replace(
         options,
         mesh=(),
         zero=0,
         sp=False,
         remat="none",
+        compile=False,
         accumulate=1,
         detect_nan=False,
         check_ranks=False,
     )
-    single = train(alone, tell_nothing, text)
+    single = train(alone, _tell_nothing, text)
     worst = max(abs(a - b) / abs(b) for a, b in zip(spread_out, single, strict=True))
     tell("verify", mesh=spread_out, one=single, difference=worst, tolerance=TOLERANCE)
     return worst <= TOLERANCE

@@ -54,6 +54,8 @@ def difference(losses: list[float], truth: list[float]) -> float:
         {"zero": 1, "sp": True, "accumulate": 4},
         {"zero": 2, "remat": 1 << 20, "accumulate": 2},
         {"zero": 3, "sp": True, "remat": "blocks", "accumulate": 2},
+        {"compile": True},
+        {"compile": True, "zero": 3, "sp": True, "remat": "blocks", "accumulate": 2},
     ],
     ids=str,
 )
@@ -61,10 +63,17 @@ def test_the_losses_are_those_of_one_device_whatever_is_asked_together(options, 
     assert difference(losses_on(replace(tiny, mesh=MESH, **options)), truth) < 1e-5
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_in_bf16_all_of_it_together_stays_near_fp32(zero, tiny, truth):
+@pytest.mark.parametrize(("zero", "compile"), [(0, False), (3, False), (0, True), (3, True)])
+def test_in_bf16_all_of_it_together_stays_near_fp32(zero, compile, tiny, truth):
     options = replace(
-        tiny, mesh=MESH, zero=zero, sp=True, remat="blocks", accumulate=2, dtype="bf16"
+        tiny,
+        mesh=MESH,
+        zero=zero,
+        sp=True,
+        remat="blocks",
+        accumulate=2,
+        dtype="bf16",
+        compile=compile,
     )
     losses = losses_on(options)
     assert 0 < difference(losses, truth) < 1e-2
@@ -88,8 +97,9 @@ def broken_off(options: Options, at: int) -> None:
         losses_on(options, tell)
 
 
-def test_a_run_that_was_broken_off_goes_on_bit_for_bit(tiny, tmp_path):
-    options = replace(tiny, mesh=MESH, zero=3, sp=True, accumulate=2)
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_run_that_was_broken_off_goes_on_bit_for_bit(compile, tiny, tmp_path):
+    options = replace(tiny, mesh=MESH, zero=3, sp=True, accumulate=2, compile=compile)
     whole = losses_on(options)
     kept = replace(options, save=tmp_path / "run", save_every=2, resume=True)
     broken_off(kept, at=4)
@@ -197,6 +207,7 @@ def test_a_file_that_cannot_be_is_refused_with_its_name(toml, said, tmp_path, ca
         ("--zero 3 --tp 4", "--zero 3 shards over dp, and --mesh tp=4 has none"),
         ("--sp --mesh dp=2", "--sp splits the sequence over tp, and --mesh dp=2 has none"),
         ("--accumulate 3", "--batch 16 does not divide into --accumulate 3"),
+        ("--compile --detect-nan", "--detect-nan looks into modules"),
         ("--resume", "--resume goes on from the checkpoint in --save DIR"),
         ("--tp 3", "--tp 3 does not divide 4 ranks"),
         ("--mesh dp=2,tp=2 --tp 4", "--mesh dp=2,tp=2 is at odds with --tp 4"),

@@ -10,7 +10,7 @@ rank, whose pieces are the largest: those of the others are padded (see `padded`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,11 @@ __all__ = ["TraceWire", "in_place_of", "stand_ins"]
 Region = tuple[tuple[Any, Any], ...]
 Noting = Callable[["Move", int, str, str], AbstractContextManager[None]]
 
+
+def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 _functional = torch.ops._c10d_functional
 
 
@@ -41,17 +46,19 @@ class TraceWire(Wire):
         real: the wire that it stands in for.
         coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
         groups: by the names that the graph calls them, the axes of the groups that it uses.
+        noting: within what it gives, a move's nodes are made.
         admitted: plain tensors that were taken for equal on all ranks, as they then were.
         zeros: does the move that is made now pad with zeros? Those of gradients do.
     """
 
     padded = True
 
-    def __init__(self, real: Wire, coordinate: dict[str, torch.Tensor], noting: Noting):
+    def __init__(self, real: Wire, coordinate: dict[str, torch.Tensor]):
         scope = Scope()
         scope.set(strict=real.scope.strict)
         super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
-        self.real, self.coordinate, self._noting = real, coordinate, noting
+        self.real, self.coordinate = real, coordinate
+        self.noting: Noting = _no_noting
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -59,6 +66,17 @@ class TraceWire(Wire):
         self._paddings: dict[Any, torch.Tensor] = {}
         self.moved, self.reduced = real.moved, real.reduced
         self.device, self.device_mesh = real.device, real.device_mesh
+
+    def forget(self) -> None:
+        """The step is captured: let go of its tensors and its graph.
+
+        Plans are cached by wire, and one that nobody will ask for again keeps its wire for a while.
+        """
+        self.coordinate, self.noting = {}, _no_noting
+        self._steps.clear()
+        self.admitted.clear()
+        self._seen.clear()
+        self._paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
         """Note that a plain tensor is taken for equal on all ranks; it may be written later."""
@@ -124,7 +142,7 @@ class TraceWire(Wire):
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
         before, self.zeros = self.zeros, reason in ("gradient", "settle")
         try:
-            with self._noting(move, x.element_size(), op, reason):
+            with self.noting(move, x.element_size(), op, reason):
                 return super().carry(move, x, op=op, reason=reason)
         finally:
             self.zeros = before

@@ -52,7 +52,12 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
     """
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
     for marks in (True, False):
-        program = _Capture(step, args, kwargs, state, marks).program()
+        run = _Capture(step, args, kwargs, state, marks)
+        try:
+            program = run.program()
+        finally:
+            for wire in run.wires.values():
+                wire.forget()
         if program is not None:
             return program
     raise AssertionError("without marks there is nothing to read")
@@ -163,8 +168,8 @@ class _Capture:
             spec = given.spec
             if spec is not None and spec.wire not in self.wires:
                 wire = spec.wire
-                trace = TraceWire(wire, self.inputs.places(wire), lambda *_: nullcontext())
-                trace._noting = self.recorder.noting_on(trace)
+                trace = TraceWire(wire, self.inputs.places(wire))
+                trace.noting = self.recorder.noting_on(trace)
                 self.wires[wire] = trace
 
     def _tag(self) -> None:

@@ -65,7 +65,7 @@ def peaks(rank, cases, backend):
     return found
 
 
-NAMES = ("linears", "cnn", "vae", "mlp with huber")
+NAMES = ("linears", "cnn", "vae", "mlp with huber", "unet")
 
 
 def close(found):

@@ -37,7 +37,6 @@ BENCHES = {
     "ops": "partita.report.bench_ops:main",
     "compile": "partita.report.bench_compile:main",
     "memory": "partita.report.bench_memory:main",
-    "compile-memory": "partita.report.bench_compile_memory:main",
     "zero": "partita.report.bench_zero:main",
     "checkpoint": "partita.report.bench_checkpoint:main",
 }

@@ -8,6 +8,7 @@ when every rank of this round has answered to that name.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 __all__ = ["join"]
 
 _LOOK = 0.02  # seconds between two looks into the store
+_GRACE = 0.2  # seconds that threads have to end what they do, when the process ends
 
 
 def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
@@ -30,6 +32,9 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     Raises:
         TimeoutError: the other ranks did not come within `timeout`.
     """
+    # A thread of Gloo's may be the last to let go of a tensor, for which it needs Python: where
+    # Python is ending just then, the process aborts.
+    atexit.register(time.sleep, _GRACE)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
         return

@@ -7,7 +7,7 @@
     tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute
     start    a cold store and a warm one: how long until 4 ranks have made their first step
 
-What memory a compiled step takes is asked by `partita bench compile-memory`.
+What memory a compiled step takes is asked by `partita bench memory`.
 """
 
 from __future__ import annotations

@@ -1,30 +1,27 @@
-"""How many bytes does sharded training hold at most, above the shards themselves?
+"""How many bytes does a step hold at most, predicted and counted, beside its rivals?
 
-Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3 of partita and by FSDP2. Every byte
-that torch's CPU allocator gives and takes back during a step is counted by torch's profiler, so
-that nothing depends on what either library thinks it holds. The first steps, which make the
-optimizer's state, are not looked at.
+Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3: compiled, eager, and by FSDP2, in
+one run. Counted is every byte that torch's CPU allocator has out above what is held between steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import partita as pt
 from partita.train.allocated import counted
 
-__all__ = ["counted", "main"]
+from .in_turns import on_ranks
+
+__all__ = ["main"]
 
 MIB = 1 << 20
+OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 
 
 def _model(layers: int, width: int) -> nn.Sequential:
@@ -32,8 +29,8 @@ def _model(layers: int, width: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
-def _step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def _step(model: nn.Module, x: torch.Tensor, make: Any) -> Callable[[], None]:
+    optimizer = make(model.parameters(), lr=1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -43,31 +40,32 @@ def _step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def _rank(end: Any, store: str, rank: int, ranks: int, layers: int, width: int) -> None:
+def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, int, int | None]]:
+    """Of each way its name, and its peak in bytes: counted, and predicted where it is."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     x = torch.randn(32, width)
-    theirs = _model(layers, width)
-    for layer in theirs:
-        fully_shard(layer, mesh=mesh)
-    ways = {
-        "partita zero 3": _step(
-            pt.zero(_model(layers, width), mesh), pt.DTensor.from_local(x, mesh, [pt.Shard(0)])
-        ),
-        "FSDP2": _step(fully_shard(theirs, mesh=mesh), x),
-    }
-    found = {}
-    for name, step in ways.items():
-        for _ in range(2):
-            step()
-        found[name] = counted(step)
-    end.send(found)
-    end.close()
-    dist.barrier()
-    os._exit(0)
+    rows = pt.DTensor.from_local(x, mesh, [pt.Shard(0)])
+    found: list[tuple[str, int, int | None]] = []
+    for name, make in OPTIMIZERS.items():
+        theirs = _model(layers, width)
+        for layer in theirs:
+            fully_shard(layer, mesh=mesh)
+        ways = {
+            "compiled": pt.compile(_step(pt.zero(_model(layers, width), mesh), rows, make)),
+            "eager": _step(pt.zero(_model(layers, width), mesh), rows, make),
+            "FSDP2": _step(fully_shard(theirs, mesh=mesh), x, make),
+        }
+        for way in list(ways):
+            step: Any = ways.pop(way)
+            for _ in range(2):
+                step()
+            peak = counted(step)
+            found.append((f"{name}, {way}", peak, step.memory.peak if way == "compiled" else None))
+            if way == "compiled" and rank == 0:
+                print(f"{name}, compiled: {step.memory}\n", flush=True)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,25 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048, help="a layer has 4 width^2 bytes")
     options = parser.parse_args(argv)
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ends = []
-        for rank in range(options.ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            context.Process(
-                target=_rank,
-                args=(theirs, store, rank, options.ranks, options.layers, options.width),
-            ).start()
-            theirs.close()
-            ends.append(ours)
-        told = [end.recv() for end in ends]
+    told = on_ranks(_peaks, options.ranks, options.layers, options.width)
     layer = 4 * options.width**2
     print(
-        f"{options.layers} Linears of {layer / MIB:.0f} MiB, {options.ranks} Gloo ranks, forward + "
-        "backward + SGD\ncounted peak above what is held between steps"
+        f"{options.layers} Linears of {layer / MIB:.0f} MiB, {options.ranks} Gloo ranks, ZeRO-3\n"
+        f"{'peak above what is held':<24}{'counted':>12}{'layers':>8}{'predicted':>14}"
     )
-    for name in told[0]:
-        most = max(t[name] for t in told)
-        print(f"{name:<16}{most / MIB:>8.1f} MiB {most / layer:>6.2f} layers")
+    for rows in zip(*told, strict=True):
+        name = rows[0][0]
+        most = max(n for _, n, _ in rows)
+        predicted = max((p for _, _, p in rows if p is not None), default=None)
+        text = "" if predicted is None else f"{predicted / MIB:>10.1f} MiB"
+        print(f"{name:<24}{most / MIB:>8.1f} MiB{most / layer:>8.2f}{text}")
     return 0

@@ -76,11 +76,7 @@ class Again:
         self._arguments = [kind_of(a) for a in arguments]
         self._modes = modes()
         self._values = [(slot.home, slot.key, slot.value) for slot in state.values]
-        self._modules = [
-            (m, m.training, (*m._modules.values(),), len(m._parameters), len(m._buffers))
-            for root in state.modules.values()
-            for m in root.modules()
-        ]
+        self._modules = [(m, m.training) for m, _ in state.parts]
         self._optimizers = [
             (o, o.state, [(p, d, len(d)) for p, d in o.state.items()], _groups(o))
             for o in state.optimizers.values()
@@ -113,13 +109,8 @@ class Again:
     def _as_before(self) -> bool:
         if self._state.moved():
             return False
-        for m, training, children, parameters, buffers in self._modules:
-            if (
-                m.training is not training
-                or (*m._modules.values(),) != children
-                or len(m._parameters) != parameters
-                or len(m._buffers) != buffers
-            ):
+        for m, training in self._modules:
+            if m.training is not training:
                 return False
         for home, key, value in self._values:
             now = home[key]

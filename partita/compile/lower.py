@@ -53,7 +53,10 @@ that are aligned between ranks, distributed autotuning)."""
 
 _FORMAT = 2  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
-_PARTS = ("lower.py", "light.py", "fusion.py", "schedule.py", "generated.py", "workspace.py")
+_PARTS = (
+    *("lower.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
+    *("generated.py", "workspace.py"),
+)
 # Settings that say where and how fast something is compiled, not what.
 _ELSEWHERE = re.compile(
     r"(_dir|path)$|cache|debug|^trace|log|worker|compile_threads|cpp\.(cxx|threads)$"

@@ -7,10 +7,11 @@ the order that the passes gave it, and each write to where what it needs is ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
+
+from .ordering import behind_needs
 
 __all__ = ["InOrder"]
 
@@ -41,14 +42,15 @@ class InOrder(CustomSchedulerPass):
             # What reads inputs alone could run at once: it waits for who needs it.
             if node in late and (ready[node] >= 0 or _writes_input(node)):
                 behind.setdefault(ready[node], []).append(node)
-        order: dict[Any, None] = dict.fromkeys(_with_needs(behind.get(-1, []), needs, {}))
+        done: set[Any] = set()
+        order = list(behind_needs(behind.get(-1, []), needs, done))
         for i, node in enumerate(nodes):
-            if node not in late:
-                order[node] = None
-            for one in _with_needs(behind.get(i, []), needs, order):
-                order[one] = None
+            if node not in late and node not in done:
+                done.add(node)
+                order.append(node)
+            order += behind_needs(behind.get(i, []), needs, done)
         assert len(order) == len(nodes)
-        return list(order)
+        return order
 
 
 def _as_in_graph(nodes: list[Any]) -> list[Any]:
@@ -64,7 +66,7 @@ def _as_in_graph(nodes: list[Any]) -> list[Any]:
 
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
     needs = {node: _needs(node, makers) for node in nodes}
-    return list(_with_needs(sorted(nodes, key=place), needs, ()))
+    return list(behind_needs(sorted(nodes, key=place), needs, set()))
 
 
 def _needs(node: Any, makers: dict[str, Any]) -> list[Any]:
@@ -94,19 +96,3 @@ def _late(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
         if _writes_input(node) or (node in users and late.issuperset(users[node])):
             late.add(node)
     return late
-
-
-def _with_needs(wanted: list[Any], needs: dict[Any, list[Any]], done: Any) -> Iterator[Any]:
-    """`wanted` in order, each behind what it needs; nothing that is done."""
-    seen = set(done)
-    stack = list(reversed(wanted))
-    while stack:
-        node = stack[-1]
-        waiting = [n for n in needs[node] if n not in seen] if node not in seen else []
-        if waiting:
-            stack += reversed(waiting)
-            continue
-        stack.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node

@@ -74,6 +74,7 @@ class State:
         values: of plain Python values, which are part of the program: another value, another
             capture.
         found: of modules and optimizers: where they were, and what was there.
+        parts: of each module, with all within it, what was in it.
         given: the modules and optimizers among the arguments of the call.
     """
 
@@ -82,6 +83,7 @@ class State:
     slots: list[Slot] = field(default_factory=list)
     values: list[Slot] = field(default_factory=list)
     found: list[tuple[Slot, Any]] = field(default_factory=list)
+    parts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
@@ -90,8 +92,10 @@ class State:
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def moved(self) -> bool:
-        """Is another module or optimizer where one was found?"""
-        return any(slot.value is not value for slot, value in self.found)
+        """Is another module or optimizer where one was found, or in a module what was not there?"""
+        if any(slot.value is not value for slot, value in self.found):
+            return True
+        return any(_inside(module) != inside for module, inside in self.parts)
 
     def optimizer_slots(self) -> list[Slot]:
         """The tensors that optimizers hold now."""
@@ -264,11 +268,18 @@ class _Search:
     def _module(self, name: str, module: nn.Module) -> None:
         for prefix, part in module.named_modules():
             self._first_time(part)
+            self.state.parts.append((part, _inside(part)))
             where = f"{name}.{prefix}." if prefix else f"{name}."
             for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
                 for key, t in home.items():
                     if t is not None:
                         self.state.slots.append(Slot(where + key, kind, home, key))
+
+
+def _inside(module: nn.Module) -> tuple[Any, ...]:
+    """Its modules, and how many tensors it has; where these are, a slot knows."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return (*module._modules.values(), sum(t is not None for t in tensors))
 
 
 def _global_names(code: types.CodeType) -> Sequence[str]:

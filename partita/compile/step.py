@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledStep", "compile"]
 
 BACKENDS = ("inductor", "graph")
+_EAGER_KEPT = 1024  # kinds of calls that are known not to be captured
 
 
 def compile(
@@ -298,6 +299,7 @@ class CompiledStep:
         """Capture."""
         from .made import make_program  # it takes seconds to import what makes graphs
 
+        self._again = None
         state = self._state = state_of(self.step, self._given, args, kwargs)
         self._call_roll(state, args, kwargs)
         primed = prime(state.optimizers)
@@ -317,6 +319,8 @@ class CompiledStep:
             if self.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
+            if len(self._eager) >= _EAGER_KEPT:
+                self._eager.clear()
             self._eager.add(signature)
             return None, []
         inputs = {id(i.tensor) for i in program.inputs}

@@ -38,12 +38,19 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
     tensors = [t for t in (*args, made) if isinstance(t, torch.Tensor)]
     if any(t.device.type != "cpu" for t in tensors):
         return 0  # what cuDNN takes depends on what it finds fastest
-    return _measured(target, tuple(map(_signature, args)))
+    try:
+        return _measured(target, tuple(map(_signature, args)))
+    except _Profiled:
+        return 0
 
 
 # oneDNN reorders a convolution's weights and unfolds its images in memory of its own, and how much
 # of it depends on the shapes, the strides and the processor.
 _MEASURED = (_aten.convolution.default, _aten.convolution_backward.default)
+
+
+class _Profiled(Exception):
+    """The user's own profiler is on, so that nothing can be measured now."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -55,11 +62,13 @@ def _measured(target: Any, signature: tuple[Any, ...]) -> int:
     with _disable_current_modes(), torch.no_grad():
         args = [_real(s) for s in signature]
         target(*args)
+        found = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-                made = target(*args)
-        except RuntimeError:  # the user has a profiler on, and there can be only one
-            return 0
+            found.start()
+        except RuntimeError as error:  # there can be only one
+            raise _Profiled from error
+        made = target(*args)
+        found.stop()
         del made
     events = found.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

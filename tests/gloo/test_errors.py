@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import partita as pt
@@ -143,8 +144,10 @@ def save_and_load(rank, folder):
         model.weight.zero_()
     model.load_state_dict(torch.load(path, weights_only=True))
     loaded = torch.load(path, weights_only=True)["weight"]
+    both = (model.weight + loaded).full_tensor()
+    dist.barrier()  # the other rank's file is whole
     other = heard(lambda: torch.load(f"{folder}/{1 - rank}.pt", weights_only=True))
-    return (model.weight + loaded).full_tensor(), loaded.placements, str(other)
+    return both, loaded.placements, str(other)
 
 
 def load_without_mesh(rank, folder):

@@ -46,22 +46,12 @@ def test_compiled_blocks_train_as_one_device(backend, stage, remat):
 def left_out(rank):
     """Regions of equal shapes within remat, with integers beside floats; one is remembered."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    from tests.ranks.test_fault5_remat_regions import ranked
-
-    def program_with(region, other, remember):
-        def program(x, w, v):
-            if "sign" not in remember:
-                remember["sign"] = region(x.detach(), w.detach())[1]
-            y, sign = region(x, w)
-            z, _ = other(y * remember["sign"], v)
-            return z * sign + y
-
-        return program
+    from tests.ranks.test_fault5_remat_regions import ranked, spread_program
 
     torch.manual_seed(0)
     plain = torch.randn(6, 4), torch.randn(4, 4), torch.randn(4, 4)
     leaves = [t.clone().requires_grad_() for t in plain]
-    program_with(ranked, ranked, {})(*leaves).sum().backward()
+    spread_program(ranked, ranked, {})(*leaves).sum().backward()
     regions = pt.compile(ranked), pt.compile(lambda x, w: ranked(x, w))
     placements = ROWS, [pt.Replicate()], [pt.Replicate()]
     ours = [
@@ -69,7 +59,7 @@ def left_out(rank):
         for t, p in zip(plain, placements, strict=True)
     ]
     for keep in (None, [regions[0]], [regions[1]]):
-        pt.remat(program_with(*regions, {}), keep)(*ours).sum().backward()
+        pt.remat(spread_program(*regions, {}), keep)(*ours).sum().backward()
         for one, wanted in zip(ours, leaves, strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), wanted.grad)
             one.grad = None

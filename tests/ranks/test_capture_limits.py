@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -420,3 +421,90 @@ def test_strict_refuses_an_implicit_move_at_capture_and_in_what_was_captured_bef
 
     with pt.ranks(dp=2) as world:
         world.run(run)
+
+
+# -- calls that are like earlier ones --------------------------------------------------------------
+
+
+def test_another_model_in_the_place_of_the_first_is_noticed():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+
+    @graph_of
+    def evaluate(x):
+        with torch.no_grad():
+            return model(x)
+
+    for _ in range(3):
+        torch.testing.assert_close(evaluate(x), model(x))
+    model = nn.Linear(4, 4)
+    for _ in range(3):
+        torch.testing.assert_close(evaluate(x), model(x))
+
+
+@pytest.mark.parametrize("change", ["weight", "data", "swapped", "eval", "frozen"])
+def test_what_changes_within_a_model_between_calls_is_noticed(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).train(change != "eval")
+    x = torch.ones(2, 4)
+    evaluate = graph_of(lambda x: model(x))
+
+    def agree():
+        for _ in range(3):
+            torch.manual_seed(1)
+            ours = evaluate(x)
+            torch.manual_seed(1)
+            theirs = model(x)
+            torch.testing.assert_close(ours, theirs)
+            assert ours.requires_grad == theirs.requires_grad
+
+    agree()
+    other = nn.Linear(4, 4)
+    if change == "weight":
+        model[0].weight = other.weight
+    elif change == "data":
+        model[0].weight.data = other.weight.data
+    elif change == "swapped":
+        model[2] = other
+    elif change == "eval":
+        model.train()
+    else:
+        model.requires_grad_(False)
+    agree()
+
+
+def test_an_optimizers_state_that_was_loaded_is_what_the_step_goes_on_from():
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = graph_of(step) if compiled else step
+        x = torch.ones(2, 4)
+        for _ in range(3):
+            step(x)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for _ in range(3):
+            step(x)
+        optimizer.load_state_dict(saved)
+        return [step(x).item() for _ in range(3)]
+
+    assert trained(True) == pytest.approx(trained(False), rel=1e-6)
+
+
+def test_what_ran_last_is_told_whichever_way_it_was_found():
+    model = nn.Linear(4, 4)
+    evaluate = graph_of(lambda x: model(x))
+    keys = []
+    for rows in (2, 2, 2, 3, 2, 2, 2):
+        evaluate(torch.ones(rows, 4))
+        keys.append(evaluate.key)
+    assert len(set(keys)) == 2 and {*keys[:3], *keys[4:]} == {keys[0]}

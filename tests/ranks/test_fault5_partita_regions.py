@@ -25,8 +25,10 @@ from .test_fault5_remat_regions import (
     ranked,
     same_shape_twice,
     scores,
+    spread_program,
     squash,
     stretch,
+    trains_as_its_twin,
 )
 
 Function = Callable[..., Any]
@@ -189,25 +191,15 @@ def test_a_region_that_was_differentiated_and_is_left_out_is_an_error():
 
 @pytest.mark.parametrize("keep", [[], [0], [1], [0, 1]])
 def test_regions_take_and_give_dtensors_with_integers_beside_floats(keep: list[int]):
-    def program_with(region: Function, other: Function, remember: dict[str, Any]) -> Function:
-        def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-            if "sign" not in remember:
-                remember["sign"] = region(x.detach(), w.detach())[1]
-            y, sign = region(x, w)
-            z, _ = other(y * remember["sign"], v)
-            return z * sign + y
-
-        return program
-
     plain = torch.randn(6, 4), torch.randn(4, 4), torch.randn(4, 4)
     leaves = [t.clone().requires_grad_() for t in plain]
-    truth = gradients(program_with(ranked, ranked, {}), *leaves)
+    truth = gradients(spread_program(ranked, ranked, {}), *leaves)
 
     def rank(mesh: Any) -> tuple[list[Tensor], dict[str, int]]:
         regions = compiled(ranked), compiled(lambda x, w: ranked(x, w))
         x = pt.distribute_tensor(plain[0], mesh, [pt.Shard(0)]).requires_grad_()
         w, v = (pt.distribute_tensor(t, mesh, [pt.Replicate()]).requires_grad_() for t in plain[1:])
-        program = pt.remat(program_with(*regions, {}), [regions[i] for i in keep] or None)
+        program = pt.remat(spread_program(*regions, {}), [regions[i] for i in keep] or None)
         loss = program(x, w, v).sum()
         with Runs() as counted:
             loss.backward()
@@ -234,23 +226,11 @@ def test_a_compiled_module_keeps_its_masks_and_its_statistics(how: str):
     def program(x: Tensor) -> Tensor:
         return block(block(x).sin())
 
-    x = leaf(6, 4)
     if how != "remat of the module":
         wrapped = pt.remat(program, [block] if how == "kept" else None)
     else:
         wrapped = program
-    torch.manual_seed(4)
-    wrapped(x).sum().backward()
-    ours, x.grad = x.grad, None
-    torch.manual_seed(4)
-    twin(twin(x).sin()).sum().backward()
-    torch.testing.assert_close(ours, x.grad)
-    for (name, mine), (_, theirs) in zip(
-        block.named_parameters(), twin.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
-    for (name, mine), (_, theirs) in zip(block.named_buffers(), twin.named_buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, msg=name)
+    trains_as_its_twin(wrapped, block, twin)
 
 
 def test_remat_within_a_compiled_module_gives_its_gradients():

@@ -313,6 +313,23 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.relu(self.norm(self.up(x)))))
 
 
+def trains_as_its_twin(program: Function, block: Block, twin: Block) -> None:
+    """`program` runs `block` twice: its gradients and statistics are those of the twin."""
+    x = leaf(6, 4)
+    torch.manual_seed(4)
+    program(x).sum().backward()
+    ours, x.grad = x.grad, None
+    torch.manual_seed(4)
+    twin(twin(x).sin()).sum().backward()
+    torch.testing.assert_close(ours, x.grad)
+    for (name, mine), (_, theirs) in zip(
+        block.named_parameters(), twin.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    for (name, mine), (_, theirs) in zip(block.named_buffers(), twin.named_buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+
+
 @pytest.mark.parametrize("how", ["torch.compile", "compile()", "torch.compile, kept"])
 def test_a_compiled_module_keeps_its_masks_and_its_statistics(how: str):
     torch.manual_seed(3)
@@ -328,20 +345,8 @@ def test_a_compiled_module_keeps_its_masks_and_its_statistics(how: str):
     def program(x: Tensor) -> Tensor:
         return compiled(compiled(x).sin())
 
-    x = leaf(6, 4)
     wrapped = pt.remat(program, [compiled] if "kept" in how else None)
-    torch.manual_seed(4)
-    wrapped(x).sum().backward()
-    ours, x.grad = x.grad, None
-    torch.manual_seed(4)
-    twin(twin(x).sin()).sum().backward()
-    torch.testing.assert_close(ours, x.grad)
-    for (name, mine), (_, theirs) in zip(
-        block.named_parameters(), twin.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
-    for (name, mine), (_, theirs) in zip(block.named_buffers(), twin.named_buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, msg=name)
+    trains_as_its_twin(wrapped, block, twin)
 
 
 def test_a_program_that_contains_a_region_can_be_compiled_itself():

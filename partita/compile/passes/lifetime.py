@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx
 
 from ..notes import note_of
+from ..ordering import behind_needs
 from ..program import Program
 
 __all__ = ["lifetime"]
@@ -43,10 +42,10 @@ def lifetime(program: Program) -> str:
     done: set[fx.Node] = set()
     for i, node in enumerate(nodes):
         if node.op == "output":
-            order += _with_needs([n for n in nodes if n in late], needs, done)
+            order += behind_needs([n for n in nodes if n in late], needs, done)
         if node not in late:
             order.append(node)
-        order += _with_needs(behind.get(i, []), needs, done)
+        order += behind_needs(behind.get(i, []), needs, done)
     moved = sum(ready[n] < first for n in late if n.target is _COPY)
     for node in order:
         graph._root.prepend(node)
@@ -103,20 +102,3 @@ def _ready(
                 if now > ready[node]:
                     ready[node], changing = now, True
     return ready
-
-
-def _with_needs(
-    wanted: list[fx.Node], needs: dict[fx.Node, list[fx.Node]], done: set[fx.Node]
-) -> Iterator[fx.Node]:
-    """`wanted` in order, each behind those of its needs that are late too; none that is done."""
-    stack = list(reversed(wanted))
-    while stack:
-        node = stack[-1]
-        open_ = [n for n in needs[node] if n in needs and n not in done] if node not in done else []
-        if open_:
-            stack += reversed(open_)
-            continue
-        stack.pop()
-        if node not in done:
-            done.add(node)
-            yield node

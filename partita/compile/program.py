@@ -72,7 +72,7 @@ class Input:
         zeros = self.kind in ("gradient", "cotangent", "mark")
         # Of a parameter that ZeRO gathers, and of what is only updated, nobody reads the padding.
         read = self.kind != "optimizer" and "_rest" not in self.tensor.__dict__
-        return border_of(self.spec, zeros=zeros, lent=read)
+        return border_of(self.spec, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
         """What it is in a call."""
@@ -241,7 +241,7 @@ class Program:
             inputs[i] = border.enter(given[i])
         found = list(call(*inputs))
         for i in self.written:
-            if inputs[i] is not given[i]:
+            if inputs[i].data_ptr() != given[i].data_ptr():  # it was copied
                 given[i].copy_(self.entering[i].cut(inputs[i]))
         for i, border in self.leaving.items():
             found[i] = border.leave(found[i])

@@ -35,7 +35,8 @@ class _Run(fx.Interpreter):
         try:
             return super().run(*inputs, **options)
         finally:
-            self.env = {}  # what it gave is not its own to hold
+            self.env = {}  # what it was given, and what it gave, is not its own to hold
+            self.args_iter = iter(())
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         carry = COLLECTIVES.get(target)

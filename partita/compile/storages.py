@@ -119,7 +119,7 @@ def memory_of(program: Program) -> Memory:
             buffers.append(_buffer(node, storages.passing[node], at, at + 1, passing=True))
     return Memory(
         tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
-        tuple(buffers),
+        (*padded_copies(program, len(nodes)), *buffers),
         tuple(held_by(program)),
     )
 
@@ -150,6 +150,16 @@ def held_by(program: Program) -> Iterator[Held]:
         nbytes = 0 if storage._cdata in seen else storage.nbytes()
         seen.add(storage._cdata)
         yield Held(given.name, given.kind, nbytes, i in written)
+
+
+def padded_copies(program: Program, places: int) -> Iterator[Buffer]:
+    """Of inputs whose memory cannot hold their padding, on ranks with smaller pieces."""
+    for i, border in program.entering.items():
+        if not border.in_front:
+            given, fake = program.inputs[i], program.example()[i]
+            nbytes = fake.untyped_storage().nbytes()
+            layout = str(given.spec.layout) if given.spec is not None else ""
+            yield Buffer(given.name, nbytes, 0, places, made_by="padding", layout=layout)
 
 
 def opname(node: fx.Node) -> str:

@@ -3,7 +3,9 @@
 The graph is made for the first rank's pieces, the largest. Where a tensor enters, a smaller piece
 is padded with copies of its last element (so what is computed of the padding is as finite as what
 is computed of the value), a gradient with zeros; a rank whose piece is empty takes the copies from
-the rank before it. Where a tensor leaves, and where an input is written, the padding is cut off.
+the rank before it. The padding is behind the piece in its own memory, where that can be: what
+enters is then not copied, and what is written is written in its place. Where a tensor leaves, the
+padding is cut off.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch
 from partita.comm import Ask, TraceWire, Wire, is_uneven
 from partita.layout import Layout
 from partita.tensor.spec import Spec, spec_of
+
+from .room import with_room
 
 __all__ = ["Border", "border_of", "padded_shape"]
 
@@ -48,38 +52,55 @@ class Border:
 
     Attributes:
         true, padded: this rank's shape, and that of the first rank.
+        in_front: are all elements of a piece before all of its padding, on every rank?
         zeros: is it padded with zeros?
+        read: does anybody read the padding?
         lenders: by dimension.
     """
 
     wire: Wire
     true: Shape
     padded: Shape
+    in_front: bool
     zeros: bool
+    read: bool
     lenders: dict[int, _Lender]
 
     def enter(self, local: torch.Tensor) -> torch.Tensor:
-        """`local`, contiguous and padded; itself where it is so already."""
-        for dim, (have, want) in enumerate(zip(self.true, self.padded, strict=True)):
-            if have < want and (self.zeros or not have):
-                local = torch.constant_pad_nd(
-                    local, [0, 0] * (local.dim() - dim - 1) + [0, want - have]
-                )
-            elif have < want:
-                places = torch.arange(want, device=local.device).clamp(max=have - 1)
-                local = local.index_select(dim, places)
-            if dim in self.lenders:
-                local = self._lent(local, dim, self.lenders[dim])
-        return local.contiguous()
+        """`local`, contiguous and padded: in its own memory, or a copy where that has no room."""
+        local = local.data  # what happens to the padding is no change of the tensor
+        whole = local.contiguous() if self.true == self.padded else None
+        if whole is None and self.in_front:
+            whole = with_room(local, self.padded)
+        if whole is None:
+            whole = local.new_zeros(self.padded)
+            self.cut(whole).copy_(local)
+        if self.read:
+            self._fill(whole)
+        return whole
 
-    def _lent(self, local: torch.Tensor, dim: int, lender: _Lender) -> torch.Tensor:
-        last = local.narrow(dim, local.shape[dim] - 1, 1).contiguous()
+    def _fill(self, whole: torch.Tensor) -> None:
+        for dim, (have, want) in enumerate(zip(self.true, self.padded, strict=True)):
+            if have == want and dim not in self.lenders:
+                continue
+            here = whole  # padded in the dimensions before this one, not yet in those behind it
+            for later in range(dim + 1, whole.dim()):
+                here = here.narrow(later, 0, self.true[later])
+            padding = here.narrow(dim, have, want - have)
+            if self.zeros:
+                padding.zero_()
+            elif 0 < have < want:
+                padding.copy_(here.narrow(dim, have - 1, 1))
+            if dim in self.lenders:
+                self._borrow(here, dim, self.lenders[dim])
+
+    def _borrow(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
+        last = here.narrow(dim, here.shape[dim] - 1, 1).contiguous()
         all_last = last.new_empty((lender.members, *last.shape))
         ask = Ask("all_gather", None, "pad")
         self.wire.gather(all_last.view(-1), last.view(-1), lender.axes, ask)
-        if lender.place is None:
-            return local
-        return all_last[lender.place].expand(local.shape)
+        if lender.place is not None:
+            here.copy_(all_last[lender.place])
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         """What of `value` is this rank's own, in memory of its own."""
@@ -94,19 +115,32 @@ class Border:
         return value
 
 
-def border_of(spec: Spec | None, *, zeros: bool = False, lent: bool = True) -> Border | None:
+def border_of(spec: Spec | None, *, zeros: bool = False, read: bool = True) -> Border | None:
     """What a tensor of `spec` passes; None where all ranks hold equally much.
 
     Args:
         zeros: it is a gradient.
-        lent: do empty ranks need something that is like the value?
+        read: does anybody read its padding, which is then like the value?
     """
     if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
         return None
     if isinstance(spec.wire, TraceWire):
         spec = spec_of(spec.layout, spec.wire.real)
-    lenders = {} if zeros or not lent else _lenders(spec)
-    return Border(spec.wire, tuple(spec.local_shape), padded_shape(spec), zeros, lenders)
+    lenders = {} if zeros or not read else _lenders(spec)
+    padded = padded_shape(spec)
+    return Border(
+        spec.wire, tuple(spec.local_shape), padded, _in_front(spec, padded), zeros, read, lenders
+    )
+
+
+def _in_front(spec: Spec, padded: Shape) -> bool:
+    mesh, layout = spec.wire.mesh, spec.layout
+    uneven = [
+        dim
+        for dim, axes in enumerate(layout.shards)
+        if layout.shape[dim] % math.prod([mesh.size(a) for a in axes])
+    ]
+    return len(uneven) == 1 and math.prod(padded[: uneven[0]]) == 1
 
 
 def _lenders(spec: Spec) -> dict[int, _Lender]:

@@ -508,3 +508,14 @@ def test_what_ran_last_is_told_whichever_way_it_was_found():
         evaluate(torch.ones(rows, 4))
         keys.append(evaluate.key)
     assert len(set(keys)) == 2 and {*keys[:3], *keys[4:]} == {keys[0]}
+
+
+def test_a_step_holds_nothing_of_what_it_was_called_with():
+    model = nn.Linear(4, 4)
+    evaluate = graph_of(lambda x: model(x))
+    for _ in range(3):
+        x = torch.ones(2, 4)
+        memory = weakref.ref(x.untyped_storage())
+        evaluate(x)
+        del x
+        assert memory() is None

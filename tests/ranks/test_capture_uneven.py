@@ -379,6 +379,87 @@ def test_inputs_are_written_and_gradients_accumulate_in_their_true_shapes():
         torch.testing.assert_close(a, b)
 
 
+def held(t):
+    """Bytes of the memory in which a tensor is."""
+    return pt.DTensor.to_local(t).untyped_storage().nbytes()
+
+
+def test_a_smaller_piece_is_padded_where_it_is_and_stays_as_large_as_it_was_to_all_who_see_it():
+    def run(mesh):
+        model, x = pt.zero(widths(), mesh), on(mesh)(X[:5])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        weight = model[0].weight
+        seen = weight.detach().to_local()
+
+        def train(x):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step, places = compiled(train), []
+        for _ in range(3):
+            step(x)
+            places.append(weight.to_local().data_ptr())
+        assert torch.equal(seen, weight.to_local())  # it changed with the weight
+        moment = optimizer.state[weight]["exp_avg"]
+        return tuple(seen.shape), places, held(weight), held(moment), held(model[3].weight)
+
+    with pt.ranks(dp=3) as world:
+        found = world.run(run)
+    pieces = [(3, 6), (3, 6), (1, 6)]  # of 7 x 6, and of 5 x 7
+    for (shape, places, *whole), piece in zip(found, pieces, strict=True):
+        assert shape == piece and len(set(places)) == 1
+        assert whole == [3 * 6 * 4, 3 * 6 * 4, 2 * 7 * 4]
+
+
+@pytest.mark.parametrize("behind", ["rows", "columns", "nothing"])
+def test_what_lies_behind_a_piece_is_not_written(behind):
+    def run(mesh):
+        place = mesh.get_local_rank("dp")
+        around = torch.arange(24.0).view(4, 6)
+        if behind == "rows":
+            piece = around[: 3 - place]
+        elif behind == "columns":
+            piece = around[: 3 - place, :4]
+        else:
+            piece = around[place + 1 :]
+        before = around.clone()
+        size, row = (5, piece.shape[1]), [pt.Shard(0)]
+        x = pt.DTensor.from_local(piece, mesh, row, shape=size, stride=(size[1], 1))
+        w = torch.arange(float(piece.shape[1])) + 1
+        for _ in range(2):
+            total = compiled(lambda x: (x.square() @ w).sum().redistribute(placements=[R]))(x)
+        assert torch.equal(around, before)
+        return total.to_local(), (piece.square() @ w).sum()
+
+    R = pt.Replicate()
+    with pt.ranks(dp=2) as world:
+        found = world.run(run)
+    wanted = sum(mine for _, mine in found)
+    for total, _ in found:
+        torch.testing.assert_close(total, wanted)
+
+
+def test_padding_a_weight_is_no_change_of_it_to_a_graph_that_waits_for_its_backward():
+    def run(mesh, fast):
+        torch.manual_seed(0)
+        w, x = torch.randn(5, 4, dtype=torch.float64), X[:, :4].double()
+        if mesh is not None:
+            w, x = pt.distribute_tensor(w, mesh, [pt.Shard(0)]), on(mesh)(x)
+            x = x.redistribute(placements=[pt.Replicate()])
+        w.requires_grad_()
+        region = lambda x, w: (x @ w.T).sin()  # noqa: E731
+        region = compiled(region) if fast else region
+        first = region(x, w) * w.sum(1).cos()
+        second = region(first @ w, w)
+        (second.sum() + first.sum()).backward()
+        return w.grad if mesh is None else w.grad.full_tensor()
+
+    with pt.ranks(dp=3) as world:
+        found = world.run(run, True)
+    torch.testing.assert_close(found[0], run(None, False))
+
+
 def test_random_numbers_of_uneven_pieces_are_those_of_one_device():
     def run(mesh):
         x = on(mesh)(torch.ones(5, 4))

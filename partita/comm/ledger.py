@@ -24,7 +24,8 @@ class Record:
         op: the operation that needed it, such as "matmul".
         source: the user's "file:line", or "" where there is none.
         reason: "explicit", "implicit", "gradient", "regather" or "settle"; "recompute" where a
-            region is run again in backward.
+            region is run again in backward, "padding" where a graph is the same for ranks that have
+            an element and ranks that have none, and these are lent one.
         rank: the rank, counted along the mesh.
         before, after: the layouts, in brief.
     """

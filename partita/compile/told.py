@@ -22,6 +22,12 @@ __all__ = ["carried", "tell"]
 def carried(program: Program) -> list[Record]:
     """The moves that send, in the order in which they begin. A bucket is one."""
     found: dict[Any, Record] = {}
+    for i, border in program.entering.items():
+        given = program.inputs[i]
+        for axes, nbytes in border.moves(given.tensor.element_size()):
+            found[given, axes] = Record(
+                *("all_gather", axes, nbytes, given.name, "", "padding", border.wire.rank)
+            )
     for node in program.graph.graph.nodes:
         if is_collective(node):
             note = note_of(node)

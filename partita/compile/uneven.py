@@ -17,6 +17,7 @@ import torch
 
 from partita.comm import Ask, TraceWire, Wire, is_uneven
 from partita.layout import Layout
+from partita.redistribute.cost import bytes_of
 from partita.tensor.spec import Spec, spec_of
 
 from .room import with_room
@@ -101,6 +102,14 @@ class Border:
         self.wire.gather(all_last.view(-1), last.view(-1), lender.axes, ask)
         if lender.place is not None:
             here.copy_(all_last[lender.place])
+
+    def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
+        """What is carried for ranks without an element: the axes, and the bytes a rank sends."""
+        found = []
+        for dim, lender in self.lenders.items():
+            last = math.prod(n for d, n in enumerate(self.padded) if d != dim)
+            found.append((lender.axes, bytes_of("all_gather", lender.members, last * itemsize)))
+        return found
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         """What of `value` is this rank's own, in memory of its own."""

@@ -460,6 +460,21 @@ def test_padding_a_weight_is_no_change_of_it_to_a_graph_that_waits_for_its_backw
     torch.testing.assert_close(found[0], run(None, False))
 
 
+def test_the_ledger_tells_of_the_elements_that_ranks_without_any_are_lent():
+    def run(mesh, rows):
+        step = compiled(lambda x: x.square().sum(0).redistribute(placements=[R]))
+        step(on(mesh)(X[:rows]))
+        with pt.ledger() as log:
+            step(on(mesh)(X[:rows]))
+        return [(m.kind, m.axes, m.nbytes) for m in log.moves if m.reason == "padding"]
+
+    R = pt.Replicate()
+    with pt.ranks(dp=3) as world:
+        for found in world.run(run, 1):
+            assert found == [("all_gather", ("dp",), 2 * 6 * 4)]  # a row of x, to two others
+        assert world.run(run, 5) == [[], [], []]
+
+
 def test_random_numbers_of_uneven_pieces_are_those_of_one_device():
     def run(mesh):
         x = on(mesh)(torch.ones(5, 4))

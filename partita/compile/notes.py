@@ -45,6 +45,8 @@ class Note:
         move: numbers the moves of a step, so that the nodes of one can be told.
         region: numbers the calls of `pt.remat` regions; 0 outside of them.
         kept: the region's policy keeps what the node makes.
+        budget: that the regions of a module share, of all that is called within the module: its
+            number, and its bytes.
     """
 
     source: str = ""
@@ -60,6 +62,7 @@ class Note:
     move: int = 0
     region: int = 0
     kept: bool = False
+    budget: tuple[int, int] | None = None
 
 
 def note_of(node: fx.Node) -> Note:
@@ -83,6 +86,8 @@ class Recorder(TorchDispatchMode):
         self.updating = False
         self._behind = False
         self._region, self._regions, self._kept = 0, 0, False
+        self._budget: tuple[int, int] | None = None
+        self._budgets: list[Any] = []
         self._move = _NOTHING
         self._moves = 0
         self._last = self.newest()
@@ -148,6 +153,20 @@ class Recorder(TorchDispatchMode):
             self._region = outer
 
     @contextmanager
+    def sharing(self, budget: Any) -> Iterator[None]:
+        """The regions within share a budget, of so many `nbytes`; the outermost is the one."""
+        outer = self._budget
+        if outer is None:
+            if not any(b is budget for b in self._budgets):
+                self._budgets.append(budget)
+            number = next(i for i, b in enumerate(self._budgets) if b is budget)
+            self._budget = number, budget.nbytes
+        try:
+            yield
+        finally:
+            self._budget = outer
+
+    @contextmanager
     def keeping(self, keep: bool) -> Iterator[None]:
         """What is called within is kept for backward, if so."""
         outer, self._kept = self._kept, self._kept or keep
@@ -207,7 +226,12 @@ class Recorder(TorchDispatchMode):
         elif self._behind or torch._C._current_graph_task_id() != -1:
             phase = "backward"
         return replace(
-            self._move, source=self.line(), phase=phase, region=self._region, kept=self._kept
+            self._move,
+            source=self.line(),
+            phase=phase,
+            region=self._region,
+            kept=self._kept,
+            budget=self._budget,
         )
 
     def newest(self) -> fx.Node:

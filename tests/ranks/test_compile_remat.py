@@ -129,3 +129,38 @@ def test_each_of_ten_budgets_holds_and_a_smaller_one_takes_no_more():
         assert counted <= budget and step.memory.peak <= budget
         assert step.memory.peak >= before
         before = step.memory.peak
+
+
+def of_a_model(policy):
+    """As `alone`, where the model has a budget of its own."""
+    torch.manual_seed(0)
+    model = pt.remat(nn.Sequential(*(Block(16) for _ in range(4))), policy)
+
+    def step(x):
+        loss = model(x).square().mean()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    step = pt.compile(step, backend="graph")
+    found = step(X[:, :16])
+    with count_memory() as memory:
+        step(X[:, :16])
+    return found, step, memory.peak
+
+
+def test_a_models_own_budget_is_kept_in_a_graph_and_more_of_it_recomputes_less():
+    wanted, without, _ = alone()
+    with pytest.raises(pt.CaptureError, match="cannot be kept") as caught:
+        of_a_model(1)
+    least = int(str(caught.value).split("activations need ")[1].split(" ")[0])
+    _, step, smallest = of_a_model(least)
+    assert calls(step, "addmm") > calls(without, "addmm")
+    before, peak = calls(step, "addmm"), smallest
+    for budget in range(least, 3 * least, least // 4):
+        found, step, counted = of_a_model(budget)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        # Activations are not all that is there, but all that more of a budget makes more.
+        assert peak <= counted <= smallest + budget - least
+        assert counted == step.memory.peak and calls(step, "addmm") <= before
+        before, peak = calls(step, "addmm"), counted
+    _, step, _ = of_a_model(1 << 30)
+    assert calls(step, "addmm") == calls(without, "addmm")

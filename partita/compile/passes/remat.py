@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from partita.comm.ledger import human
 from partita.layout import Fix
@@ -18,9 +13,11 @@ from partita.layout import Fix
 from ..errors import CaptureError
 from ..functional import drop_unused
 from ..graph import canonical, is_collective, nbytes_of
-from ..notes import NOTE, note_of
+from ..notes import note_of
 from ..program import Program
 from ..storages import Storages, memory_of, storages_of
+from .recompute import can_be_made_again, flops_of, is_late, recompute
+from .regions import of_regions
 
 __all__ = ["remat"]
 
@@ -35,74 +32,15 @@ def remat(program: Program) -> str:
     """What regions of `pt.remat` made, but for what their policies keep, is made again in backward.
 
     Right before backward first reads it, from what is there then; a gathered weight is gathered
-    again. Random numbers are kept, never drawn twice. For a budget, of the whole step or of a
-    model, those values are made again whose recompute costs least for the bytes that it saves, as
-    few of them as keep the predicted peak, of the graph that all passes have made, under it.
+    again. Random numbers are kept, never drawn twice. For a budget of the whole step, those values
+    are made again whose recompute costs least for the bytes that it saves, as few of them as keep
+    the predicted peak, of the graph that all passes have made, under it.
     """
     graph = program.graph.graph
-    made = _recompute(graph, _of_regions(program))
+    made = len(recompute(graph, of_regions(program)))
     if program.budget is None:
         return f"{made} calls are made again in backward"
     return f"{made + _within(program, program.budget)} calls are made again in backward"
-
-
-def _of_regions(program: Program) -> set[fx.Node]:
-    """What regions make, but what their policies keep and what others read: it leaves them."""
-    graph = program.graph.graph
-    inside = {n for n in graph.nodes if note_of(n).region and _again(n)}
-    if not inside:
-        return inside
-    storages = storages_of(program)
-    kept: set[int] = set()
-    for node in inside:
-        region = note_of(node).region
-        if note_of(node).kept or any(
-            user.op == "output" or (not _late(user) and note_of(user).region != region)
-            for user in node.users
-        ):
-            kept.update(storages.of[node])
-    # A view of what stays costs nothing to make again.
-    return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
-
-
-def _again(node: fx.Node) -> bool:
-    """Can it be made again, and be the same?"""
-    target: Any = node.target
-    return (
-        node.op == "call_function"
-        and note_of(node).phase == "forward"
-        and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
-        and not getattr(getattr(target, "_schema", None), "is_mutable", False)
-    )
-
-
-def _late(node: fx.Node) -> bool:
-    return node.op == "call_function" and note_of(node).phase == "backward"
-
-
-def _recompute(graph: fx.Graph, chosen: set[fx.Node]) -> int:
-    """Have backward read copies of `chosen`, each made where it is first read."""
-    copies: dict[fx.Node, fx.Node] = {}
-
-    def again(node: fx.Node) -> fx.Node:
-        if node not in chosen:
-            return node
-        if node not in copies:
-            for read in node.all_input_nodes:
-                again(read)
-            copies[node] = made = graph.node_copy(node, lambda n: copies.get(n, n))
-            note = note_of(node)
-            reason = "regather" if note.reason == "gather" else note.reason
-            made.meta[NOTE] = replace(note, phase="backward", reason=reason)
-        return copies[node]
-
-    for node in list(graph.nodes):
-        if _late(node):
-            for read in node.all_input_nodes:
-                if read in chosen:
-                    with graph.inserting_before(node):
-                        node.replace_input_with(read, again(read))
-    return len(copies)
 
 
 # -- under a budget --------------------------------------------------------------------------------
@@ -126,7 +64,7 @@ def _within(program: Program, budget: int) -> int:
         least = tried if least is None else min(least, tried)
         if tried <= budget:
             graph = program.graph.graph
-            return _recompute(graph, {n for n in graph.nodes if n.name in names})
+            return len(recompute(graph, {n for n in graph.nodes if n.name in names}))
     assert least is not None
     raise CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
@@ -147,7 +85,7 @@ def _tried(program: Program, names: frozenset[str]) -> int:
     trial = copy.copy(program)
     trial.graph = copy.deepcopy(program.graph)
     graph = trial.graph.graph
-    _recompute(graph, {n for n in graph.nodes if n.name in names})
+    recompute(graph, {n for n in graph.nodes if n.name in names})
     passes = list(PASSES.items())
     behind = [name for name, _ in passes].index("remat") + 1
     for name, change in passes[behind:]:
@@ -205,38 +143,35 @@ def _saved(graph: fx.Graph, storages: Storages) -> list[int]:
     """What forward makes, that can be made again, and backward reads."""
     found: dict[int, None] = {}
     for node in graph.nodes:
-        if _late(node):
+        if is_late(node):
             for read in node.all_input_nodes:
                 for s in storages.of[read]:
-                    if _again(storages.maker[s]) and storages.nbytes[s]:
+                    if can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
                         found[s] = None
     return list(found)
 
 
 def _closed(graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]) -> set[str]:
     """The nodes that show what is dropped, and those that must run for them to be made again."""
-    chosen = {n for n in graph.nodes if _again(n) and dropped.issuperset(storages.of[n])}
+    chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
     chosen = {n for n in chosen if storages.of[n]}
     waiting = list(chosen)
     while waiting:
         for read in waiting.pop().all_input_nodes:
-            if read not in chosen and _again(read) and held.isdisjoint(storages.of[read]):
+            if (
+                read not in chosen
+                and can_be_made_again(read)
+                and held.isdisjoint(storages.of[read])
+            ):
                 chosen.add(read)
                 waiting.append(read)
     return {n.name for n in chosen}
 
 
-_flops: dict[Any, Callable[..., int]] = flop_registry
-
-
 def _cost(node: fx.Node) -> float:
     """Seconds that a recompute of one call takes, about: it ranks, and is no measurement."""
     nbytes = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))
-    count = _flops.get(getattr(node.target, "overloadpacket", None))
     seconds = nbytes / 1e10
     if is_collective(node):
-        seconds += nbytes / 1e9
-    elif count is not None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        seconds += count(*args, **kwargs, out_val=node.meta["val"]) / 5e10
-    return seconds
+        return seconds + nbytes / 1e9
+    return seconds + flops_of(node) / 5e10

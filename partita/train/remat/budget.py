@@ -9,9 +9,8 @@ the promise holds without a second measurement.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from partita.comm import Wire
 from partita.comm.ledger import human
+from partita.compile.knapsack import Candidate, chosen
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
@@ -30,62 +30,7 @@ from .forward import Event, Forward
 from .identity import Origins, printed
 from .wrapped import Wrapped
 
-__all__ = ["Budget", "Candidate", "Whole", "chosen"]
-
-_STEPS = 8192
-"""The knapsack counts bytes in this many steps of all candidates' bytes together."""
-
-
-@dataclass
-class Candidate:
-    """A call whose result could be kept.
-
-    Attributes:
-        nbytes: what it weighs, rounded up when it is chosen.
-        flops: floating-point operations that its recompute costs.
-        written: bytes that its recompute writes: its cost where there are no operations to count.
-    """
-
-    nbytes: int = 0
-    flops: int = 0
-    written: int = 0
-
-
-def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """Which to keep within `room` bytes: the most operations, and then the most bytes written.
-
-    More room never means more recomputed operations: the first of two knapsacks, over operations
-    alone, is solved exactly, in steps of bytes that do not depend on the room.
-    """
-    heavy = [i for i, c in enumerate(candidates) if c.flops]
-    light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
-    step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
-    taken = _knapsack([(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step)
-    kept = [heavy[i] for i in taken]
-    room -= sum(candidates[i].nbytes for i in kept)
-    taken = _knapsack([(candidates[i].nbytes, candidates[i].written) for i in light], room, step)
-    return sorted(kept + [light[i] for i in taken])
-
-
-def _knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
-    """Of `(bytes, worth)`, the numbers of those that fit and are worth the most together."""
-    if sum(size for size, _ in items) <= room:
-        return list(range(len(items)))
-    capacity = max(0, room) // step
-    best = torch.zeros(capacity + 1, dtype=torch.int64)
-    takes = []
-    for size, worth in items:
-        need = -(-size // step)
-        without, best = best, best.clone()
-        if need <= capacity:
-            torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
-        takes.append(best > without)
-    found, left = [], capacity
-    for i in reversed(range(len(items))):
-        if takes[i][left]:
-            found.append(i)
-            left -= -(-items[i][0] // step)
-    return found[::-1]
+__all__ = ["Budget", "Whole"]
 
 
 class _Plan:
@@ -222,6 +167,9 @@ class Whole(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
+        if HERE.capturing and HERE.watcher is None:  # the compiler measures
+            with HERE.recorder.sharing(budget):
+                return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
             return self.__wrapped__(*args, **kwargs)
         if HERE.watcher is not None:  # within another region, whose policy holds

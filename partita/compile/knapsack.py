@@ -1,0 +1,65 @@
+"""Which results are worth keeping within a number of bytes, so that the least is recomputed?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Candidate", "chosen"]
+
+_STEPS = 8192
+"""The knapsack counts bytes in this many steps of all candidates' bytes together."""
+
+
+@dataclass
+class Candidate:
+    """A call whose result could be kept.
+
+    Attributes:
+        nbytes: what it weighs, rounded up when it is chosen.
+        flops: floating-point operations that its recompute costs.
+        written: bytes that its recompute writes: its cost where there are no operations to count.
+    """
+
+    nbytes: int = 0
+    flops: int = 0
+    written: int = 0
+
+
+def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
+    """Which to keep within `room` bytes: the most operations, and then the most bytes written.
+
+    More room never means more recomputed operations: the first of two knapsacks, over operations
+    alone, is solved exactly, in steps of bytes that do not depend on the room.
+    """
+    heavy = [i for i, c in enumerate(candidates) if c.flops]
+    light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
+    step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
+    taken = _knapsack([(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step)
+    kept = [heavy[i] for i in taken]
+    room -= sum(candidates[i].nbytes for i in kept)
+    taken = _knapsack([(candidates[i].nbytes, candidates[i].written) for i in light], room, step)
+    return sorted(kept + [light[i] for i in taken])
+
+
+def _knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
+    """Of `(bytes, worth)`, the numbers of those that fit and are worth the most together."""
+    if sum(size for size, _ in items) <= room:
+        return list(range(len(items)))
+    capacity = max(0, room) // step
+    best = torch.zeros(capacity + 1, dtype=torch.int64)
+    takes = []
+    for size, worth in items:
+        need = -(-size // step)
+        without, best = best, best.clone()
+        if need <= capacity:
+            torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
+        takes.append(best > without)
+    found, left = [], capacity
+    for i in reversed(range(len(items))):
+        if takes[i][left]:
+            found.append(i)
+            left -= -(-items[i][0] // step)
+    return found[::-1]

@@ -1,0 +1,68 @@
+"""How is a part of forward made again in backward, and what does that cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ..notes import NOTE, note_of
+
+__all__ = ["can_be_made_again", "flops_of", "is_late", "recompute"]
+
+
+def can_be_made_again(node: fx.Node) -> bool:
+    """Can it be made again, and be the same?"""
+    target: Any = node.target
+    return (
+        node.op == "call_function"
+        and note_of(node).phase == "forward"
+        and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
+        and not getattr(getattr(target, "_schema", None), "is_mutable", False)
+    )
+
+
+def is_late(node: fx.Node) -> bool:
+    """Does backward make it?"""
+    return node.op == "call_function" and note_of(node).phase == "backward"
+
+
+def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Have backward read copies of `chosen`, each made where it is first read; these copies."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(node: fx.Node) -> fx.Node:
+        if node not in chosen:
+            return node
+        if node not in copies:
+            for read in node.all_input_nodes:
+                again(read)
+            copies[node] = made = graph.node_copy(node, lambda n: copies.get(n, n))
+            note = note_of(node)
+            reason = "regather" if note.reason == "gather" else note.reason
+            made.meta[NOTE] = replace(note, phase="backward", reason=reason)
+        return copies[node]
+
+    for node in list(graph.nodes):
+        if is_late(node):
+            for read in node.all_input_nodes:
+                if read in chosen:
+                    with graph.inserting_before(node):
+                        node.replace_input_with(read, again(read))
+    return copies
+
+
+_flops: dict[Any, Callable[..., int]] = flop_registry
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of a call, as torch's own counter has them; 0 where it has none."""
+    count = _flops.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(count(*args, **kwargs, out_val=node.meta["val"]))

@@ -1,4 +1,4 @@
-"""Which collective does compiled code ask for that torch does not have?
+"""What does compiled code ask for, to send and to sum, that torch does not have?
 
 Compiled code finds a process group by name, and waits for what it began by torch's own
 `wait_tensor`, with which such work is registered here.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["all_gather"]
+__all__ = ["all_gather", "sum_of_shares"]
 
 _library = torch.library.Library("partita", "DEF")
 _library.define("all_gather(Tensor x, int group_size, str group_name) -> Tensor")
+_library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
 
 
 def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
@@ -35,7 +36,28 @@ def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> t
     return x.new_empty((group_size * x.shape[0], *x.shape[1:]))
 
 
+def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
+    """The sum of shares that lie end to end, in their order, in at least 32 bits.
+
+    One operator, which a compiler can not put off: of additions it would keep the shares until
+    somebody reads their sum.
+    """
+    rows = shares.view(count, -1).unbind()
+    narrow = shares.dtype.itemsize < 4
+    total = rows[0].float() if narrow else rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.to(shares.dtype) if narrow else total
+
+
+def _shape_of_sum(shares: torch.Tensor, count: int) -> torch.Tensor:
+    return shares.new_empty((shares.numel() // count,))
+
+
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::all_gather", _shape_of_all_gather, lib=_library)
+_library.impl("sum_of_shares", _sum_of_shares, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::sum_of_shares", _shape_of_sum, lib=_library)
 
 all_gather = torch.ops.partita.all_gather.default
+sum_of_shares = torch.ops.partita.sum_of_shares.default

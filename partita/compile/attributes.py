@@ -71,11 +71,12 @@ class Attributes:
             CaptureError: it leaves one in a list, a dictionary or a variable that held none.
         """
         found = []
-        for name, home in self._homes:
+        for (name, home), held in zip(self._homes, self._before, strict=True):
             for key in _filled(home):
-                if not isinstance(home[key], torch.Tensor):
+                if isinstance(home[key], torch.Tensor):
+                    found.append(Slot(f"{name}.{key}", "value", home, key))
+                elif not _is_list_of_parameters(home[key], held.get(key)):
                     raise _is_left(f"{name}.{key}")
-                found.append(Slot(f"{name}.{key}", "value", home, key))
         for slot in self._variables:
             if _is_filled(slot.value):
                 raise _is_left(slot.name)
@@ -107,6 +108,17 @@ def _is_filled(value: Any) -> bool:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return any(_is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
     return False
+
+
+def _is_list_of_parameters(value: Any, before: Any) -> bool:
+    """Is it a list that a module, nn.GRU say, makes of its parameters whenever it finds others?"""
+    if type(value) is not type(before) or not isinstance(value, (list, tuple)):
+        return False
+    return len(value) == len(before) and all(
+        isinstance(v, torch.nn.Parameter) or "_gathered_from" in getattr(v, "__dict__", ())
+        for v in value
+        if v is not None
+    )
 
 
 def _is_left(name: str) -> Exception:

@@ -7,36 +7,33 @@ node; a redistribution becomes collectives of local tensors. Nothing is carried 
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
-from partita.comm import TraceWire, Uneven, Wire, stand_ins, user_line
-from partita.layout import Fix, LayoutError
+from partita.comm import TraceWire, Wire, stand_ins
+from partita.layout import Fix
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import saving_hooks
 from partita.tensor.settled import Rest, update_spec
 from partita.tensor.spec import Spec, spec_of
-from partita.tensor.watch import HERE
 
 from .attributes import Attributes, check_result
-from .compared import compared
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import not_captured
-from .functional import drop_unused, functional
+from .finished import Trace
+from .functional import functional
 from .inputs import Inputs
+from .meanwhile import call_by_call, compiling, swapped, unseen
 from .notes import Recorder
 from .optimizers import Stepping
-from .program import Input, Output, Place, Program, written_inputs
+from .program import Output, Place, Program
+from .refusals import told_of, users_line
 from .state import Slot, State
 
 __all__ = ["capture"]
@@ -71,7 +68,7 @@ class _Capture:
         self.slots = [*state.slots, *state.optimizer_slots()]
         self.inputs = Inputs(self.slots, state.optimizers, args, kwargs, marks)
         self.stepping = Stepping(state.optimizers)
-        self.attributes = Attributes(state)
+        self.attributes, self.modules = Attributes(state), state.modules.values()
         self.wires: dict[Wire, TraceWire] = {}
         self.outputs: list[Output] = []
         self.constants: list[Any] = []
@@ -87,7 +84,7 @@ class _Capture:
             with inputs.mode:
                 made = make_fx(self._traced, _error_on_data_dependent_ops=True)(*inputs.fakes)
         except Exception as error:
-            told = self._told(error)
+            told = told_of(error, self._line)
             if told is error:
                 raise
             raise told from error
@@ -98,38 +95,12 @@ class _Capture:
             if given.kind == "mark" and node.users:
                 return None
         with inputs.mode:
-            return self._finished(functional(made))
+            return self._trace().program(functional(made))
 
-    def _told(self, error: Exception) -> Exception:
-        if isinstance(error, Uneven):
-            return not_captured(error.fact, error.reason, place=error.place)
-        if isinstance(error, LayoutError):
-            return error
-        text = str(error).strip().split("\n")[0]
-        if "_local_scalar_dense" in str(error) or "data-dependent" in str(error).lower():
-            return not_captured(
-                "the step reads a value",
-                "while it is captured there are no values: .item(), float(x) and a branch on x "
-                "ask for one; return the tensor and read it outside",
-                place=self._line,
-            )
-        if "a leaf Variable that requires grad is being used in an in-place" in text:
-            return not_captured(
-                "the step writes in place what has a history",
-                "an argument's history would be another after the call, or a parameter would have "
-                "one",
-                Fix("x = x.clone()", "first"),
-                Fix("with torch.no_grad()", "around an update"),
-                place=self._line,
-            )
-        if "FakeTensor" in text or "Fake" in type(error).__name__:
-            return not_captured(
-                "the step uses a tensor that is not among its inputs",
-                f"it is not an argument, nor found by name where the step is defined ({text})",
-                Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
-                place=self._line,
-            )
-        return error
+    def _trace(self) -> Trace:
+        return Trace(
+            self.inputs, self.wires, self.outputs, self.result, self.constants, self.cleared
+        )
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -143,17 +114,18 @@ class _Capture:
             self._make_wires()
             self._tag()
             stack.enter_context(stand_ins(dict(self.wires)))
-            stack.enter_context(_compiling())
-            stack.enter_context(_unseen())
+            stack.enter_context(compiling())
+            stack.enter_context(call_by_call(self.modules))
+            stack.enter_context(unseen())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self.attributes.restored())
-            stack.enter_context(self._swapped())
+            self._first = stack.enter_context(swapped(self.slots, stand_in))
             stack.enter_context(self.stepping.traced(stand_in, self.inputs.rate, recorder))
             args, kwargs = pytree.tree_map(stand_in, (self.args, self.kwargs))
             try:
                 result = self.step(*args, **kwargs)
             except Exception as error:
-                self._line = _users_line(error)
+                self._line = users_line(error)
                 raise
             with torch.no_grad():
                 out = self._read_out(result)
@@ -192,19 +164,6 @@ class _Capture:
 
     def _traced_spec(self, spec: Spec) -> Spec:
         return spec_of(spec.layout, self.wires[spec.wire])
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        """Within, every slot holds what stands for its value."""
-        before = [slot.value for slot in self.slots]
-        try:
-            for slot, value in zip(self.slots, before, strict=True):
-                slot.put(pytree.tree_map(self.inputs.stand_in, value))
-            self._first = [slot.value for slot in self.slots]
-            yield
-        finally:
-            for slot, value in zip(self.slots, before, strict=True):
-                slot.put(value)
 
     # -- what comes out ----------------------------------------------------------------------------
 
@@ -282,7 +241,7 @@ class _Capture:
         return values
 
     def _admitted(self) -> list[torch.Tensor]:
-        """The plain values that stood next to DTensors. They leave the graph in `_finished`."""
+        """The plain values that stood next to DTensors. They leave the graph: see `finished`."""
         values = [value for trace in self.wires.values() for value in trace.admitted]
         self.outputs += [Output("admitted", None) for _ in values]
         return values
@@ -299,106 +258,7 @@ class _Capture:
         wire = spec.wire
         return spec_of(spec.layout, wire.real if isinstance(wire, TraceWire) else wire)
 
-    # -- the program -------------------------------------------------------------------------------
-
-    def _finished(self, made: fx.GraphModule) -> Program:
-        graph, inputs = made.graph, self.inputs.all
-        written = {inputs[i].index for i in written_inputs(graph) if inputs[i].kind != "gradient"}
-        (end,) = graph.find_nodes(op="output")
-        dropped = self._dropped_gradients(graph)
-        kept, admitted = [], []
-        wires = iter([t.real for t in self.wires.values() for _ in t.admitted])
-        for output, value in zip(self.outputs, end.args[0], strict=True):
-            # What a step cleared first, and then updated by, has done its work: it would only
-            # hold memory. A gradient that is the step's result, or accumulates, is kept.
-            if output.kind == "admitted":
-                admitted.append((value.args[0], next(wires)))
-            elif output.kind == "gradient" and output.index in written & dropped:
-                self.cleared.append(output.index)
-            else:
-                kept.append((output, value))
-        end.args = ([value for _, value in kept],)
-        drop_unused(graph)
-        used: dict[fx.Node, Input] = {}
-        for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if node.users:
-                used[node] = self._without_memory(given)
-            else:
-                graph.erase_node(node)
-        made.recompile()
-        groups = {
-            name: (trace.real, axes)
-            for trace in self.wires.values()
-            for name, axes in trace.groups.items()
-        }
-        return Program(
-            made,
-            [*used.values()],
-            [output for output, _ in kept],
-            self.result,
-            self.constants,
-            sorted(set(self.cleared)),
-            groups,
-            compared=compared(made, used, admitted, user_line()),
-        )
-
-    def _without_memory(self, given: Input) -> Input:
-        """The input, but holding nothing of the call that is captured, which will be over."""
-        if given.kind != "argument" and given.tensor.is_leaf:
-            return given
-        with Local(), torch.no_grad():
-            like = self.inputs.stand_in(given.tensor).detach()
-        return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
-
-    def _dropped_gradients(self, graph: fx.Graph) -> set[int]:
-        """Whose gradients, as it found them, the step did not read."""
-        nodes = graph.find_nodes(op="placeholder")
-        pairs = zip(nodes, self.inputs.all, strict=True)
-        return {
-            given.index
-            for node, given in pairs
-            if given.kind in ("mark", "gradient") and not node.users
-        }
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Tell torch and partita that a graph is made: optimizers then read no number from a tensor.
-
-    Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
-    """
-    compiler: Any = torch.compiler
-    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
-    HERE.capturing = True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
-        HERE.capturing = False
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Keep from whoever follows the program (remat, an offload) what has no memory."""
-    before, HERE.watcher = HERE.watcher, None
-    hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if saving_hooks() else nullcontext()
-    try:
-        with hooks:
-            yield
-    finally:
-        HERE.watcher = before
-
 
 def _graded(t: torch.Tensor) -> bool:
     with Local():
         return t.requires_grad
-
-
-def _users_line(error: BaseException) -> str:
-    """The user's innermost line in the traceback of an error."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for frame, number in reversed(frames):
-        line = user_line(frame)
-        if line and frame.f_code.co_filename.endswith(line.rsplit(":", 1)[0].lstrip("./")):
-            return f"{line.rsplit(':', 1)[0]}:{number}"
-    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from partita.comm import user_line
+from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
 __all__ = ["EAGER", "CaptureError"]
@@ -21,4 +22,14 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
         place=user_line() if place is None else place,
         reason=reason,
         fixes=(*fixes, EAGER),
+    )
+
+
+def cannot_be_kept(budget: int, least: int) -> CaptureError:
+    """The error to raise where a step needs more than its budget; `least` is what it needs."""
+    return CaptureError(
+        f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
+        f"{least} ({human(least)}) above what it holds between calls",
+        reason="what is recomputed is read from somewhere, and gradients and gathered weights stay",
+        fixes=(Fix(f"budget={least}", "the least that was found"),),
     )

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .memory import Buffer, Memory
 from .notes import Note, note_of
 from .program import Program
-from .storages import held_by, padded_copies
+from .storages import held_by, made_at_entry
 from .workspace import staging, workspace
 
 __all__ = ["code_of", "memory_of_code"]
@@ -107,8 +107,8 @@ class _Run(TorchDispatchMode):
         """The schedule, a place for each line of the function."""
         buffers = sorted([*self.done, *self.buffers.values()], key=lambda b: b.birth)
         places = [self.lines[i].strip()[:80] for i in range(self._begin, self._end)]
-        copies = padded_copies(self.program, len(places))
-        return Memory(tuple(places), (*copies, *buffers), tuple(held_by(self.program)))
+        first = made_at_entry(self.program, len(places))
+        return Memory(tuple(places), (*first, *buffers), tuple(held_by(self.program)))
 
     # -- the code ----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .generated import code_of, memory_of_code
 from .light import lighter, without_compiler
 from .notes import NOTE
 from .program import Program
+from .unfinished import without_unfinished
 
 __all__ = ["CONFIG", "compiled", "load", "made_for"]
 
@@ -50,6 +51,8 @@ CONFIG: dict[str, Any] = {
 """What Inductor is asked for. All of it is in the name of an artifact: plain values only. And one
 rank compiles while others wait: nothing that has ranks talk to each other (spmd_check, estimates
 that are aligned between ranks, distributed autotuning)."""
+
+_aten = torch.ops.aten
 
 _FORMAT = 2  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
@@ -71,15 +74,22 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
     Raises:
         Exception: whatever Inductor does where it cannot compile.
     """
+    from .fusion import mark
+
     graph = copy.deepcopy(program.graph)
     for node in graph.graph.nodes:
+        mark(node)
         node.meta.pop(NOTE, None)
+        if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
+            # Of bytes, as which Gloo carries bools. Inductor's vectors of them do not compile.
+            node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
     examples = program.example()
     mode = next((m for x in examples if (m := getattr(x, "fake_mode", None)) is not None), None)
     if mode is None:
         mode = torch._subclasses.FakeTensorMode()
     with ExitStack() as stack:
         _quiet(stack)
+        stack.enter_context(without_unfinished())
         stack.enter_context(tracing(TracingContext(mode)))
         _configure(stack, program.key)
         libraries = stack.enter_context(_recorded())

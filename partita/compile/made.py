@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from partita.comm import Wire
+
 from .capture import capture
+from .errors import CaptureError, cannot_be_kept
 from .explained import AsCaptured
 from .graph import canonical
 from .key import agree, digest_of, key_of, versions
@@ -15,9 +18,10 @@ from .program import Program
 from .region import region_of
 from .sharing import Sharing
 from .state import State, tensors_of_call
+from .storages import memory_of, scheduled
 from .verify import verify
 
-__all__ = ["make_program"]
+__all__ = ["kept_within", "make_program"]
 
 
 def make_program(
@@ -44,21 +48,95 @@ def make_program(
     """
     slots = [*state.slots, *state.optimizer_slots()]
     tensors = tensors_of_call(slots, args, kwargs)
-    wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-    failed, lines, where, stages = None, [], [], []
-    try:
-        ran = list(in_order(passes, without))
+
+    def captured() -> Program:
         program = capture(step, args, kwargs, state)
         program.budget, program.without = budget, tuple(without)
         verify(program, "capture")
-        captured, as_captured = digest_of(canonical(program)), AsCaptured(program)
+        program.captured = AsCaptured(program)
+        return program
+
+    wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
+    said = (*options, f"budget {budget}")
+    return _finished(captured, tensors, wires, without, passes, said)
+
+
+def kept_within(
+    program: Program,
+    prepare: Callable[[Program], None],
+    tensors: Sequence[Any],
+    *,
+    without: Iterable[str],
+    passes: Passes,
+    options: Iterable[str],
+) -> Program:
+    """A program that is ready to run and takes no more than its budget. Every rank calls this.
+
+    That is `program`, unless what is compiled of it takes more than its graph would: a kernel that
+    does the work of many calls has what all of them make there at once. Then more is made again.
+
+    Args:
+        prepare: has what runs a program.
+        tensors: those of the call for which it was made.
+        without, passes, options: as for `make_program`.
+
+    Raises:
+        CaptureError: a budget that cannot be kept; it tells the least that can.
+    """
+    budget, given, least = program.budget, program.captured, None
+    while True:
+        prepare(program)
+        taken = _taken(program)
+        if budget is None or taken <= budget:
+            return program
+        least = taken if least is None else min(least, taken)
+        less = memory_of(program).peak - 1
+
+        def again(less: int = less) -> Program:
+            assert given is not None
+            tighter = given.program()
+            tighter.budget, tighter.captured = less, given
+            return tighter
+
+        try:
+            said = (*options, f"budget {budget}")
+            program = _finished(again, tensors, program.wires, without, passes, said)
+        except CaptureError:
+            raise cannot_be_kept(budget, least) from None
+        program.budget = budget
+
+
+def _taken(program: Program) -> int:
+    """Bytes that compiled code takes at most, on any rank; of what runs otherwise 0."""
+    if program.built is None:
+        return 0
+    taken = scheduled(program).peak
+    for wire in program.wires:
+        taken = max(n for (n,) in wire.gather_ints((taken,)))
+    return taken
+
+
+def _finished(
+    make: Callable[[], Program],
+    tensors: Sequence[Any],
+    wires: Iterable[Wire],
+    without: Iterable[str],
+    passes: Passes,
+    said: Sequence[str],
+) -> Program:
+    """What `make` has captured, rewritten by the passes, and agreed on."""
+    failed, lines, where, stages = None, [], [], []
+    try:
+        ran = list(in_order(passes, without))
+        program = make()
+        captured, as_captured = digest_of(canonical(program)), program.captured
         program.changes = run_passes(program, without, passes)
         program = region_of(program)
         program.sharing, program.captured = Sharing(program), as_captured
         if (error := program.sharing.refused(tensors)) is not None:
             raise error
         stages = [("capture", captured), *((c.name, c.digest) for c in program.changes)]
-        lines = [*canonical(program), *versions(), *options, f"passes {ran}", f"budget {budget}"]
+        lines = [*canonical(program), *versions(), *said[:-1], f"passes {ran}", said[-1]]
         where = [note_of(n).source for n in program.graph.graph.nodes]
     except Exception as error:  # the other ranks are waiting to compare
         failed, lines = error, [f"error: {error}"]

@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.comm import Wire, user_line
+from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.cost import bytes_sent
 from partita.tensor.dtensor import DTensor
@@ -27,6 +28,8 @@ from partita.tensor.watch import HERE
 from .errors import not_captured
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
+
+_ONEDNN_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 
 NOTE = "partita"
 """Under which a node's `meta` has its note."""
@@ -45,6 +48,7 @@ class Note:
         move: numbers the moves of a step, so that the nodes of one can be told.
         region: numbers the calls of `pt.remat` regions; 0 outside of them.
         kept: the region's policy keeps what the node makes.
+        again: a pass put it there, to make or gather for a second time what forward had.
         budget: that the regions of a module share, of all that is called within the module: its
             number, and its bytes.
     """
@@ -62,6 +66,7 @@ class Note:
     move: int = 0
     region: int = 0
     kept: bool = False
+    again: bool = False
     budget: tuple[int, int] | None = None
 
 
@@ -99,6 +104,12 @@ class Recorder(TorchDispatchMode):
             raise not_captured(
                 f"the shape of {func._schema.name.removeprefix('aten::')} depends on data",
                 "a graph is of tensors whose shapes are known before it runs",
+            )
+        if func is _ONEDNN_LSTM and args[-1]:
+            raise not_captured(
+                "torch.lstm, to be trained, is oneDNN's layer as a whole",
+                "it keeps memory for backward whose size only oneDNN knows",
+                Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
             )
         with Local():
             out = func(*args, **(kwargs or {}))

@@ -9,6 +9,7 @@ stead for a while.
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 import types
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 __all__ = ["Slot", "State", "names_of_call", "state_of", "tensors_of_call"]
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _NOT_USERS = ("torch", "partita", "builtins")
 
 
@@ -282,8 +284,11 @@ def _inside(module: nn.Module) -> tuple[Any, ...]:
     return (*module._modules.values(), sum(t is not None for t in tensors))
 
 
-def _global_names(code: types.CodeType) -> Sequence[str]:
-    names = list(code.co_names)
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> list[str]:
+    """The globals that it uses. `co_names` has the names of attributes and methods too."""
+    used = [i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS]
+    names = list(dict.fromkeys(used))
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names += _global_names(const)

@@ -1,4 +1,4 @@
-"""What does `pt.compile(step)` give?
+"""What is a step that `pt.compile` gave, and what does a call of it do?
 
 A function like `step`. Its first call captures a graph, compiles it and runs it; later calls run
 it. A call that differs in what the graph was made for (shapes, layouts, modes, Python values that
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,92 +22,22 @@ from partita.tensor.watch import HERE
 
 from .again import Again
 from .errors import CaptureError
+from .last import Last
 from .optimizers import prime, unprime
 from .reasons import History, described
 from .signature import signature_of
 from .state import State, names_of_call, state_of, tensors_of_call
 
 if TYPE_CHECKING:
-    from .build import Built
-    from .graph import Graph
-    from .memory import Memory
     from .passes import Passes
     from .program import Program
 
-__all__ = ["CompiledStep", "compile"]
+__all__ = ["CompiledStep"]
 
-BACKENDS = ("inductor", "graph")
 _EAGER_KEPT = 1024  # kinds of calls that are known not to be captured
 
 
-def compile(
-    step: Callable[..., Any] | None = None,
-    *,
-    state: Iterable[Any] = (),
-    backend: str = "inductor",
-    fallback: str | None = None,
-    without: Iterable[str] = (),
-    passes: Passes = (),
-    keep: int = 8,
-    budget: int | None = None,
-) -> Any:
-    """Capture a training step, forward, loss, backward and update, into one compiled graph.
-
-    Or a region, a part of a model that runs eagerly, as two: a module, whose forward is then
-    compiled in place, or a function through whose results no backward has run when it returns.
-    Their results have a history as in eager: gradients flow through a region to its arguments and
-    parameters, laid out as ever.
-
-    Args:
-        step: a module, or an ordinary function over DTensors (or plain tensors). Modules,
-            optimizers and tensors that it reaches by name (closure, globals, `self`) or is given
-            are found; all that it writes into them is written by the graph. Gradients that a step
-            clears, makes and updates by do not outlive it.
-        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
-            reaches in another way.
-        backend: "inductor", or "graph" to run the graph node by node without compiling it, which
-            is also done where ranks are no processes (`pt.ranks`, a dry mesh).
-        fallback: "eager" to run a step that cannot be captured as it is.
-        without: passes that are left out, by name, such as "bucket".
-        passes: of your own, run in order before all others; or by the name of the pass ("end" after
-            the last) before which they run. Each is a function of a `Program` that changes its
-            graph and says in a few words what it did.
-        keep: how many programs are kept.
-        budget: the most bytes that the step may take above what it holds between calls; what is
-            cheapest to make again for backward is not kept until then.
-
-    Returns:
-        A `CompiledStep`; of a module the module itself, whose `forward` is one.
-
-    Raises:
-        ValueError: an unknown backend or fallback. The call raises CaptureError where the step does
-            what a graph cannot say, unless there is a fallback.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
-    if fallback not in (None, "eager"):
-        raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
-    options: dict[str, Any] = {
-        "state": tuple(state),
-        "backend": backend,
-        "fallback": fallback,
-        "without": tuple(without),
-        "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
-        "keep": keep,
-        "budget": budget,
-    }
-    if step is None:
-        return lambda f: compile(f, **options)
-    if not isinstance(step, nn.Module):
-        return CompiledStep(step, **options)
-    forward = step.forward
-    if isinstance(forward, CompiledStep):
-        forward = forward.step
-    object.__setattr__(step, "forward", CompiledStep(forward, **options))
-    return step
-
-
-class CompiledStep:
+class CompiledStep(Last):
     """A step that runs as a graph."""
 
     def __init__(
@@ -156,64 +86,6 @@ class CompiledStep:
     def __reduce__(self) -> Any:
         """To be copied and pickled, without what is compiled: a copy of a module has its own."""
         return _rebuilt, (self.step, self._given, self._said())
-
-    @property
-    def reasons(self) -> list[str]:
-        """For each capture, why it was made."""
-        return self._history.reasons
-
-    @property
-    def program(self) -> Program:
-        """What ran last.
-
-        Raises:
-            ValueError: nothing was captured yet.
-        """
-        if self._last is None:
-            raise ValueError("this step has not been captured: call it first")
-        return self._last
-
-    @property
-    def graph(self) -> Graph:
-        """What ran last, to be printed: a line for each node. Raises as `program`."""
-        from .graph import Graph
-
-        return Graph(self.program)
-
-    def explain(self) -> str:
-        """What each pass did to what ran last, and what it saved. Raises as `program`.
-
-        The passes are run again to see what each does to the predicted peak: it may take seconds.
-        """
-        from .explained import explained
-
-        captured = self.program.captured
-        assert captured is not None
-        return explained(captured, self.without, self.passes)
-
-    @property
-    def memory(self) -> Memory:
-        """When each buffer of what ran last is there, and what holds the peak. Raises as `program`.
-
-        Raises:
-            ValueError: or this torch generates code of another kind than is known.
-        """
-        from .storages import scheduled
-
-        return scheduled(self.program)
-
-    @property
-    def artifact(self) -> Built | None:
-        """How what ran last was had: "compiled in 10.3 s", "loaded in 0.4 s". Raises as `program`.
-
-        None where it runs without having been compiled.
-        """
-        return self.program.built
-
-    @property
-    def key(self) -> str:
-        """The key of what ran last: equal for equal programs, on every rank and in every run."""
-        return self.program.key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -297,23 +169,19 @@ class CompiledStep:
 
     def _first(self, signature: Any, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
         """Capture."""
-        from .made import make_program  # it takes seconds to import what makes graphs
+        from .made import kept_within, make_program  # what makes graphs takes seconds to import
 
         self._again = None
         state = self._state = state_of(self.step, self._given, args, kwargs)
         self._call_roll(state, args, kwargs)
+        how: dict[str, Any] = {
+            "without": self.without,
+            "passes": self.passes,
+            "options": self._options(),
+        }
         primed = prime(state.optimizers)
         try:
-            program = make_program(
-                self.step,
-                args,
-                kwargs,
-                state,
-                without=self.without,
-                passes=self.passes,
-                options=self._options(),
-                budget=self.budget,
-            )
+            program = make_program(self.step, args, kwargs, state, budget=self.budget, **how)
         except BaseException as error:
             unprime(primed, lambda t: False)
             if self.fallback is None or not isinstance(error, CaptureError):
@@ -335,7 +203,8 @@ class CompiledStep:
         self._history.captured(signature, described_call, self.keep)
         while len(self._programs) >= self.keep:
             self._history.dropped(self._programs.popitem(last=False)[0])
-        program.prepare(functools.partial(self._call_of, wires=program.wires))
+        call_of = functools.partial(self._call_of, wires=program.wires)
+        program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
         self._programs[signature] = self._last = program
         if program.scope is not None and program.scope.busy:
             self._tell(program, tensors)

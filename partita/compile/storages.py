@@ -119,7 +119,7 @@ def memory_of(program: Program) -> Memory:
             buffers.append(_buffer(node, storages.passing[node], at, at + 1, passing=True))
     return Memory(
         tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
-        (*padded_copies(program, len(nodes)), *buffers),
+        (*made_at_entry(program, len(nodes)), *buffers),
         tuple(held_by(program)),
     )
 
@@ -142,22 +142,32 @@ def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node
 
 
 def held_by(program: Program) -> Iterator[Held]:
-    """The inputs of a program, each storage once."""
+    """The inputs of a program that are there between calls, each storage once."""
     written = set(program.written)
     seen: set[int] = set()
     for i, (given, fake) in enumerate(zip(program.inputs, program.example(), strict=True)):
+        if given.kind == "rate":  # a number, which becomes a tensor when the step is called
+            continue
         storage = fake.untyped_storage()
         nbytes = 0 if storage._cdata in seen else storage.nbytes()
         seen.add(storage._cdata)
         yield Held(given.name, given.kind, nbytes, i in written)
 
 
-def padded_copies(program: Program, places: int) -> Iterator[Buffer]:
-    """Of inputs whose memory cannot hold their padding, on ranks with smaller pieces."""
+def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
+    """What a call makes of its inputs before the step begins, and keeps until it ends.
+
+    The tensors of learning rates; and copies of inputs whose memory cannot hold their padding, on
+    ranks with smaller pieces.
+    """
+    examples = program.example()
+    for i, given in enumerate(program.inputs):
+        if given.kind == "rate":
+            yield Buffer(given.name, examples[i].nbytes, 0, places, made_by="rate")
     for i, border in program.entering.items():
         if not border.in_front:
-            given, fake = program.inputs[i], program.example()[i]
-            nbytes = fake.untyped_storage().nbytes()
+            given = program.inputs[i]
+            nbytes = examples[i].untyped_storage().nbytes()
             layout = str(given.spec.layout) if given.spec is not None else ""
             yield Buffer(given.name, nbytes, 0, places, made_by="padding", layout=layout)
 

@@ -33,11 +33,14 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
         args: what it is called with, tensors without memory among it.
         made: what it gives.
     """
-    if target not in _MEASURED:
+    packet = getattr(target, "overloadpacket", None)
+    if packet not in _BY_NUMBERS and target not in _MEASURED:
         return 0
     tensors = [t for t in (*args, made) if isinstance(t, torch.Tensor)]
     if any(t.device.type != "cpu" for t in tensors):
         return 0  # what cuDNN takes depends on what it finds fastest
+    if packet in _BY_NUMBERS:
+        return _of_a_number(args, made)
     try:
         return _measured(target, tuple(map(_signature, args)))
     except _Profiled:
@@ -45,8 +48,32 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
 
 
 # oneDNN reorders a convolution's weights and unfolds its images in memory of its own, and how much
-# of it depends on the shapes, the strides and the processor.
-_MEASURED = (_aten.convolution.default, _aten.convolution_backward.default)
+# of it depends on the shapes, the strides and the processor. A loss is there for every element
+# before it is summed.
+_MEASURED = {
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    _aten.binary_cross_entropy.default,
+    _aten.huber_loss.default,
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+}
+
+# A number that is added or multiplied becomes a tensor, and that one of the other operand's dtype;
+# a mean divides by one.
+_BY_NUMBERS = {
+    *(_aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.remainder, _aten.fmod),
+    *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.mean),
+}
+
+
+def _of_a_number(args: Sequence[Any], made: Any) -> int:
+    operands = [a for a in args[:2] if isinstance(a, torch.Tensor)]
+    if len(operands) == 2 and all(a.ndim for a in operands):
+        return 0
+    shown = [*operands, made] if isinstance(made, torch.Tensor) else operands
+    return 8 + max(a.element_size() for a in shown)
 
 
 class _Profiled(Exception):

@@ -2,6 +2,7 @@
 
 Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3: compiled, eager, and by FSDP2, in
 one run. Counted is every byte that torch's CPU allocator has out above what is held between steps.
+`partita bench memory predicted` holds predictions of many models against what is counted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 import partita as pt
 from partita.train.allocated import counted
 
+from . import bench_predicted
 from .in_turns import on_ranks
 
 __all__ = ["main"]
@@ -69,6 +71,8 @@ def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if argv and argv[0] == "predicted":
+        return bench_predicted.main(argv[1:])
     parser = argparse.ArgumentParser(prog="partita bench memory", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)

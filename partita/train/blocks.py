@@ -47,12 +47,13 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
 
     Args:
         chosen: the modules that are to be blocks, themselves or as patterns of names
-            ("layers.*": of what lies within another match, the outermost); by default the children
-            of the outermost ModuleLists and Sequentials.
+            ("layers.*": of what lies within another match, the outermost; "*" is each child of the
+            model, and of a ModuleList each of its own); by default the children of the outermost
+            ModuleLists and Sequentials.
 
     Raises:
-        ValueError: a pattern that matches no module, a module that is not the model's or that
-            lies within another block.
+        ValueError: a pattern that matches no module, or only lists of modules, a module that is
+            not the model's or that lies within another block.
     """
     names = {module: name for name, module in model.named_modules()}
     roots = block_modules(model, chosen)
@@ -102,10 +103,15 @@ def _chosen(
     found: dict[nn.Module, None] = {}
     for one in chosen:
         if isinstance(one, str):
-            matching = _outermost([m for m, name in names.items() if fnmatchcase(name, one)])
+            # The model itself has no name, and a list of modules nothing that could be run again.
+            called = [m for m, name in names.items() if name and fnmatchcase(name, one)]
+            matching = _outermost([m for m in called if not isinstance(m, _WITHOUT_FORWARD)])
             if not matching:
                 some = ", ".join(n for n in list(names.values())[1:6])
-                raise ValueError(f"blocks: no module is called {one!r}; there are {some}, ...")
+                what = f"no module is called {one!r}; there are {some}, ..."
+                if called:
+                    what = f"{one!r} has no forward, but what is in it: '{one}.*'"
+                raise ValueError(f"blocks: {what}")
             found.update(dict.fromkeys(matching))
         elif one not in names:
             raise ValueError(f"blocks: a {type(one).__name__} that is no module of the model")

@@ -49,9 +49,12 @@ class InGraph:
         if unit.zero.keeps_shares:
             refuse_no_sync()
         self._shards = list(unit.shards())
+        # By the reason, passes know whether it is to be let go.
+        reason = "persistent" if unit.zero.persistent else "gather"
         for places, p in zip(unit.slots, self._shards, strict=True):
             after = unit.zero.whole(p._spec)
-            whole = tagged(_gathered(p, after, unit.zero.precision, unit.name), after)
+            whole = tagged(_gathered(p, after, unit.zero.precision, unit.name, reason), after)
+            whole._gathered_from = (p, 0)  # type: ignore[attr-defined]  # what it stands for
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -69,16 +72,18 @@ class InGraph:
 # -- in which dtypes -------------------------------------------------------------------------------
 
 
-def _gathered(p: DTensor, after: Spec, precision: MixedPrecision, name: str) -> torch.Tensor:
+def _gathered(
+    p: DTensor, after: Spec, precision: MixedPrecision, name: str, reason: str
+) -> torch.Tensor:
     """`p` gathered as `after`, with a history."""
     work = precision.param_dtype or p.dtype
     sent = precision.grad_dtype or work
     summed = precision.reduce_dtype or p.dtype
     if work == sent == summed == p.dtype:
-        return moved(p, p._spec, after, name, "gather")
+        return moved(p, p._spec, after, name, reason)
     moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, work.itemsize)
     with Local():
-        found: torch.Tensor = _Gather.apply(p, moves, p._spec, name, (work, sent, summed))
+        found: torch.Tensor = _Gather.apply(p, moves, p._spec, name, (work, sent, summed), reason)
     return found
 
 
@@ -91,10 +96,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any
+        ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any, reason: str
     ) -> torch.Tensor:
         ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
-        return carry_all(moves, p.to(dtypes[0]), spec.wire, name, "gather")
+        return carry_all(moves, p.to(dtypes[0]), spec.wire, name, reason)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -102,7 +107,7 @@ class _Gather(torch.autograd.Function):
         wire = ctx.spec.wire
         back = ctx.moves.transpose(wire.mesh)
         grad = carry_all(back, grad.to(sent).to(summed), wire, ctx.name, "gradient")
-        return grad.to(ctx.own), None, None, None, None
+        return grad.to(ctx.own), None, None, None, None, None
 
 
 def refuse_no_sync() -> None:

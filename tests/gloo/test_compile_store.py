@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,7 +210,9 @@ def test_what_torch_cannot_save_runs_where_it_was_compiled(monkeypatch, tmp_path
 
 
 LOADED = """
+import os
 import sys
+os.environ["VICTIM"] = str(os.getpid())
 import torch
 import partita as pt
 torch.set_num_threads(2)
@@ -233,6 +236,36 @@ def test_to_load_an_artifact_is_not_to_import_the_compiler(tmp_path):
     assert loaded_apart(tmp_path) == [False, True]
     nothing = {"PATH": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/none"}
     assert loaded_apart(tmp_path, **nothing) == [True, False]
+
+
+HALF = """#!/bin/bash
+# A compiler that is killed, and all with it, when it has written half a library of kernels.
+{compiler} "$@" || exit 1
+if [[ "$*" == *.main.* ]]; then
+    while [[ $# -gt 0 ]]; do
+        if [[ "$1" == -o && "$2" == *.so ]]; then
+            head -c 3000 "$2" > "$2.half" && mv "$2.half" "$2"
+            kill -9 "$VICTIM"
+        fi
+        shift
+    done
+fi
+"""
+
+
+def test_half_a_library_that_a_killed_compile_left_is_not_taken_for_a_whole_one(tmp_path):
+    killer = tmp_path / "killer" / "g++"
+    killer.parent.mkdir()
+    killer.write_text(HALF.replace("{compiler}", shutil.which("g++") or ""))
+    killer.chmod(0o755)
+    shared = {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/torch"}
+    path = f"{killer.parent}{os.pathsep}{os.environ['PATH']}"
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        loaded_apart(tmp_path, PATH=path, **shared)
+    assert caught.value.returncode == -signal.SIGKILL
+    assert any(p.stat().st_size == 3000 for p in (tmp_path / "torch").glob("*/*.so"))
+    assert loaded_apart(tmp_path, **shared) == [False, True]
+    assert not list((tmp_path / "torch").glob("partita*"))
 
 
 def test_what_inductor_is_told_by_its_user_is_another_artifact(monkeypatch, tmp_path):

@@ -1,7 +1,8 @@
 """Which ordinary models must run unmodified? Each is what a person writes for one device.
 
-Nothing here knows of partita. A model is called with its batch (tensors whose dimension 0 is that
-of the samples, or of the nodes or edges of a graph) and returns its loss, a scalar.
+None of them knows of partita; those that a bench measures too are in `partita.report.models`. A
+model is called with its batch (tensors whose dimension 0 is that of the samples, or of the nodes or
+edges of a graph) and returns its loss, a scalar.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from partita.report.models import MLP, images, mlp
+from partita.report.models import MODELS as MEASURED
 
 __all__ = ["MODELS", "Case"]
 
@@ -43,16 +48,18 @@ def _case(name: str, batch: Callable[[int], Batch]) -> Callable[[type], type]:
     return register
 
 
+for name, measured in {"cnn": "cnn", "unet": "unet", "vae": "vae", "mlp with huber": "mlp"}.items():
+    found = MEASURED[measured]
+    MODELS[name] = Case(partial(found.make, 1), partial(found.batch, 1))
+
+MODELS["mlp with mse"] = Case(partial(MLP, 1, nn.MSELoss()), MODELS["mlp with huber"].batch)
+
 WORDS, LENGTH = 13, 6
 
 
 def _tokens(n: int) -> Batch:
     text = torch.randint(0, WORDS, (n, LENGTH + 1))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def _images(n: int) -> Batch:
-    return torch.randn(n, 3, 8, 8), torch.randint(0, 4, (n,))
 
 
 # -- language models -------------------------------------------------------------------------------
@@ -263,28 +270,6 @@ class Bert(nn.Module):
 # -- images ----------------------------------------------------------------------------------------
 
 
-@_case("cnn", _images)
-class CNN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Conv2d(8, 12, 3, padding=1, groups=4),
-            nn.GroupNorm(4, 12),
-            nn.LeakyReLU(),
-            nn.AvgPool2d(2),
-            nn.Dropout2d(0.1),
-        )
-        self.head = nn.Linear(12 * 2 * 2, 4)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        logits = self.head(torch.flatten(self.features(x), 1))
-        return F.cross_entropy(logits, target, label_smoothing=0.1)
-
-
 class _Residual(nn.Module):
     def __init__(self, i: int, o: int, stride: int):
         super().__init__()
@@ -301,7 +286,7 @@ class _Residual(nn.Module):
         return self.relu(out)
 
 
-@_case("resnet", _images)
+@_case("resnet", images)
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -316,49 +301,7 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x), target)
 
 
-@_case("unet", lambda n: (torch.randn(n, 3, 8, 8), torch.randint(0, 2, (n, 1, 8, 8)) * 1.0))
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-
-        def double(i: int, o: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(2, o), nn.SiLU())
-
-        self.down1, self.down2, self.middle = double(3, 4), double(4, 8), double(8, 8)
-        self.up1, self.join1 = nn.ConvTranspose2d(8, 8, 2, stride=2), double(16, 8)
-        self.join2, self.out = double(12, 4), nn.Conv2d(4, 1, 1)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        a = self.down1(x)
-        b = self.down2(F.max_pool2d(a, 2))
-        c = self.middle(F.max_pool2d(b, 2))
-        y = self.join1(torch.cat([self.up1(c), b], dim=1))
-        y = F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=False)
-        logits = self.out(self.join2(torch.cat([y, a], dim=1)))
-        mask = torch.sigmoid(logits)
-        dice = 1 - (2 * (mask * target).sum() + 1) / (mask.sum() + target.sum() + 1)
-        return F.binary_cross_entropy_with_logits(logits, target) + dice
-
-
-@_case("vae", lambda n: (torch.rand(n, 1, 4, 4),))
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU())
-        self.mean, self.logvar = nn.Linear(12, 3), nn.Linear(12, 3)
-        self.decode = nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 16), nn.Sigmoid())
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.encode(x)
-        mean, logvar = self.mean(h), self.logvar(h)
-        z = mean + torch.randn_like(mean) * torch.exp(0.5 * logvar)
-        y = self.decode(z).view(-1, 1, 4, 4)
-        fit = F.binary_cross_entropy(y, x, reduction="sum")
-        kl = -0.5 * torch.sum(1 + logvar - mean.pow(2) - logvar.exp())
-        return (fit + kl) / x.size(0)
-
-
-@_case("vit", _images)
+@_case("vit", images)
 class ViT(nn.Module):
     def __init__(self, d: int = 8):
         super().__init__()
@@ -388,7 +331,7 @@ class _Mixing(nn.Module):
         return x + self.along(self.norm2(x))
 
 
-@_case("mlp-mixer", _images)
+@_case("mlp-mixer", images)
 class Mixer(nn.Module):
     def __init__(self, d: int = 6):
         super().__init__()
@@ -469,42 +412,11 @@ class Transformer(nn.Module):
 # -- tables, clicks and graphs ---------------------------------------------------------------------
 
 
-def _mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, 10), nn.ReLU(), nn.Dropout(0.2), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)
-    )
-
-
-class _Regression(nn.Module):
-    loss: nn.Module
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = _mlp()
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return self.loss(self.net(x), target)
-
-
-def _table(n: int) -> Batch:
-    return torch.randn(n, 6), torch.randn(n, 3)
-
-
-@_case("mlp with mse", _table)
-class MLPwithMSE(_Regression):
-    loss = nn.MSELoss()
-
-
-@_case("mlp with huber", _table)
-class MLPwithHuber(_Regression):
-    loss = nn.HuberLoss(delta=0.5)
-
-
 @_case("mlp with bce", lambda n: (torch.randn(n, 6), torch.randint(0, 2, (n, 3)) * 1.0))
 class MLPwithBCE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm1d(6), _mlp())
+        self.net = nn.Sequential(nn.BatchNorm1d(6), mlp())
         self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:

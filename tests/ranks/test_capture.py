@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
+from partita.compile.state import state_of
 from tests.ranks.test_zero import TOKENS, gpt
 
 
@@ -451,6 +452,20 @@ def test_a_tensor_in_an_unknown_place_is_refused_unless_its_holder_is_named():
     assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0))
     assert torch.equal(fast(torch.ones(3)), torch.full((3,), 6.0))
     assert torch.equal(holder.w, torch.full((3,), 3.0))
+
+
+amax = 2.0  # and no global that a step reads which calls the method of this name
+
+
+def test_a_global_is_part_of_a_step_where_it_is_named_and_not_where_a_method_is():
+    def by_the_method(x):
+        return x.amax()
+
+    def by_the_global(x):
+        return x * amax
+
+    assert not [slot.name for slot in state_of(by_the_method, (), (), {}).values]
+    assert [slot.name for slot in state_of(by_the_global, (), (), {}).values] == ["amax"]
 
 
 def rematerialised(model, mesh):

@@ -118,6 +118,19 @@ def test_a_pattern_of_blocks_means_the_outermost_modules_that_it_matches() -> No
     assert [r.region for r in report.regions] == ["Block"] * 3
 
 
+def test_any_module_is_a_pattern_for_each_child_and_not_for_the_model_itself() -> None:
+    model = pt.remat(nn.Sequential(*Stack(layers=3).blocks), blocks=["*"])
+    with pt.remat_report() as report:
+        gradients(model, rows())
+    assert [r.region for r in report.regions] == ["Block"] * 3
+    model = pt.remat(Stack(layers=3), blocks=["*"])  # its children: a ModuleList and others
+    with pt.remat_report() as report:
+        gradients(model, rows())
+    assert [r.region for r in report.regions].count("Block") == 3
+    with pytest.raises(ValueError, match=r"'blocks' has no forward.*'blocks\.\*'"):
+        pt.remat(Stack(), blocks=["blocks"])
+
+
 def test_a_module_that_a_policy_names_is_not_run_again() -> None:
     model, x = Stack(layers=2), rows()
     truth = gradients(model, x)

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..notes import note_of
 from ..program import Program
+from .gathered import Runs
 from .making import Making
 
 __all__ = ["bucket"]
@@ -19,7 +20,7 @@ _functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 _WAIT = _functional.wait_tensor.default
 _GATHER = _functional.all_gather_into_tensor.default
 _SCATTER = _functional.reduce_scatter_tensor.default
-_ZEROS = ("gather", "regather", "gradient", "settle", "update")
+_ZEROS = ("gather", "regather", "persistent", "gradient", "settle", "update")
 """Why ZeRO carries: these travel by blocks."""
 _CHEAP = (_aten.view.default, _aten.reshape.default, _aten._to_copy.default)
 
@@ -27,17 +28,23 @@ _CHEAP = (_aten.view.default, _aten.reshape.default, _aten._to_copy.default)
 def bucket(program: Program) -> str:
     """The gathers of one block's parameters are one collective, and so are their reductions.
 
-    Bounded by the block, so that no more is whole at once than one block's parameters: on small
-    models a step is as slow as its collectives are many, on large ones as its memory is full.
+    Bounded by the block, and by the run in which the step uses it, so that no more is whole at once
+    than one block's parameters: on small models a step is as slow as its collectives are many, on
+    large ones as its memory is full.
     """
     graph = program.graph.graph
     groups: dict[Any, list[fx.Node]] = {}
+    runs = Runs(graph)
+    gathered_for = {one.gather: runs.of(one) for one in runs.found}
     for node in graph.nodes:
         note = note_of(node)
         if node.target in (_GATHER, _SCATTER) and note.reason in _ZEROS:
             dtype = node.args[0].meta["val"].dtype
             rest = node.args[1:]
-            key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes)
+            run = gathered_for.get(node, -1)
+            if note.reason == "gradient":
+                run = runs.at(node)
+            key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes, run)
             groups.setdefault(key, []).append(node)
     joined = made = 0
     for members in groups.values():

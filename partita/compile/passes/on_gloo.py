@@ -8,11 +8,13 @@ import torch
 from torch import fx
 
 from partita.comm import GroupWire
-from partita.comm.compiled import all_gather
+from partita.comm.compiled import all_gather, sum_of_shares
 from partita.comm.gloo import SMALL
 
+from ..graph import is_collective
 from ..notes import note_of
 from ..program import Program
+from .gathered import only_moves
 from .making import Making
 
 __all__ = ["on_gloo"]
@@ -29,10 +31,12 @@ def on_gloo(program: Program) -> str:
 
     As in eager (`comm/gloo.py`), and for the same reasons: a broadcast takes half the processor's
     time of Gloo's ring, its reduce-scatter is an all-reduce of which most is thrown away, and a sum
-    in rank order is the same bits in every collective.
+    in rank order is the same bits in every collective. A sum that waits for others is made at once,
+    so that its shares, which are as many times larger as there are ranks, need not wait.
     """
     graph = program.graph.graph
     changed = 0
+    waiting = _waiting(graph)
     for node in list(graph.nodes):
         if node.target not in (_GATHER, _SCATTER, _REDUCE):
             continue
@@ -45,7 +49,7 @@ def on_gloo(program: Program) -> str:
         elif node.args[1] != "sum" or not node.args[0].meta["val"].is_floating_point():
             continue
         elif node.target is _SCATTER:
-            _exchange(graph, node, n)
+            _exchange(graph, node, n, node in waiting)
         elif n > 2 or node.meta["val"].nbytes <= SMALL:
             # Of two, a + b is b + a: Gloo's own gives the same bits, and sends as much.
             _all_reduce(graph, node, n)
@@ -55,7 +59,24 @@ def on_gloo(program: Program) -> str:
     return f"{changed} collectives travel another way"
 
 
-def _exchange(graph: fx.Graph, node: fx.Node, n: int) -> None:
+def _waiting(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives whose result is read behind others: for a norm, or a later micro-batch."""
+    number, count = {}, 0
+    for node in graph.nodes:
+        count += is_collective(node)
+        number[node] = count
+    found = set()
+    for node in filter(is_collective, graph.nodes):
+        reached = [*node.users]
+        for user in reached:
+            if number[user] > number[reached[0]]:
+                found.add(node)
+            elif only_moves(user):
+                reached += user.users
+    return found
+
+
+def _exchange(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
     (wait,) = node.users
     x, name = node.args[0], node.args[-1]
     dtype = node.meta["val"].dtype
@@ -63,7 +84,9 @@ def _exchange(graph: fx.Graph, node: fx.Node, n: int) -> None:
         begun = _begin_exchange(Making(graph, note_of(node)), x, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
-        wait.replace_all_uses_with(_sum(make, make(_WAIT, begun), n, dtype))
+        shares = make(_WAIT, begun)
+        whole = make(sum_of_shares, shares, n) if waits else _sum(make, shares, n, dtype)
+        wait.replace_all_uses_with(whole)
     _erase(graph, wait, node)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 import torch
 from torch import fx
 
-from ..graph import is_collective
 from ..notes import note_of
 from ..program import Program
 from ..storages import storages_of
+from .gathered import Runs
 
 __all__ = ["overlap"]
 
@@ -32,8 +31,9 @@ _ROOM = 1.05
 def overlap(program: Program) -> str:
     """A gather is under way while the block before computes, a sum while the next one does.
 
-    A gather begins as soon as the one before it has come; a reduction is waited for when the next
-    one begins. Each only where the predicted peak of memory, the inputs included, stays within 5 %
+    A gather begins when the block before has what it needs and begins to compute, so that no more
+    than two are gathered at once; a reduction is waited for when the next one begins. Each only
+    where the predicted peak of memory, the inputs included, stays within 5 %
     of what it was: where activations fill the memory, nothing is fetched ahead.
     """
     order = _Order(program)
@@ -99,21 +99,17 @@ class _Order:
 
 
 def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
-    waits = [n for n in order.nodes if n.target is _WAIT and _is_gather(n.args[0])]
-    for before, wait in pairwise(waits):
-        place = order.place()
-        start = wait.args[0]
-        assert isinstance(start, fx.Node)
-        if place[start] < place[before]:
+    runs = Runs(order.graph)
+    for one in runs.found:
+        number = runs.of(one)
+        if number <= 0:
             continue
-        needed = _packing(start, place, place[before])
-        if needed is not None:
-            yield order.try_(order.moved(needed, before), limit)
-
-
-def _is_gather(start: object) -> bool:
-    assert isinstance(start, fx.Node)
-    return is_collective(start) and note_of(start).reason in ("gather", "regather")
+        place = order.place()
+        behind = order.nodes[place[runs.first(number - 1)] - 1]
+        if place[behind] < place[one.gather]:
+            needed = _packing(one.gather, place, place[behind])
+            if needed is not None:
+                yield order.try_(order.moved(needed, behind), limit)
 
 
 def _packing(start: fx.Node, place: dict[fx.Node, int], at: int) -> set[fx.Node] | None:

@@ -44,7 +44,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             copies[node] = made = graph.node_copy(node, lambda n: copies.get(n, n))
             note = note_of(node)
             reason = "regather" if note.reason == "gather" else note.reason
-            made.meta[NOTE] = replace(note, phase="backward", reason=reason)
+            made.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
         return copies[node]
 
     for node in list(graph.nodes):

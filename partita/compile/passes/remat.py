@@ -7,10 +7,7 @@ import hashlib
 
 from torch import fx
 
-from partita.comm.ledger import human
-from partita.layout import Fix
-
-from ..errors import CaptureError
+from ..errors import cannot_be_kept
 from ..functional import drop_unused
 from ..graph import canonical, is_collective, nbytes_of
 from ..notes import note_of
@@ -66,12 +63,7 @@ def _within(program: Program, budget: int) -> int:
             graph = program.graph.graph
             return len(recompute(graph, {n for n in graph.nodes if n.name in names}))
     assert least is not None
-    raise CaptureError(
-        f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
-        f"{least} ({human(least)}) above what it holds between calls",
-        reason="what is recomputed is read from somewhere, and gradients and gathered weights stay",
-        fixes=(Fix(f"budget={least}", "the least that was found"),),
-    )
+    raise cannot_be_kept(budget, least)
 
 
 _tried_before: dict[str, int] = {}

@@ -19,9 +19,10 @@ from partita.comm import recomputing
 from partita.layout import Fix
 from partita.tensor.watch import HERE
 
+from .calls import Event
 from .errors import RematError
-from .forward import Event, Forward, carried_key
-from .identity import Key, Origins, describe, printed, site, within
+from .forward import Forward
+from .identity import Key, Origins, carried_key, describe, printed, site, within
 from .kept import KeptCall, KeptKernels, Replaying
 from .mode import Kind, is_plumbing, listening
 from .policy import OneCall

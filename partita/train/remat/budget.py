@@ -25,8 +25,9 @@ from partita.tensor.watch import HERE
 
 from ..memory import Counting, MemoryCount
 from ..nested import tensors_in
+from .calls import Event
 from .errors import RematError
-from .forward import Event, Forward
+from .forward import Forward
 from .identity import Origins, printed
 from .wrapped import Wrapped
 

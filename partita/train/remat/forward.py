@@ -18,93 +18,22 @@ from partita.tensor.engine import saving_hooks
 from partita.tensor.watch import HERE
 
 from ..nested import tensors_in
+from .calls import Event, Slot
 from .errors import RematError
-from .identity import Key, Origins, describe, local_of, printed, site
+from .identity import Key, Origins, carried_key, printed, site
 from .inputs import Inputs
 from .kept import Keeping, KeptCall, KeptKernels, start_of
 from .mode import Kind, is_plumbing
+from .opaque import Held, Inside
 from .policy import OneCall
-from .reads import Read, reads
+from .reads import reads
 from .report import open_reports
 from .surroundings import Draws, Surroundings, is_random
 
 if TYPE_CHECKING:
     from .region import Region
 
-__all__ = ["Event", "Forward", "Slot"]
-
-
-class Event:
-    """One call of the first run.
-
-    Attributes:
-        key, ordinal: its identity; ordinal among the calls of this key.
-        number: among all calls of the run.
-        slots: the tensors that autograd saved in it, which the second run has to bring.
-        draws: the states of random generators, where it draws.
-        kept: what was kept of it.
-        reads: the tensors of the world around that go in.
-        borrowed: of a kept opaque call, which slots lie in which of its inputs, and where.
-    """
-
-    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "reads", "slots")
-
-    def __init__(self, key: Key, ordinal: int, number: int):
-        self.key, self.ordinal, self.number = key, ordinal, number
-        self.slots: list[weakref.ref[Slot]] = []
-        self.draws: Draws | None = None
-        self.kept: KeptKernels | KeptCall | None = None
-        self.reads: tuple[Read, ...] = ()
-        self.borrowed: list[tuple[Any, ...]] = []
-
-    def __str__(self) -> str:
-        return describe(self.key)
-
-
-class Slot:
-    """Stands for a tensor that autograd saved. Autograd alone holds it.
-
-    Attributes:
-        inside: it was made within an opaque call, unseen.
-    """
-
-    __slots__ = ("__weakref__", "dtype", "event", "forward", "inside", "shape", "value", "version")
-
-    def __init__(self, forward: Forward, event: Event, shape: torch.Size, dtype: torch.dtype):
-        self.forward, self.event, self.shape, self.dtype = forward, event, shape, dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
-        self.inside = False
-
-    def fill(self, t: torch.Tensor) -> None:
-        self.value = local_of(t)
-        self.version = self.value._version
-
-    def take(self) -> torch.Tensor:
-        """The tensor, recomputed if it is not here. It is let go again."""
-        if self.value is None:
-            self.forward.region.recompute(self.forward, self)
-        value, self.value = self.value, None
-        assert value is not None
-        if value._version != self.version:  # with hooks, autograd does not look
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(self.shape)}, saved by {self.event}"
-            )
-        return value
-
-
-class _Held:
-    """A tensor that autograd saved within a kept call: as a region around, if any, packs it."""
-
-    __slots__ = ("hooks", "packed")
-
-    def __init__(self, t: torch.Tensor, hooks: tuple[Any, Any] | None):
-        self.hooks = hooks
-        self.packed = local_of(t) if hooks is None else hooks[0](local_of(t))
-
-    def take(self) -> torch.Tensor:
-        return self.packed if self.hooks is None else self.hooks[1](self.packed)
+__all__ = ["Forward"]
 
 
 class Forward:
@@ -131,7 +60,7 @@ class Forward:
         self._opened: list[torch.Tensor] = []  # the inputs of an opaque call
         self._around = HERE.watcher
         self._keeping: Keeping | None = None
-        self._inside: _Inside | None = None
+        self._inside: Inside | None = None
         self._kept: dict[int, KeptKernels | KeptCall] = {}
         self._outer = saving_hooks()
         self.surroundings = Surroundings(t.device for t in tensors_in((args, kwargs)))
@@ -268,7 +197,7 @@ class Forward:
         if keep is None:
             keep, measure = self._wanted(event, _title(function), function)
         draws = Draws(tensors)
-        inside = self._inside = _Inside(tensors, bool(keep)) if keep or measure else None
+        inside = self._inside = Inside(tensors, bool(keep)) if keep or measure else None
         self._event, self._opened = event, tensors
         try:
             out = run()
@@ -351,7 +280,7 @@ class Forward:
 
     # -- what autograd saves -----------------------------------------------------------------------
 
-    def _pack(self, t: torch.Tensor) -> Slot | _Held:
+    def _pack(self, t: torch.Tensor) -> Slot | Held:
         event, inside = self._event, self._inside
         with Local():
             shape, dtype = t.shape, t.dtype
@@ -362,7 +291,7 @@ class Forward:
             if borrowed is not None:
                 event.borrowed.append(borrowed)
             elif inside is not None and inside.holds(t):
-                return _Held(t, self._outer)
+                return Held(t, self._outer)
         slot = Slot(self, event, shape, dtype)
         slot.inside = inside is not None and borrowed is None
         event.slots.append(weakref.ref(slot))
@@ -404,51 +333,9 @@ class Forward:
                 )
 
 
-class _Inside:
-    """What autograd saves in an opaque call that is kept, or could be."""
-
-    def __init__(self, inputs: list[torch.Tensor], keeps: bool):
-        self.own: list[torch.Tensor] = []
-        self._sizes: dict[int, int] = {}
-        self._keeps = keeps
-        self._starts = {(start_of(t), t.dtype): i for i, t in enumerate(inputs)}
-
-    def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
-        """Of a view of an input: (which, size, stride, offset). The second run has the input."""
-        i = self._starts.get((start_of(t), t.dtype))
-        return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
-
-    def holds(self, t: torch.Tensor) -> bool:
-        """Is `t`, which is no view of an input, held as it is?"""
-        if self._keeps:
-            self.own.append(local_of(t))
-        self._sizes[start_of(t)] = t.untyped_storage().nbytes()
-        return self._keeps
-
-    def fresh(self, out: Any) -> list[torch.Tensor]:
-        """The tensors in `out` that are no views of inputs."""
-        return [t for t in tensors_in(out) if (start_of(t), t.dtype) not in self._starts]
-
-    def nbytes(self, out: Any) -> int:
-        """What keeping the call would have cost."""
-        with Local():
-            sizes = {start_of(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
-        return sum((self._sizes | sizes).values())
-
-
-def carried_key(
-    counts: dict[Any, int], event: Event | None, op: str, what: Any, x: torch.Tensor
-) -> Any:
-    """The identity of a redistribution: where it stands, or in which call, and what it does."""
-    where: Any = site() if event is None else (event.key, event.ordinal)
-    key = ("carried", op, str(what), where, x.shape, x.dtype)
-    n = counts[key] = counts.get(key, -1) + 1
-    return (*key, n)
-
-
 def _title(function: Any) -> str:
     return getattr(function, "title", None) or function.__name__
 
 
-def _unpack(slot: Slot | _Held) -> torch.Tensor:
+def _unpack(slot: Slot | Held) -> torch.Tensor:
     return slot.take()

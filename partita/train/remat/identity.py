@@ -13,17 +13,21 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor, short_dtype
 
+if TYPE_CHECKING:
+    from .calls import Event
+
 __all__ = [
     "Key",
     "Origin",
     "Origins",
+    "carried_key",
     "describe",
     "line_of",
     "local_of",
@@ -199,6 +203,16 @@ def _text(part: Any) -> str:
             return f"{short_dtype(dtype)}{text}"
         return f"({', '.join(map(_text, part))})"
     return part.__name__ if isinstance(part, type) else repr(part)
+
+
+def carried_key(
+    counts: dict[Any, int], event: Event | None, op: str, what: Any, x: torch.Tensor
+) -> Any:
+    """The identity of a redistribution: where it stands, or in which call, and what it does."""
+    where: Any = site() if event is None else (event.key, event.ordinal)
+    key = ("carried", op, str(what), where, x.shape, x.dtype)
+    n = counts[key] = counts.get(key, -1) + 1
+    return (*key, n)
 
 
 def local_of(t: torch.Tensor) -> torch.Tensor:

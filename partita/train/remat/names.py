@@ -19,7 +19,8 @@ from .kept import KeptKernels, start_of
 from .tree import parts, rebuilt
 
 if TYPE_CHECKING:
-    from .forward import Event, Forward
+    from .calls import Event
+    from .forward import Forward
 
 __all__ = ["Names", "Naming"]
 

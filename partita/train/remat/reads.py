@@ -20,7 +20,8 @@ from .errors import RematError
 from .identity import Origins
 
 if TYPE_CHECKING:
-    from .forward import Event, Forward
+    from .calls import Event
+    from .forward import Forward
 
 __all__ = ["Read", "check_unwritten", "reads"]
 

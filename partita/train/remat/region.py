@@ -14,7 +14,8 @@ from partita.tensor.watch import HERE
 from ..blocks import block_modules
 from .again import Again
 from .budget import Budget, Whole
-from .forward import Forward, Slot
+from .calls import Slot
+from .forward import Forward
 from .identity import within
 from .mode import listening
 from .names import Names

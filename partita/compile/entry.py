@@ -1,0 +1,84 @@
+"""How does a user ask for a compiled step, and in which way?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .step import CompiledStep
+
+if TYPE_CHECKING:
+    from .passes import Passes
+
+__all__ = ["compile"]
+
+BACKENDS = ("inductor", "graph")
+
+
+def compile(
+    step: Callable[..., Any] | None = None,
+    *,
+    state: Iterable[Any] = (),
+    backend: str = "inductor",
+    fallback: str | None = None,
+    without: Iterable[str] = (),
+    passes: Passes = (),
+    keep: int = 8,
+    budget: int | None = None,
+) -> Any:
+    """Capture a training step, forward, loss, backward and update, into one compiled graph.
+
+    Or a region, a part of a model that runs eagerly, as two: a module, whose forward is then
+    compiled in place, or a function through whose results no backward has run when it returns.
+    Their results have a history as in eager: gradients flow through a region to its arguments and
+    parameters, laid out as ever.
+
+    Args:
+        step: a module, or an ordinary function over DTensors (or plain tensors). Modules,
+            optimizers and tensors that it reaches by name (closure, globals, `self`) or is given
+            are found; all that it writes into them is written by the graph. Gradients that a step
+            clears, makes and updates by do not outlive it.
+        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
+            reaches in another way.
+        backend: "inductor", or "graph" to run the graph node by node without compiling it, which
+            is also done where ranks are no processes (`pt.ranks`, a dry mesh).
+        fallback: "eager" to run a step that cannot be captured as it is.
+        without: passes that are left out, by name, such as "bucket".
+        passes: of your own, run in order before all others; or by the name of the pass ("end" after
+            the last) before which they run. Each is a function of a `Program` that changes its
+            graph and says in a few words what it did.
+        keep: how many programs are kept.
+        budget: the most bytes that the step may take above what it holds between calls; what is
+            cheapest to make again for backward is not kept until then.
+
+    Returns:
+        A `CompiledStep`; of a module the module itself, whose `forward` is one.
+
+    Raises:
+        ValueError: an unknown backend or fallback. The call raises CaptureError where the step does
+            what a graph cannot say, unless there is a fallback.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
+    if fallback not in (None, "eager"):
+        raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
+    options: dict[str, Any] = {
+        "state": tuple(state),
+        "backend": backend,
+        "fallback": fallback,
+        "without": tuple(without),
+        "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
+        "keep": keep,
+        "budget": budget,
+    }
+    if step is None:
+        return lambda f: compile(f, **options)
+    if not isinstance(step, nn.Module):
+        return CompiledStep(step, **options)
+    forward = step.forward
+    if isinstance(forward, CompiledStep):
+        forward = forward.step
+    object.__setattr__(step, "forward", CompiledStep(forward, **options))
+    return step

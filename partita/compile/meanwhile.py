@@ -1,0 +1,76 @@
+"""What is different for torch, for partita and for the step's own objects while it is captured?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from partita.tensor.engine import saving_hooks
+from partita.tensor.watch import HERE
+
+from .state import Slot
+
+__all__ = ["call_by_call", "compiling", "swapped", "unseen"]
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Tell torch and partita that a graph is made: optimizers then read no number from a tensor.
+
+    Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
+    """
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
+    HERE.capturing = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+        HERE.capturing = False
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep from whoever follows the program (remat, an offload) what has no memory."""
+    before, HERE.watcher = HERE.watcher, None
+    hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if saving_hooks() else nullcontext()
+    try:
+        with hooks:
+            yield
+    finally:
+        HERE.watcher = before
+
+
+@contextmanager
+def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within, nn.LSTM is the calls that it is made of, as the other recurrent layers are.
+
+    For backward oneDNN's layer keeps memory whose size only oneDNN knows: it is in no graph.
+    """
+    if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
+        yield
+        return
+    onednn: Any = torch.backends.mkldnn
+    before, onednn.enabled = onednn.enabled, False
+    try:
+        yield
+    finally:
+        onednn.enabled = before
+
+
+@contextmanager
+def swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """Within, every slot holds what stands for its value; gives what each then holds."""
+    before = [slot.value for slot in slots]
+    try:
+        for slot, value in zip(slots, before, strict=True):
+            slot.put(pytree.tree_map(stand_in, value))
+        yield [slot.value for slot in slots]
+    finally:
+        for slot, value in zip(slots, before, strict=True):
+            slot.put(value)

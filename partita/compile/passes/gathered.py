@@ -1,0 +1,127 @@
+"""Which values has ZeRO gathered, and in which parts of the step are they used?
+
+A step uses the blocks of a model one after the other, forward, then backward, and again for the
+next micro-batch. A *run* is what it does with one block until it comes to another, or turns from
+forward to backward. What is gathered need be there in its own runs, and may be there in the one
+before, under way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..graph import is_collective
+from ..notes import note_of
+
+__all__ = ["Gathered", "Runs", "is_backward", "only_moves"]
+
+_MOVING = (
+    "wait_tensor view t transpose permute unsqueeze squeeze slice _to_copy cat split "
+    "getitem clone expand narrow copy reshape"
+).split()
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """What one collective of ZeRO gathers.
+
+    Attributes:
+        gather: the collective.
+        chain: it and what is made of it alone without computing, in order.
+        users: the calls that compute with it, in order; what the step returns is none.
+    """
+
+    gather: fx.Node
+    chain: list[fx.Node]
+    users: list[fx.Node]
+
+    @property
+    def block(self) -> str:
+        """The block whose parameters they are."""
+        return note_of(self.gather).op
+
+
+class Runs:
+    """What ZeRO has gathered in a graph as it is now, and the runs in which it is used.
+
+    Attributes:
+        found: in the order in which they are gathered.
+        place: of each node.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.found = [self._gathered(n) for n in self.place if _is_gather(n)]
+        uses = sorted(
+            {(self.place[user], one.block, user) for one in self.found for user in one.users},
+            key=lambda use: use[:2],
+        )
+        self._number: dict[tuple[fx.Node, str], int] = {}
+        self._first: list[fx.Node] = []
+        last = None
+        for _, block, user in uses:
+            run = block, is_backward(user)
+            if run != last:
+                self._first.append(user)
+                last = run
+            self._number[user, block] = len(self._first) - 1
+        self._begins = [self.place[node] for node in self._first]
+
+    def number(self, one: Gathered, user: fx.Node) -> int:
+        """Of the run in which `user` uses it."""
+        return self._number[user, one.block]
+
+    def of(self, one: Gathered) -> int:
+        """The run for which it is gathered; -1 where nothing computes with it."""
+        return self.number(one, one.users[0]) if one.users else -1
+
+    def at(self, node: fx.Node) -> int:
+        """The run in which a call stands; -1 before the first."""
+        return bisect.bisect(self._begins, self.place[node]) - 1
+
+    def first(self, number: int) -> fx.Node:
+        """The call with which a run begins."""
+        return self._first[number]
+
+    def _gathered(self, gather: fx.Node) -> Gathered:
+        chain = [gather]
+        reached = {gather}
+        for node in sorted(_after(gather), key=self.place.__getitem__):
+            if only_moves(node) and reached.issuperset(node.all_input_nodes):
+                chain.append(node)
+                reached.add(node)
+        users = {u for n in chain for u in n.users if u not in reached and u.op != "output"}
+        return Gathered(gather, chain, sorted(users, key=self.place.__getitem__))
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Does it run once the gradients come, or to update?"""
+    return note_of(node).phase in ("backward", "update") and node.op == "call_function"
+
+
+def only_moves(node: fx.Node) -> bool:
+    """Does it show or copy what it is given, and compute nothing of it?"""
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    return name in _MOVING
+
+
+def _is_gather(node: fx.Node) -> bool:
+    note = note_of(node)
+    return (
+        is_collective(node) and note.kind == "all_gather" and note.reason in ("gather", "regather")
+    )
+
+
+def _after(node: fx.Node) -> set[fx.Node]:
+    """What can be reached from `node` through what only moves."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and only_moves(user):
+                found.add(user)
+                waiting.append(user)
+    return found

@@ -1,0 +1,58 @@
+"""What is told of a step that cannot be captured, and of which of its lines?"""
+
+from __future__ import annotations
+
+import traceback
+
+from partita.comm import Uneven, user_line
+from partita.layout import Fix, LayoutError
+
+from .errors import not_captured
+
+__all__ = ["told_of", "users_line"]
+
+
+def told_of(error: Exception, line: str) -> Exception:
+    """What torch raised while a step was captured, said of the step; or the error itself.
+
+    Args:
+        line: the user's, of which it came.
+    """
+    if isinstance(error, Uneven):
+        return not_captured(error.fact, error.reason, place=error.place)
+    if isinstance(error, LayoutError):
+        return error
+    text = str(error).strip().split("\n")[0]
+    if "_local_scalar_dense" in str(error) or "data-dependent" in str(error).lower():
+        return not_captured(
+            "the step reads a value",
+            "while it is captured there are no values: .item(), float(x) and a branch on x "
+            "ask for one; return the tensor and read it outside",
+            place=line,
+        )
+    if "a leaf Variable that requires grad is being used in an in-place" in text:
+        return not_captured(
+            "the step writes in place what has a history",
+            "an argument's history would be another after the call, or a parameter would have one",
+            Fix("x = x.clone()", "first"),
+            Fix("with torch.no_grad()", "around an update"),
+            place=line,
+        )
+    if "FakeTensor" in text or "Fake" in type(error).__name__:
+        return not_captured(
+            "the step uses a tensor that is not among its inputs",
+            f"it is not an argument, nor found by name where the step is defined ({text})",
+            Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
+            place=line,
+        )
+    return error
+
+
+def users_line(error: BaseException) -> str:
+    """The user's innermost line in the traceback of an error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, number in reversed(frames):
+        line = user_line(frame)
+        if line and frame.f_code.co_filename.endswith(line.rsplit(":", 1)[0].lstrip("./")):
+            return f"{line.rsplit(':', 1)[0]}:{number}"
+    return ""

@@ -1,0 +1,78 @@
+"""What is noted of one call of a region, and what stands for a tensor that autograd saved in it?"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .identity import Key, describe, local_of
+
+if TYPE_CHECKING:
+    from .forward import Forward
+    from .kept import KeptCall, KeptKernels
+    from .reads import Read
+    from .surroundings import Draws
+
+__all__ = ["Event", "Slot"]
+
+
+class Event:
+    """One call of the first run.
+
+    Attributes:
+        key, ordinal: its identity; ordinal among the calls of this key.
+        number: among all calls of the run.
+        slots: the tensors that autograd saved in it, which the second run has to bring.
+        draws: the states of random generators, where it draws.
+        kept: what was kept of it.
+        reads: the tensors of the world around that go in.
+        borrowed: of a kept opaque call, which slots lie in which of its inputs, and where.
+    """
+
+    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "reads", "slots")
+
+    def __init__(self, key: Key, ordinal: int, number: int):
+        self.key, self.ordinal, self.number = key, ordinal, number
+        self.slots: list[weakref.ref[Slot]] = []
+        self.draws: Draws | None = None
+        self.kept: KeptKernels | KeptCall | None = None
+        self.reads: tuple[Read, ...] = ()
+        self.borrowed: list[tuple[Any, ...]] = []
+
+    def __str__(self) -> str:
+        return describe(self.key)
+
+
+class Slot:
+    """Stands for a tensor that autograd saved. Autograd alone holds it.
+
+    Attributes:
+        inside: it was made within an opaque call, unseen.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "event", "forward", "inside", "shape", "value", "version")
+
+    def __init__(self, forward: Forward, event: Event, shape: torch.Size, dtype: torch.dtype):
+        self.forward, self.event, self.shape, self.dtype = forward, event, shape, dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+        self.inside = False
+
+    def fill(self, t: torch.Tensor) -> None:
+        self.value = local_of(t)
+        self.version = self.value._version
+
+    def take(self) -> torch.Tensor:
+        """The tensor, recomputed if it is not here. It is let go again."""
+        if self.value is None:
+            self.forward.region.recompute(self.forward, self)
+        value, self.value = self.value, None
+        assert value is not None
+        if value._version != self.version:  # with hooks, autograd does not look
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(self.shape)}, saved by {self.event}"
+            )
+        return value

@@ -46,15 +46,12 @@ BENCHES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    if rest and options.command != "bench":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = _parser().parse_args(argv)
     try:
         if options.command == "train":
             return _train(options, argv)
         if options.command == "bench":
-            return _bench(options.name, rest)
+            return _bench(options.name, options.options)
         if options.command == "cache":
             return cache(options.action)
         return _doctor()
@@ -68,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
     bench = commands.add_parser("bench", help="measure, and compare with torch")
     bench.add_argument("name", choices=sorted(BENCHES))
+    each = "of the bench: partita bench NAME --help"
+    bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
     kept = commands.add_parser("cache", help="compiled programs that are kept: what is there")
     actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
     kept.add_argument("action", choices=ACTIONS, help=actions)

@@ -218,3 +218,9 @@ def test_a_file_that_cannot_be_is_refused_with_its_name(toml, said, tmp_path, ca
 def test_flags_that_do_not_go_together_are_refused(arguments, said, capsys):
     assert main(["train", *arguments.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_bench_tells_its_own_options(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "memory", "--help"])
+    assert ended.value.code == 0 and "--width" in capsys.readouterr().out

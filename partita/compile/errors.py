@@ -25,6 +25,15 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
     )
 
 
+def of_data(op: str, *, place: str | None = None) -> CaptureError:
+    """The error to raise where `op`, as "aten::nonzero", makes what has no shape beforehand."""
+    return not_captured(
+        f"the shape of {op.removeprefix('aten::')} depends on data",
+        "a graph is of tensors whose shapes are known before it runs",
+        place=place,
+    )
+
+
 def cannot_be_kept(budget: int, least: int) -> CaptureError:
     """The error to raise where a step needs more than its budget; `least` is what it needs."""
     return CaptureError(

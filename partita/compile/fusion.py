@@ -33,7 +33,8 @@ def mark(node: fx.Node) -> None:
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
-        node.meta["custom"] = {_OURS: _AGAIN if note.again else _FORWARD}
+        mine = {_OURS: _AGAIN if note.again else _FORWARD}
+        node.meta["custom"] = node.meta.get("custom", {}) | mine
 
 
 class Choices(InductorChoices):
@@ -44,7 +45,7 @@ class Choices(InductorChoices):
 
     def uuid(self) -> str:
         """Of these rules, for Inductor's keys."""
-        return f"partita.compile.fusion 3 {_SMALL} {_SHARED}"
+        return f"partita.compile.fusion 4 {_SMALL} {_SHARED}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -57,9 +58,10 @@ class Choices(InductorChoices):
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May the second, which needs the first, be one kernel with it?"""
-        read, written = _read(scheduler, node1), _written(scheduler, node1)
-        if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
-            return False  # it lets go of more than it makes, and should do so when it can
+        if node1.is_reduction():
+            read, written = _read(scheduler, node1), _written(scheduler, node1)
+            if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
+                return False  # it lets go of more than it makes, and should do so when it can
         return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
 
     @staticmethod

@@ -25,7 +25,7 @@ from partita.redistribute.cost import bytes_sent
 from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
 
-from .errors import not_captured
+from .errors import not_captured, of_data
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 
@@ -101,10 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags:
-            raise not_captured(
-                f"the shape of {func._schema.name.removeprefix('aten::')} depends on data",
-                "a graph is of tensors whose shapes are known before it runs",
-            )
+            raise of_data(func._schema.name)
         if func is _ONEDNN_LSTM and args[-1]:
             raise not_captured(
                 "torch.lstm, to be trained, is oneDNN's layer as a whole",

@@ -72,7 +72,9 @@ class Input:
         zeros = self.kind in ("gradient", "cotangent", "mark")
         # Of a parameter that ZeRO gathers, and of what is only updated, nobody reads the padding.
         read = self.kind != "optimizer" and "_rest" not in self.tensor.__dict__
-        return border_of(self.spec, zeros=zeros, read=read)
+        # What a caller brings along is copied: that costs what to make it larger would.
+        grows = self.kind not in ("argument", "cotangent")
+        return border_of(self.spec, grows=grows, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
         """What it is in a call."""

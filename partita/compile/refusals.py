@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import traceback
 
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
 from partita.comm import Uneven, user_line
 from partita.layout import Fix, LayoutError
 
-from .errors import not_captured
+from .errors import not_captured, of_data
 
 __all__ = ["told_of", "users_line"]
 
@@ -22,6 +24,8 @@ def told_of(error: Exception, line: str) -> Exception:
         return not_captured(error.fact, error.reason, place=error.place)
     if isinstance(error, LayoutError):
         return error
+    if isinstance(error, DynamicOutputShapeException):
+        return of_data(error.func._schema.name, place=line)
     text = str(error).strip().split("\n")[0]
     if "_local_scalar_dense" in str(error) or "data-dependent" in str(error).lower():
         return not_captured(

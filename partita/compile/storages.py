@@ -165,7 +165,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
         if given.kind == "rate":
             yield Buffer(given.name, examples[i].nbytes, 0, places, made_by="rate")
     for i, border in program.entering.items():
-        if not border.in_front:
+        if not border.in_place:
             given = program.inputs[i]
             nbytes = examples[i].untyped_storage().nbytes()
             layout = str(given.spec.layout) if given.spec is not None else ""

@@ -53,7 +53,7 @@ class Border:
 
     Attributes:
         true, padded: this rank's shape, and that of the first rank.
-        in_front: are all elements of a piece before all of its padding, on every rank?
+        in_place: may the padding lie behind the piece, in its own memory?
         zeros: is it padded with zeros?
         read: does anybody read the padding?
         lenders: by dimension.
@@ -62,7 +62,7 @@ class Border:
     wire: Wire
     true: Shape
     padded: Shape
-    in_front: bool
+    in_place: bool
     zeros: bool
     read: bool
     lenders: dict[int, _Lender]
@@ -71,7 +71,7 @@ class Border:
         """`local`, contiguous and padded: in its own memory, or a copy where that has no room."""
         local = local.data  # what happens to the padding is no change of the tensor
         whole = local.contiguous() if self.true == self.padded else None
-        if whole is None and self.in_front:
+        if whole is None and self.in_place:
             whole = with_room(local, self.padded)
         if whole is None:
             whole = local.new_zeros(self.padded)
@@ -124,10 +124,13 @@ class Border:
         return value
 
 
-def border_of(spec: Spec | None, *, zeros: bool = False, read: bool = True) -> Border | None:
+def border_of(
+    spec: Spec | None, *, grows: bool = True, zeros: bool = False, read: bool = True
+) -> Border | None:
     """What a tensor of `spec` passes; None where all ranks hold equally much.
 
     Args:
+        grows: may its memory become larger?
         zeros: it is a gradient.
         read: does anybody read its padding, which is then like the value?
     """
@@ -137,12 +140,12 @@ def border_of(spec: Spec | None, *, zeros: bool = False, read: bool = True) -> B
         spec = spec_of(spec.layout, spec.wire.real)
     lenders = {} if zeros or not read else _lenders(spec)
     padded = padded_shape(spec)
-    return Border(
-        spec.wire, tuple(spec.local_shape), padded, _in_front(spec, padded), zeros, read, lenders
-    )
+    in_place = grows and _in_front(spec, padded)
+    return Border(spec.wire, tuple(spec.local_shape), padded, in_place, zeros, read, lenders)
 
 
 def _in_front(spec: Spec, padded: Shape) -> bool:
+    """Are all elements of a piece before all of its padding, on every rank?"""
     mesh, layout = spec.wire.mesh, spec.layout
     uneven = [
         dim

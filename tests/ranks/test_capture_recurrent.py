@@ -98,3 +98,20 @@ def test_any_other_list_in_which_a_step_leaves_a_tensor_is_refused():
 
     with pytest.raises(pt.CaptureError, match=r"leaves a tensor in model\.seen"):
         pt.compile(step, backend="graph")(X)
+
+
+def test_packed_sequences_are_refused_with_the_line_and_run_eagerly_where_that_is_asked_for():
+    torch.manual_seed(0)
+    model = nn.GRU(3, 4)
+    lengths = torch.tensor([3, 2])
+
+    def step(x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
+        return nn.utils.rnn.pad_packed_sequence(model(packed)[0])[0]
+
+    x = torch.randn(3, 2, 3)
+    with pytest.raises(pt.CaptureError, match="depends on data.*test_capture_recurrent"):
+        pt.compile(step, backend="graph")(x)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        found = pt.compile(step, backend="graph", fallback="eager")(x)
+    torch.testing.assert_close(found, step(x))

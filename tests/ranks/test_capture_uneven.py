@@ -440,6 +440,37 @@ def test_what_lies_behind_a_piece_is_not_written(behind):
         torch.testing.assert_close(total, wanted)
 
 
+def test_memory_that_processes_share_is_padded_in_a_copy():
+    def run(mesh):
+        model = pt.zero(widths(), mesh)
+        for p in model.parameters():
+            p.to_local().share_memory_()
+        before = [held(p) for p in model.parameters()]
+        loss = compiled(lambda x: model(x).square().mean())(on(mesh)(X[:5]))
+        assert [held(p) for p in model.parameters()] == before
+        return loss.item()
+
+    with pt.ranks(dp=3) as world:
+        found = world.run(run)
+    assert found == pytest.approx([widths()(X[:5]).square().mean().item()] * 3, rel=1e-5)
+
+
+def test_what_a_caller_brings_along_is_left_as_it_is():
+    def run(mesh, inference):
+        with torch.inference_mode(inference):
+            mine = X[:3].clone() if mesh.get_local_rank("dp") == 0 else X[3:5].clone()
+            x = pt.DTensor.from_local(mine, mesh, [pt.Shard(0)], shape=(5, 6), stride=(6, 1))
+        address, nbytes = mine.data_ptr(), held(x)
+        with torch.no_grad():
+            total = compiled(lambda x: x.sum().redistribute(placements=[pt.Replicate()]))(x)
+        assert (mine.data_ptr(), held(x)) == (address, nbytes)
+        return total.item()
+
+    with pt.ranks(dp=2) as world:
+        for inference in (False, True):
+            assert world.run(run, inference) == pytest.approx([X[:5].sum().item()] * 2)
+
+
 def test_padding_a_weight_is_no_change_of_it_to_a_graph_that_waits_for_its_backward():
     def run(mesh, fast):
         torch.manual_seed(0)

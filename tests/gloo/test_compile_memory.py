@@ -156,6 +156,25 @@ def test_a_budget_is_held_against_the_code_that_is_compiled():
     assert counted(warm(pt.compile(both, budget=least))) == least
 
 
+@pytest.mark.timeout(120)
+def test_where_code_takes_more_than_its_budget_more_is_made_again():
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU(), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    weight, wide = torch.randn(192, 4), torch.randn(1024, 192)
+
+    def gradients():
+        loss = model(x).square().mean()
+        with torch.no_grad():  # one kernel makes both of these, where forward holds the most
+            extra = (torch.sin(wide) @ weight).sum() + (torch.cos(wide) @ weight).sum()
+        return extra, *torch.autograd.grad(loss, list(model.parameters()))
+
+    budget = warm(pt.compile(gradients, backend="graph")).memory.peak
+    loose, tight = warm(pt.compile(gradients)), warm(pt.compile(gradients, budget=budget))
+    assert counted(loose) > budget >= counted(tight)
+    torch.testing.assert_close(tight(), loose())
+
+
 def warm(step):
     step()
     return step

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Candidate", "chosen"]
+from partita.comm.ledger import human
+from partita.layout import Fix, LayoutError
+
+__all__ = ["Candidate", "chosen", "too_small"]
 
 _STEPS = 8192
 """The knapsack counts bytes in this many steps of all candidates' bytes together."""
@@ -42,6 +45,19 @@ def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
     room -= sum(candidates[i].nbytes for i in kept)
     taken = _knapsack([(candidates[i].nbytes, candidates[i].written) for i in light], room, step)
     return sorted(kept + [light[i] for i in taken])
+
+
+def too_small(error: type[LayoutError], budget: int, title: str, peak: int) -> LayoutError:
+    """The error to raise where `title` needs `peak` bytes when it keeps nothing, over `budget`."""
+    return error(
+        f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
+        f"({human(peak)}) when it keeps nothing",
+        reason="inputs of regions, what lies between them, and the recompute of one region",
+        fixes=(
+            Fix(f"policy={peak}", "the minimum"),
+            Fix("smaller regions, by blocks=", "less is there at once"),
+        ),
+    )
 
 
 def _knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:

@@ -14,6 +14,8 @@ from torch import fx, nn
 
 import partita as pt
 
+from .steps import squares
+
 R, S = pt.Replicate(), pt.Shard
 
 
@@ -480,13 +482,7 @@ def test_an_optimizers_state_that_was_loaded_is_what_the_step_goes_on_from():
         model = nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = squares(model, optimizer)
         step = graph_of(step) if compiled else step
         x = torch.ones(2, 4)
         for _ in range(3):

@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import partita as pt
 
+from .steps import squares
+
 X = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1))
 LAYERS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
 
@@ -36,13 +38,7 @@ def train(mesh, layer, stage, fast, looked_at=False):
         with torch.no_grad():
             return [model(x).square().mean().item()] if looked_at else []
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = squares(model, optimizer)
     step = pt.compile(step, backend="graph") if fast else step
     found = [*look(), *(step(x).item() for _ in range(3)), *look()]
     assert not [w for w in model.layer._flat_weights if isinstance(w, FakeTensor)]

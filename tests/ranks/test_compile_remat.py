@@ -11,6 +11,8 @@ import partita as pt
 from partita.compile.notes import note_of
 from partita.train.memory import count_memory
 
+from .steps import squares
+
 X = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -34,14 +36,7 @@ def trained(mesh, policy=None, regions=True, drop=0.0, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = pt.distribute_tensor(X, mesh, [pt.Shard(0)])
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = pt.compile(step, backend="graph", **options)
+    step = pt.compile(squares(model, optimizer), backend="graph", **options)
     losses = [step(x).item() for _ in range(2)]
     with count_memory() as memory:
         step(x)
@@ -151,7 +146,7 @@ def test_a_models_own_budget_is_kept_in_a_graph_and_more_of_it_recomputes_less()
     wanted, without, _ = alone()
     with pytest.raises(pt.CaptureError, match="cannot be kept") as caught:
         of_a_model(1)
-    least = int(str(caught.value).split("activations need ")[1].split(" ")[0])
+    least = int(str(caught.value).split("the model needs ")[1].split(" ")[0])
     _, step, smallest = of_a_model(least)
     assert calls(step, "addmm") > calls(without, "addmm")
     before, peak = calls(step, "addmm"), smallest

@@ -19,6 +19,8 @@ from torch import nn
 
 import partita as pt
 
+from .steps import squares
+
 WHOLE, ROWS, COLUMNS = [pt.Replicate()], [pt.Shard(0)], [pt.Shard(1)]
 
 
@@ -325,14 +327,7 @@ def test_a_region_within_a_captured_step_is_part_of_its_graph():
         model = nn.Sequential(wrap_block(made(Layer)), made(nn.Linear, 8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        step = wrap_step(step)
+        step = wrap_step(squares(model, optimizer))
         torch.manual_seed(1)
         return [step(torch.randn(3, 8)).item() for _ in range(3)], model[0]
 

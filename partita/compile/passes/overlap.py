@@ -33,8 +33,8 @@ def overlap(program: Program) -> str:
 
     A gather begins when the block before has what it needs and begins to compute, so that no more
     than two are gathered at once; a reduction is waited for when the next one begins. Each only
-    where the predicted peak of memory, the inputs included, stays within 5 %
-    of what it was: where activations fill the memory, nothing is fetched ahead.
+    where the predicted peak of memory, the inputs included, stays within 5 % of what it was: where
+    activations fill the memory, nothing is fetched ahead.
     """
     order = _Order(program)
     limit = _ROOM * order.peak()

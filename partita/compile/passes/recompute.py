@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..notes import NOTE, note_of
+from ..program import Program
 
-__all__ = ["can_be_made_again", "flops_of", "is_late", "recompute"]
+__all__ = ["can_be_made_again", "flops_of", "is_late", "recompute", "trial_of"]
 
 
 def can_be_made_again(node: fx.Node) -> bool:
@@ -54,6 +56,14 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
                     with graph.inserting_before(node):
                         node.replace_input_with(read, again(read))
     return copies
+
+
+def trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """A copy of a program in which the nodes of these names are made again, and these copies."""
+    trial = copy.copy(program)
+    trial.graph = copy.deepcopy(program.graph)
+    graph = trial.graph.graph
+    return trial, recompute(graph, {n for n in graph.nodes if n.name in names})
 
 
 _flops: dict[Any, Callable[..., int]] = flop_registry

@@ -7,19 +7,14 @@ peak of their activations leaves so much room, and what is kept adds at most its
 
 from __future__ import annotations
 
-import copy
-
 from torch import fx
 
-from partita.comm.ledger import human
-from partita.layout import Fix
-
 from ..errors import CaptureError
-from ..knapsack import Candidate, chosen
+from ..knapsack import Candidate, chosen, too_small
 from ..notes import Note, note_of
 from ..program import Program
 from ..storages import Storages, memory_of, storages_of
-from .recompute import can_be_made_again, flops_of, is_late, recompute
+from .recompute import can_be_made_again, flops_of, is_late, trial_of
 
 __all__ = ["of_regions"]
 
@@ -61,10 +56,7 @@ def _worth_keeping(
     program: Program, again: set[fx.Node], storages: Storages, budget: Budget
 ) -> set[int]:
     """The storages of what `again` has that are kept within a budget."""
-    trial = copy.copy(program)
-    trial.graph = copy.deepcopy(program.graph)
-    names = {n.name for n in again}
-    copies = recompute(trial.graph.graph, {n for n in trial.graph.graph.nodes if n.name in names})
+    trial, copies = trial_of(program, {n.name for n in again})
     made = set(copies.values())
     activations = {
         n.name
@@ -74,15 +66,7 @@ def _worth_keeping(
     _, nbytes = budget
     peak = max(memory_of(trial).live_of(lambda b: b.name in activations), default=0)
     if peak > nbytes:
-        raise CaptureError(
-            f"remat: a budget of {nbytes} bytes ({human(nbytes)}) cannot be kept: its activations "
-            f"need {peak} ({human(peak)}) where nothing is kept",
-            reason="inputs of regions, what lies between them, and the recompute of one region",
-            fixes=(
-                Fix(f"policy={peak}", "the minimum"),
-                Fix("smaller regions, by blocks=", "less is there at once"),
-            ),
-        )
+        raise too_small(CaptureError, nbytes, "the model", peak)
     recomputed = {n.name for n in copies}
     nodes = [n for n in program.graph.graph.nodes if n.name in recomputed and n in again]
     found, candidates = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 
 from torch import fx
@@ -13,7 +12,7 @@ from ..graph import canonical, is_collective, nbytes_of
 from ..notes import note_of
 from ..program import Program
 from ..storages import Storages, memory_of, storages_of
-from .recompute import can_be_made_again, flops_of, is_late, recompute
+from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
 from .regions import of_regions
 
 __all__ = ["remat"]
@@ -74,10 +73,8 @@ def _tried(program: Program, names: frozenset[str]) -> int:
     """The predicted peak of the graph that all passes make if these are recomputed."""
     from .order import PASSES
 
-    trial = copy.copy(program)
-    trial.graph = copy.deepcopy(program.graph)
+    trial, _ = trial_of(program, names)
     graph = trial.graph.graph
-    recompute(graph, {n for n in graph.nodes if n.name in names})
     passes = list(PASSES.items())
     behind = [name for name, _ in passes].index("remat") + 1
     for name, change in passes[behind:]:

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from partita.comm import Wire
-from partita.comm.ledger import human
-from partita.compile.knapsack import Candidate, chosen
-from partita.layout import Fix
+from partita.compile.knapsack import Candidate, chosen, too_small
 from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
 
@@ -95,15 +93,7 @@ class _Measuring:
         each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
         budget = self.budget
         if peak > budget.nbytes:
-            raise RematError(
-                f"a budget of {budget.nbytes} bytes ({human(budget.nbytes)}) cannot be kept: "
-                f"{budget.title} needs {peak} bytes ({human(peak)}) when it keeps nothing",
-                reason="inputs of regions, what lies between them, and the recompute of one region",
-                fixes=(
-                    Fix(f"policy={peak}", "the minimum"),
-                    Fix("smaller regions, by blocks=", "less is there at once"),
-                ),
-            )
+            raise too_small(RematError, budget.nbytes, budget.title, peak)
         self.plan = _Plan({keys[i] for i in chosen(each, budget.nbytes - peak)})
         return self.plan
 

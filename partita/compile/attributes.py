@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from partita.layout import Fix
+from partita.tensor.tensor_state import state_of
 
 from .errors import not_captured
 from .state import Slot, State
@@ -115,7 +116,8 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
     if type(value) is not type(before) or not isinstance(value, (list, tuple)):
         return False
     return len(value) == len(before) and all(
-        isinstance(v, torch.nn.Parameter) or "_gathered_from" in getattr(v, "__dict__", ())
+        isinstance(v, torch.nn.Parameter)
+        or (isinstance(v, torch.Tensor) and state_of(v).gathered_from is not None)
         for v in value
         if v is not None
     )

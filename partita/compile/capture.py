@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, stand_ins
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.settled import Rest, update_spec
+from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
+from partita.tensor.tensor_state import own_state, state_of
 
 from .attributes import Attributes, check_result
 from .differentiate import Seed, differentiate, has_history, made_inputs
@@ -151,10 +152,10 @@ class _Capture:
             if spec is not None:
                 spec = spec.gradient if given.kind == "mark" else spec
                 tagged(fake, self._traced_spec(spec))
-            rest: Rest | None = given.tensor.__dict__.get("_rest")
+            rest = state_of(given.tensor).rest
             if rest is not None and update_spec(given.tensor) is not spec:  # ZeRO 1 and 2
                 gradient, update = map(self._traced_spec, (rest.gradient, rest.update))
-                fake.__dict__["_rest"] = replace(rest, gradient=gradient, update=update)
+                own_state(fake).rest = replace(rest, gradient=gradient, update=update)
             if given.kind in ("mark", "gradient"):
                 self.inputs.owner(given).grad = fake  # typed: it may be settled already
             elif given.tensor.requires_grad:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from partita.comm import Record, Wire
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import state_of
 
 from .fakes import local_of
 from .state import Slot
@@ -71,7 +72,7 @@ class Input:
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
         # Of a parameter that ZeRO gathers, and of what is only updated, nobody reads the padding.
-        read = self.kind != "optimizer" and "_rest" not in self.tensor.__dict__
+        read = self.kind != "optimizer" and state_of(self.tensor).rest is None
         # What a caller brings along is copied: that costs what to make it larger would.
         grows = self.kind not in ("argument", "cotangent")
         return border_of(self.spec, grows=grows, zeros=zeros, read=read)

@@ -7,7 +7,6 @@ A gradient object that is settled keeps its identity, not its memory: what else 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ from partita.redistribute import plan
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .settled import hold, mark_settled, settled_spec
+from .tensor_state import state_of
 
 __all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
 
@@ -32,8 +32,8 @@ _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 def owner_of(grad: torch.Tensor) -> DTensor | None:
     """The tensor whose gradient this object is at present, if it is one's."""
-    known: weakref.ref[DTensor] | None = grad.__dict__.get("_gradient_of")
-    owner = None if known is None else known()
+    known = state_of(grad).gradient_of
+    owner: DTensor | None = None if known is None else known()
     return owner if owner is not None and owner.grad is grad else None
 
 
@@ -55,8 +55,8 @@ def settle(params: Iterable[DTensor]) -> None:
     Gradients that are not pending are left alone; for those that are under way it waits.
     """
     params = list({id(p): p for p in params}.values())
-    rests = [p.__dict__["_rest"] for p in params if "_rest" in p.__dict__]
-    for owner in dict.fromkeys(rest.owner for rest in rests):
+    rests = [state_of(p).rest for p in params]
+    for owner in dict.fromkeys(rest.owner for rest in rests if rest is not None):
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
     for p in params:
@@ -77,7 +77,8 @@ def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
     """Where ZeRO leaves each rank a shard of the gradient."""
     wanted = settled_spec(p)
     with torch.no_grad():
-        name = p.__dict__["_rest"].name or "gradients"
+        rest = state_of(p).rest
+        name = (rest and rest.name) or "gradients"
         shard = moved(grad, grad._spec, wanted, name, "settle")
     if type(grad) is DTensor:
         with Local():

@@ -15,7 +15,8 @@ from .autograd import moved
 from .dtensor import DTensor, tagged
 from .plain import admit
 from .spec import Spec, spec_of
-from .special import OURS, gradient_of, means
+from .special import gradient_of, means
+from .tensor_state import OURS
 from .view_writes import written_through
 
 __all__: list[str] = []

@@ -19,6 +19,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 # it on again. Without it the view would be taken of the shard.
 from torch._C import _EnableTorchFunction
 
+from .tensor_state import state_of
+
 __all__ = ["Origin", "current", "writes"]
 
 
@@ -61,7 +63,7 @@ class Origin:
 
 def current(x: Any) -> Any:
     """`x`; where it is a copy that is no longer up to date, the same part as it is now."""
-    origin = x.__dict__.get("_origin")
+    origin = state_of(x).origin
     return x if origin is None else origin.taken_again(x)
 
 

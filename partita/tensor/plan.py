@@ -20,6 +20,7 @@ from .dtensor import PLAIN, DTensor, tagged
 from .origin import current
 from .plain import admit
 from .spec import Spec, spec_of
+from .tensor_state import MovedValue, own_state, state_of
 from .view_writes import mark_copies
 
 __all__ = ["CallPlan", "Path", "Target", "at_path", "path_here", "replaced", "tensors_of"]
@@ -217,16 +218,15 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
         if torch.is_inference_mode_enabled() or x.is_inference():  # changes are not counted
             return moved(x, before, after, op, "implicit")
     # The largest pieces are compared: whether to move must be the same question on every rank.
-    if after.largest > before.largest or "_unversioned" in x.__dict__:
+    if after.largest > before.largest or state_of(x).written_unseen:
         return moved(x, before, after, op, "implicit")
     graded = torch.is_grad_enabled()
-    kept = x.__dict__.get("_kept")
-    if kept is not None and kept[0] is after and kept[1] == (_version(x), graded):
-        value: torch.Tensor = kept[2]
-        if _version(value) == kept[3]:
-            return value
+    kept, version = state_of(x).moved, (_version(x), graded)
+    fits = kept is not None and kept.spec is after and kept.version == version
+    if kept is not None and fits and _version(kept.value) == kept.value_version:
+        return kept.value
     value = moved(x, before, after, op, "implicit")
-    x.__dict__["_kept"] = (after, (_version(x), graded), value, _version(value))
+    own_state(x).moved = MovedValue(after, (_version(x), graded), value, _version(value))
     return value
 
 

@@ -9,9 +9,6 @@ carries nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -23,9 +20,9 @@ from partita.redistribute import plan
 from .autograd import carry_all, moved
 from .dtensor import DTensor, tagged
 from .spec import Spec, two_meshes
+from .tensor_state import ReopenHook, own_state, state_of
 
 __all__ = [
-    "Rest",
     "allowed_gradient",
     "hold",
     "is_watched",
@@ -38,32 +35,15 @@ __all__ = [
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Rest:
-    """Where the gradient and the update of a whole tensor are, where that is not where it is.
-
-    Attributes:
-        gradient: the spec of the gradient, once it is settled.
-        update: the spec of the optimizer's state and of the part that it updates.
-        owner: who settles the gradient early and gathers what was updated.
-        name: of the block, whose gradients travel together.
-    """
-
-    gradient: Spec
-    update: Spec
-    owner: Any
-    name: str = ""
-
-
 def settled_spec(x: DTensor) -> Spec:
     """Where x's gradient rests once it is settled: where x does, or where ZeRO says."""
-    rest = x.__dict__.get("_rest")
+    rest = state_of(x).rest
     return x._spec if rest is None else rest.gradient
 
 
 def update_spec(x: DTensor) -> Spec:
     """Where an optimizer updates x and keeps its state: where x is, or where ZeRO says."""
-    rest = x.__dict__.get("_rest")
+    rest = state_of(x).rest
     return x._spec if rest is None else rest.update
 
 
@@ -107,38 +87,27 @@ def mark_settled(x: DTensor) -> None:
     """From now on, before shares are added to x's settled gradient, make it shares again."""
     if x._spec is x._spec.gradient or not x.requires_grad:
         return
-    watch: _Watch | None = x.__dict__.get("_reopens")
+    watch = state_of(x).reopens
     if watch is None:
         known = weakref.ref(x)
         with Local():
             handle = x.register_hook(lambda _: _reopen(known()))
-        watch = x.__dict__["_reopens"] = _Watch(handle.id, x._backward_hooks[handle.id])
+        watch = ReopenHook(handle.id, x._backward_hooks[handle.id])
+        own_state(x).reopens = watch
     x._backward_hooks[watch.id] = watch.hook
 
 
 def unmark_settled(x: DTensor) -> None:
     """x has no settled gradient any more."""
-    watch: _Watch | None = x.__dict__.get("_reopens")
+    watch = state_of(x).reopens
     if watch is not None:
         x._backward_hooks.pop(watch.id, None)
 
 
 def is_watched(x: torch.Tensor) -> bool:
     """Is one of x's hooks ours?"""
-    watch: _Watch | None = x.__dict__.get("_reopens")
+    watch = state_of(x).reopens
     return watch is not None and watch.id in x._backward_hooks
-
-
-@dataclass(frozen=True)
-class _Watch:
-    """A hook that is taken off and hung up again in every step, as torch's own handle would.
-
-    Private torch: the dictionary `_backward_hooks` itself. A handle costs 3 microseconds for each
-    parameter and step, a hook that is called for nothing 6.
-    """
-
-    id: int
-    hook: Callable[[torch.Tensor], None]
 
 
 def _reopen(x: DTensor | None) -> None:

@@ -23,11 +23,11 @@ from .origin import current
 from .setitem import set_item
 from .settled import allowed_gradient, hold, unmark_settled
 from .spec import Spec, spec_of
+from .tensor_state import own_state
 
 __all__ = [
     "BROKEN_OFF",
     "MEMORY",
-    "OURS",
     "PASS",
     "SPECIAL",
     "gradient_of",
@@ -38,8 +38,6 @@ __all__ = [
 ]
 
 T = torch.Tensor
-OURS = frozenset("_spec _reopens _kept _unversioned _origin _rest _gradient_of".split())
-"""Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
 
@@ -88,7 +86,8 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if grad is None:
             return None
         if isinstance(grad, DTensor):
-            grad.__dict__.setdefault("_gradient_of", weakref.ref(x))
+            state = own_state(grad)
+            state.gradient_of = state.gradient_of or weakref.ref(x)
             return grad
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
@@ -97,7 +96,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.
             return tagged(grad.view_as(grad), spec)
-        typed.__dict__["_gradient_of"] = weakref.ref(x)
+        own_state(typed).gradient_of = weakref.ref(x)
         _grad.__set__(x, typed)
         return typed
 
@@ -278,7 +277,7 @@ _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 @means(_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version: x must not be remembered elsewhere.
-    x.__dict__["_unversioned"] = True
+    own_state(x).written_unseen = True
     with Local():
         return tagged(_data.__get__(x), x._spec)
 

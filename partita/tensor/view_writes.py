@@ -21,6 +21,7 @@ from .autograd import moved
 from .dtensor import DTensor, tagged
 from .origin import Origin, writes
 from .spec import Spec, spec_of
+from .tensor_state import own_state, state_of
 
 __all__ = ["VIEWS", "is_view_of", "mark_copies", "reshaped", "written_through"]
 
@@ -61,20 +62,21 @@ def alias_of(x: DTensor) -> DTensor:
     """`x` under another name, which keeps its shape when that of `x` is changed in place."""
     with Local():
         alias = tagged(x.view_as(x), x._spec)
-    if "_origin" in x.__dict__:
-        alias.__dict__["_origin"] = x.__dict__["_origin"]
+    origin = state_of(x).origin
+    if origin is not None:
+        own_state(alias).origin = origin
     return alias
 
 
 def _marked(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
-    if copy is source or "_origin" in copy.__dict__:
+    if copy is source or state_of(copy).origin is not None:
         return copy
     spec = copy._spec
     if not set(spec.layout.partial) <= set(source._spec.layout.partial):
         # The rank that has the place must not share it: its share and the value would be one.
         with Local():
             copy = tagged(copy.clone(), spec)
-    copy.__dict__["_origin"] = origin
+    own_state(copy).origin = origin
     copy._spec = spec.as_copy
     return copy
 
@@ -83,7 +85,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
     """Do `write(copy, ...)`, an op in place, and write the result into the tensor behind `copy`."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
-    origin: Origin | None = copy.__dict__.get("_origin")
+    origin = state_of(copy).origin
     if origin is None:  # another tensor of the same spec: nothing is behind it
         copy._spec = held
         write(copy, *args, **kwargs)
@@ -111,7 +113,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
 
 def _before_expand(origin: Origin) -> Origin:
     """The same part as one of what was expanded: what is stretched cannot be written itself."""
-    wide = origin.source.__dict__.get("_origin")
+    wide = state_of(origin.source).origin
     if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
         return origin
 
@@ -125,7 +127,7 @@ def _before_expand(origin: Origin) -> Origin:
 def reshaped(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Do `reshape(copy, ...)`, which changes the shape in place: a view of what it was."""
     before, spec = alias_of(copy), copy._spec
-    copy.__dict__.pop("_origin", None)
+    own_state(copy).origin = None
     copy._spec = spec_of(spec.layout, spec.wire)
     reshape(copy, *args, **kwargs)
     view = getattr(T, reshape.__name__.removesuffix("_"))

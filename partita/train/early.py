@@ -17,8 +17,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Replicate, Shard
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.settled import Rest, hold, mark_settled
+from partita.tensor.settled import hold, mark_settled, update_spec
 from partita.tensor.spec import Spec, spec_of
+from partita.tensor.tensor_state import Rest, own_state, state_of
 
 from .flat import Flat
 
@@ -81,7 +82,7 @@ class Early:
                         owner=self,
                         name=name,
                     )
-                    p.__dict__["_rest"] = rest
+                    own_state(p).rest = rest
                     p.register_post_accumulate_grad_hook(self._hook(bucket, i))
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
@@ -90,7 +91,7 @@ class Early:
             for i, p in enumerate(bucket.params):
                 if p is old:
                     bucket.params[i] = new
-                    new.__dict__["_rest"] = old.__dict__["_rest"]
+                    own_state(new).rest = state_of(old).rest
                     new.register_post_accumulate_grad_hook(self._hook(bucket, i))
 
     def _hook(self, bucket: _Bucket, i: int) -> Any:
@@ -199,5 +200,5 @@ def _joined(blocks: Iterable[tuple[str, list[DTensor]]]) -> Iterator[tuple[str, 
 
 def _rows(p: DTensor) -> tuple[int, int]:
     """Which rows of its own piece of `p` this rank updates: (first, count)."""
-    mine, whole = p.__dict__["_rest"].update.region[0], p._spec.region[0]
+    mine, whole = update_spec(p).region[0], p._spec.region[0]
     return mine[0] - whole[0], mine[1]

@@ -24,6 +24,7 @@ from partita.tensor.buckets import settle
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import own_state, state_of
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -54,7 +55,7 @@ class InGraph:
         for places, p in zip(unit.slots, self._shards, strict=True):
             after = unit.zero.whole(p._spec)
             whole = tagged(_gathered(p, after, unit.zero.precision, unit.name, reason), after)
-            whole._gathered_from = (p, 0)  # type: ignore[attr-defined]  # what it stands for
+            own_state(whole).gathered_from = (p, 0)  # what it stands for
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -134,7 +135,7 @@ def in_parts(
     parts: dict[DTensor, DTensor] = {p: p for p in params}
     with torch.no_grad():
         for p in cut:
-            update, name = update_spec(p), p.__dict__["_rest"].name
+            update, name = update_spec(p), _block_of(p)
             parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
             grad = p.grad
             if grad is not None:  # pending; or whole, where a clip has settled it; or a shard
@@ -152,9 +153,14 @@ def in_parts(
         optimizer.param_groups = groups
     with torch.no_grad():
         for p in cut:
-            now = moved(parts[p], parts[p]._spec, p._spec, p.__dict__["_rest"].name, "update")
+            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
             with Local():
                 p.copy_(now)
+
+
+def _block_of(p: DTensor) -> str:
+    rest = state_of(p).rest
+    return "" if rest is None else rest.name
 
 
 def _rename(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:

@@ -19,6 +19,7 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import state_of
 
 from .parameters import Held, held_by, put_in_place
 
@@ -124,8 +125,8 @@ def _refuse_without_values(model: nn.Module, versions: dict[int, int]) -> None:
     left: list[Held] = []
     for held in (found for kind in held_by(model) for found in kind):
         t = held.tensor
-        written_unseen = "_unversioned" in t.__dict__  # through .data
-        if versions.get(id(t)) == _version(t) and not written_unseen and t.numel():
+        unseen = state_of(t).written_unseen  # through .data
+        if versions.get(id(t)) == _version(t) and not unseen and t.numel():
             left.append(held)
     if left:
         raise LayoutError(

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.settled import settled_spec, update_spec
+from partita.tensor.tensor_state import state_of
 from partita.tensor.watch import HERE
 
 from .gradients import reduce_gradients
@@ -63,7 +64,7 @@ def _before_step(
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in ELEMENTWISE and closure is None
-    owners = {p.__dict__["_rest"].owner: None for p in spread if "_rest" in p.__dict__}
+    owners = {rest.owner: None for p in spread if (rest := state_of(p).rest) is not None}
     if owners and plain and HERE.capturing:
         with in_parts(optimizer, spread) as parts:
             _step_as_plain(optimizer, parts, args, kwargs)

@@ -16,14 +16,12 @@ from torch import nn
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.settled import is_watched
-from partita.tensor.special import OURS
+from partita.tensor.tensor_state import OURS, own_state, state_of
 
 __all__ = ["Held", "has_hooks", "held_by", "plain_name", "put_in_place", "refuse_given_up"]
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 """What torch.compile and torch's checkpoint wrapper put into the names of what they wrap."""
-_GIVEN_UP = "_given_up"
-"""The attribute of a parameter that its model no longer has: its name, and to whom it was lost."""
 
 
 @dataclass
@@ -87,12 +85,13 @@ def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
     for key, value in old.__dict__.items():
         if key not in OURS:
             new.__dict__[key] = value
-    if "_rest" in old.__dict__:  # whoever shards the training state knows it by identity
-        old.__dict__["_rest"].owner.replaced(old, new)
+    rest = state_of(old).rest
+    if rest is not None:  # whoever shards the training state knows it by identity
+        rest.owner.replaced(old, new)
     for module, key in held.homes:
         setattr(module, key, new)
     held.tensor = new
-    old.__dict__[_GIVEN_UP] = (held.name, by)
+    own_state(old).given_up = (held.name, by)
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
@@ -101,7 +100,7 @@ def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
     Raises:
         LayoutError: naming the first of them.
     """
-    lost = [p.__dict__[_GIVEN_UP] for p in params if _GIVEN_UP in p.__dict__]
+    lost = [found for p in params if (found := state_of(p).given_up) is not None]
     if lost:
         name, by = lost[0]
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

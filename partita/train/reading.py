@@ -17,6 +17,7 @@ from torch import nn
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError, Partial, Placement
 from partita.tensor.dtensor import DTensor
+from partita.tensor.tensor_state import state_of
 
 from .activations import Inputs, Outputs, Places, arguments, in_range
 from .parameters import Held, has_hooks, held_by, plain_name
@@ -150,7 +151,7 @@ class Reading:
                 f"{t._spec.wire.mesh}"
             )
         elif not isinstance(t, DTensor) or t._spec.layout != layout:
-            if "_rest" in t.__dict__:
+            if state_of(t).rest is not None:
                 self.wrong.append(f"{held.name} is sharded by zero already: parallelize before")
                 return
             if t.grad is not None:

@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward
+from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE
 
 from .blocks import Block
@@ -166,7 +167,7 @@ class Unit:
         for i, t, spec in zip(order, plain, specs, strict=True):
             whole = tagged(t, spec)
             # Of which version: remat compares it with that of the next time (remat/reads.py).
-            whole._gathered_from = (self._shards[i], self.versions[i])  # type: ignore[attr-defined]
+            own_state(whole).gathered_from = (self._shards[i], self.versions[i])
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 

@@ -22,9 +22,9 @@ from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward
-from partita.tensor.settled import Rest
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
+from partita.tensor.tensor_state import Rest, own_state, state_of
 from partita.tensor.watch import HERE
 
 from .blocks import Block, find_blocks
@@ -194,7 +194,7 @@ class Zero:
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
-        new.__dict__["_rest"] = old.__dict__["_rest"]
+        own_state(new).rest = state_of(old).rest
 
     def updated(self) -> None:
         """An optimizer has updated the shards: nothing has to be gathered before it is used."""
@@ -316,7 +316,7 @@ def zero(
         state: Zero | Early = Zero(model, axes, precision or MixedPrecision(), found)
         state.persistent = persistent
         for p in seen.values():
-            p.__dict__["_rest"] = Rest(p._spec, p._spec, state)
+            own_state(p).rest = Rest(p._spec, p._spec, state)
     else:
 
         def shard(spec: Spec) -> Spec:

@@ -15,6 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Fix
+from partita.tensor.tensor_state import state_of
 
 from .errors import RematError
 from .identity import Origins
@@ -71,7 +72,7 @@ def _at_rest(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
     A gathered parameter is new each time: its shards say of which version it was gathered.
     """
-    rest: tuple[torch.Tensor, int] | None = getattr(t, "_gathered_from", None)
+    rest = state_of(t).gathered_from
     if rest is not None:
         return rest
     with Local():

@@ -6,16 +6,32 @@ expected of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["in_backward", "saving_hooks"]
+__all__ = ["after_backward", "backward_pass", "in_backward", "next_node", "saving_hooks"]
 
 
 def in_backward() -> bool:
     """Is a backward pass at work?"""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that is at work: no two have the same. -1 if none is."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have `call` made when the backward pass that is at work ends; not if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def next_node() -> int:
+    """The number of the next node that autograd makes in this thread: they count up."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def saving_hooks() -> tuple[Any, Any] | None:

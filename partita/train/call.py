@@ -35,6 +35,7 @@ class Call:
 
     Attributes:
         trains: does any of the block's parameters get a gradient?
+        since: autograd's number of the first node that the block itself made.
         needs: will backward read the parameters? Not of an embedding, say. What a checkpoint within
             saves is not seen here.
         watches_inputs: is the block done only when its inputs' gradients are there? Only where a
@@ -46,6 +47,7 @@ class Call:
         self.needs = unit.saves_unseen
         wanting = [p.requires_grad for p in unit.shards()]
         self.trains = any(wanting)
+        self.since = 0
         self.watches_inputs = graded and not all(wanting)
         if self.trains and not in_backward():
             unit.calls.add(self)
@@ -53,13 +55,21 @@ class Call:
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
 
+    def made(self, t: torch.Tensor) -> bool:
+        """Did this forward compute `t`? What it was given and hands on, it did not.
+
+        The gradient of what others made may come when all of the block's are there already.
+        """
+        node = t.grad_fn
+        return node is not None and node._sequence_nr() >= self.since  # type: ignore[attr-defined]
+
     def begin_backward(self, *_: Any) -> None:
         """The first gradient of an output is here."""
         unit = self.unit
         if self in unit.busy or not self.needs:
             return
-        unit.zero.enter_backward(unit)
         unit.busy.add(self)
+        unit.zero.enter_backward(unit)
         if not unit.shown:
             # A checkpoint within the block runs parts of its forward again.
             with torch.enable_grad():

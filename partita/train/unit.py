@@ -15,7 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward
+from partita.tensor.engine import in_backward, next_node
 from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE
 
@@ -117,6 +117,8 @@ class Unit:
         """Have everything here."""
         if self._is_ready:
             return
+        if in_backward():
+            self.zero.release_after_backward(self)
         self.start()
         for flat in self.flats:
             flat.finish()
@@ -143,6 +145,13 @@ class Unit:
         if not self.depth and not self.busy and not self.zero.persistent:
             for flat in self.flats:
                 flat.release()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended that gathered this block, whatever it made of it."""
+        self.busy.clear()
+        if not self.depth:
+            self.hide()
+        self.release()
 
     def settle(self) -> None:
         """Forget a forward or a backward that broke off."""
@@ -198,7 +207,10 @@ class Unit:
         self.show(call)
         if call is not None:
             self._open[-1] = Saving(call)
-        return self._prepared(args, kwargs, call)
+        prepared = self._prepared(args, kwargs, call)
+        if call is not None:
+            call.since = next_node()
+        return prepared
 
     def _prepared(self, args: Any, kwargs: Any, call: Call | None) -> Any:
         """The inputs of a forward, cast and marked; None where they stay as they are."""
@@ -228,7 +240,7 @@ class Unit:
         if forward is not None:
             forward.close()
             for t in tensors_in(output):
-                if t.requires_grad:
+                if t.requires_grad and forward.call.made(t):
                     with Local():
                         t.register_hook(forward.call.begin_backward)
         if not self.depth:

@@ -21,7 +21,7 @@ from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward
+from partita.tensor.engine import after_backward, backward_pass, in_backward
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
 from partita.tensor.tensor_state import Rest, own_state, state_of
@@ -97,6 +97,7 @@ class Zero:
         self._next: dict[Unit, Unit] = {}
         self._before: dict[Unit, Unit] = {}
         self._under_way: list[_Reducing] = []
+        self._passes: dict[int, list[Unit]] = {}
         self.units = [Unit(self, block) for block in blocks if block.slots]
         BROKEN_OFF.watchers.add(self)
         # Around those of the units, of which the model itself may be one.
@@ -152,6 +153,28 @@ class Zero:
             unit.start()
 
     # -- backward ----------------------------------------------------------------------------------
+
+    def release_after_backward(self, unit: Unit) -> None:
+        """Release `unit` when the backward pass that is at work ends, if nothing else has.
+
+        Not every pass comes to the gradients of a block's parameters: it may be asked for those of
+        the inputs alone.
+        """
+        number = backward_pass()
+        if number not in self._passes:
+            self._passes[number] = []
+            after_backward(lambda: self._end_backward(number))
+        if unit not in self._passes[number]:
+            self._passes[number].append(unit)
+
+    def _end_backward(self, number: int) -> None:
+        # Units that a pass around this one uses are left to it.
+        units = self._passes.pop(number, [])
+        around = {u for others in self._passes.values() for u in others}
+        with Local(), torch.no_grad():
+            for unit in units:
+                if unit not in around:
+                    unit.end_backward()
 
     def token(self, unit: Unit) -> torch.Tensor:
         """What ties gathered parameters to their shards: an empty tensor with a history.
@@ -224,6 +247,7 @@ class Zero:
 
     def settle(self) -> None:
         """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
+        self._passes.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.wait()

@@ -12,7 +12,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import partita as pt
-from partita.tensor.engine import in_backward, saving_hooks
+from partita.tensor.engine import (
+    after_backward,
+    backward_pass,
+    in_backward,
+    next_node,
+    saving_hooks,
+)
 
 
 class Typed(torch.Tensor):
@@ -149,3 +155,28 @@ def test_what_torch_func_wraps_is_told_from_a_tensor():
     seen = []
     torch.func.vmap(lambda x: seen.append(is_functorch_wrapped_tensor(x)) or x)(torch.ones(2))
     assert seen == [True] and not is_functorch_wrapped_tensor(torch.ones(2))
+
+
+def test_a_call_can_wait_for_the_end_of_the_backward_pass_that_is_at_work():
+    said = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+
+    def hook(_):
+        said.append(backward_pass())
+        after_backward(lambda: said.append(x.grad))
+
+    y.register_hook(hook)
+    y.backward(retain_graph=True)
+    y.backward()
+    first, grad, second, _ = said
+    assert -1 not in (first, second) and first != second
+    assert grad is not None and backward_pass() == -1
+
+
+def test_the_nodes_of_autograd_are_numbered_in_the_order_in_which_they_are_made():
+    x = torch.ones(1, requires_grad=True)
+    before = x * 2
+    since = next_node()
+    after = x * 2
+    assert before.grad_fn._sequence_nr() < since <= after.grad_fn._sequence_nr()

@@ -11,6 +11,7 @@ from .held import Piece, Region
 from .joining import join
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
+from .messages import message
 from .padded import Uneven, is_uneven, uneven
 from .pieces import neutral
 from .ranks import World, ranks
@@ -47,6 +48,7 @@ __all__ = [
     "is_uneven",
     "join",
     "ledger",
+    "message",
     "missed_call",
     "neutral",
     "ranks",

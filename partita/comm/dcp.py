@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     Metadata,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # of its writer's results
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .held import Piece, Region
 
@@ -51,6 +53,10 @@ __all__ = [
     "TensorStorageMetadata",
     "Writer",
     "chunks",
+    "plan_of_rows",
+    "results_of_rows",
+    "rows_of_plan",
+    "rows_of_results",
     "write_items",
 ]
 
@@ -157,8 +163,73 @@ def _holes(plans: list[SavePlan]) -> list[str]:
     ]
 
 
+# -- plans and results as rows ---------------------------------------------------------------------
+# What goes from rank to rank is lists of numbers and text, and no pickle.
+
+
+def rows_of_plan(plan: SavePlan) -> list[list[Any]]:
+    """What a rank offers to write, a row each, in the order of the plan's items."""
+    rows = []
+    for item in plan.items:
+        row: list[Any] = [item.index.fqn]
+        if (data := item.tensor_data) is not None:
+            kind = data.properties
+            row += [list(data.chunk.offsets), list(data.chunk.sizes), list(data.size)]
+            row += [kind.dtype, kind.requires_grad, kind.pin_memory]
+        rows.append(row)
+    return rows
+
+
+def plan_of_rows(rows: list[list[Any]], paths: dict[str, tuple[Any, ...]]) -> SavePlan:
+    """The plan whose rows these are."""
+    items = []
+    for name, *data in rows:
+        if not data:
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+            continue
+        offsets, sizes, size, dtype, requires_grad, pinned = data
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        kind = TensorProperties(dtype, requires_grad=requires_grad, pin_memory=pinned)
+        items.append(
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, kind, torch.Size(size)),
+            )
+        )
+    return SavePlan(items, planner_data=paths)
+
+
+def rows_of_results(results: Sequence[WriteResult]) -> list[list[Any]]:
+    """What a rank has written where, a row each."""
+    return [
+        [
+            one.index.fqn,
+            None if one.index.offset is None else list(one.index.offset),
+            one.size_in_bytes,
+            *(getattr(one.storage_data, key) for key in ("relative_path", "offset", "length")),
+        ]
+        for one in results
+    ]
+
+
+def results_of_rows(rows: list[list[Any]]) -> list[WriteResult]:
+    """The results whose rows these are."""
+    return [
+        WriteResult(MetadataIndex(name, offset), nbytes, _StorageInfo(*place))
+        for name, offset, nbytes, *place in rows
+    ]
+
+
 class Writer(FileSystemWriter):
     """Writes into one folder a checkpoint that will be found in another, `home`."""
+
+    def write(self, plan: SavePlan, planner: SavePieces, rank: int) -> Sequence[WriteResult]:
+        """Write what this rank was told to, into files of its own."""
+        # A plan's place among all plans decides what its files are called.
+        mine = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+        results: Sequence[WriteResult] = self.write_data(mine, planner).wait()
+        return results
 
     def __init__(self, folder: Path, home: Path):
         super().__init__(folder)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import os
-import pickle
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..layout import LayoutError
+from .messages import message, pack, unpack
 from .ranks import RankWire, running_wire
 
 __all__ = ["Aside", "Decide", "Everyone", "everyone"]
@@ -154,16 +156,70 @@ class _OfGroups(Everyone):
         group = self._group()
         if group is None:
             raise RuntimeError("the process groups were destroyed before all ranks had agreed")
-        brought: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        answers, got = None, [None]
         try:
-            dist.gather_object(_portable(mine), brought, dst=0, group=group)
+            brought = self._gather(group, _packed(mine))
+            answers = None
             if brought is not None:
-                answers = [_portable(a) for a in _outcomes(brought, answer)]
-            dist.scatter_object_list(got, answers, src=0, group=group)
+                answers = _all_packed(_outcomes(list(map(unpack, brought)), answer))
+            got = unpack(self._scatter(group, answers))
         except RuntimeError as error:  # of Gloo: `answer`'s own are outcomes
             raise RuntimeError("another rank has ended, or cannot be reached") from error
-        return got[0]
+        if isinstance(got, _Failed) and got.rank == self.rank:
+            mine.__notes__ = got.error.__notes__
+            got.error = mine  # of its own class, and with its traceback
+        return got
+
+    # What ranks bring differs in length, which is told first. Not torch's own way of sending
+    # objects: that would unpickle whatever comes.
+
+    def _gather(self, group: Any, mine: bytes) -> list[bytes] | None:
+        """On rank 0 what every rank brings; None on the others."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+        longest = max(map(int, sizes))
+        rows = None
+        if self.rank == 0:
+            rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.gather(_bytes_tensor(mine, longest), rows, dst=0, group=group)
+        if rows is None:
+            return None
+        return [_bytes_of(r, int(n)) for r, n in zip(rows, sizes, strict=True)]
+
+    def _scatter(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
+        """On every rank what rank 0 has for it."""
+        size, rows = torch.empty(2, dtype=torch.int64), None  # of its own, and of the longest
+        if all_of_them is not None:
+            lengths = list(map(len, all_of_them))
+            rows = [torch.tensor([n, max(lengths)]) for n in lengths]
+        dist.scatter(size, rows, src=0, group=group)
+        mine, longest = size.tolist()
+        if all_of_them is not None:
+            rows = [_bytes_tensor(one, longest) for one in all_of_them]
+        row = torch.empty(longest, dtype=torch.uint8)
+        dist.scatter(row, rows, src=0, group=group)
+        return _bytes_of(row, mine)
+
+
+def _packed(mine: Any) -> bytes:
+    try:
+        return pack(mine)
+    except TypeError as error:
+        return pack(error)  # which all ranks raise
+
+
+def _all_packed(answers: Sequence[Any]) -> list[bytes]:
+    try:
+        return list(map(pack, answers))
+    except TypeError as error:
+        return [pack(_Failed(error))] * len(answers)
+
+
+def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+
+
+def _bytes_of(row: torch.Tensor, length: int) -> bytes:
+    return ctypes.string_at(row.data_ptr(), length)
 
 
 class _OfOneProcess(Everyone):
@@ -208,11 +264,13 @@ class _Board:
 # -- outcomes --------------------------------------------------------------------------------------
 
 
+@message
+@dataclass(eq=False)
 class _Failed:
-    """An error on its way to all ranks."""
+    """An error on its way to all ranks; `rank` has raised it, or where None, what all agreed on."""
 
-    def __init__(self, error: BaseException):
-        self.error = error
+    error: BaseException
+    rank: int | None = None
 
 
 def _outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
@@ -220,7 +278,7 @@ def _outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
         if isinstance(one, BaseException):
             if len(brought) > 1:
                 one.add_note(f"on rank {rank} of {len(brought)}")
-            return [_Failed(one)] * len(brought)
+            return [_Failed(one, rank)] * len(brought)
     try:
         return answer(brought)
     except Exception as error:
@@ -234,20 +292,6 @@ def _opened(outcome: Any) -> Any:
             error = copy.copy(error)  # each rank adds its own lines to the traceback
         raise error.with_traceback(line) from None
     return outcome
-
-
-def _portable(thing: Any) -> Any:
-    """The same, or what says as much where an error does not pickle."""
-    error = thing.error if isinstance(thing, _Failed) else thing
-    if isinstance(error, BaseException):
-        error = error.with_traceback(None)
-        error.__cause__ = error.__context__ = None
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return _Failed(error) if isinstance(thing, _Failed) else error
-    return thing
 
 
 # -- who is everyone here --------------------------------------------------------------------------

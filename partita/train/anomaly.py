@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as Unseen  # by DTensors, and by regions of remat
 
-from partita.comm import everyone
+from partita.comm import everyone, message
 
 from .nested import tensors_in
 from .remat import is_recomputing
@@ -30,6 +30,7 @@ class NanError(ValueError):
     """A loss or a gradient is not a finite number: says in which step, and what made it so."""
 
 
+@message
 @dataclass(frozen=True)
 class _Find:
     """A tensor that is not finite.

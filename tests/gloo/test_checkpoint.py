@@ -95,6 +95,49 @@ def test_every_process_raises_the_same_error(tmp_path):
     assert loaded_step(str(tmp_path / "c")) == 3
 
 
+def save_and_load_without_pickle(rank: int, path: str) -> list[str]:
+    import pickle
+
+    from torch.distributed import distributed_c10d
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    mesh = mesh_of((2,))
+    pickle.loads = pickle.load = distributed_c10d._unpickler = refuse
+    pt.save(state_of(mesh, WHOLE, 3), path)
+    state = state_of(mesh, torch.zeros(7, 5), 0)
+    pt.async_save(state, path + "2").result()
+    pt.load(state, path)
+    assert torch.equal(state["rows"].full_tensor(), WHOLE)
+    with pytest.raises(ValueError, match="one of its own") as caught:
+        pt.save({"m": Fails(rank)}, path)
+    return [type(caught.value).__name__, str(caught.value), *caught.value.__notes__]
+
+
+class Fails:
+    """A module whose state cannot be had on one rank."""
+
+    class Error(ValueError):
+        pass
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rank == 1:
+            raise self.Error("one of its own")
+        return {}
+
+    load_state_dict = state_dict
+
+
+def test_nothing_that_comes_from_another_rank_is_unpickled(tmp_path):
+    first, second = run_ranks(save_and_load_without_pickle, 2, str(tmp_path / "c"))
+    assert first == ["ValueError", "Error: one of its own", "on rank 1 of 2"]
+    assert second == ["Error", "one of its own", "on rank 1 of 2"]  # where it was raised
+
+
 # -- killed ----------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -180,3 +181,15 @@ def test_the_nodes_of_autograd_are_numbered_in_the_order_in_which_they_are_made(
     since = next_node()
     after = x * 2
     assert before.grad_fn._sequence_nr() < since <= after.grad_fn._sequence_nr()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_where_a_checkpoint_has_a_chunk_is_a_file_an_offset_and_a_length(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    (place,) = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()
+    assert type(place) is _StorageInfo
+    assert place == _StorageInfo(place.relative_path, place.offset, place.length)
+    assert place.offset + place.length == (tmp_path / place.relative_path).stat().st_size

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import Everyone
+from partita.comm import Everyone, message
 from partita.layout import Fix, LayoutError
 
 __all__ = ["NO_TENSOR", "Loaded", "Misfits", "agreed", "described_tensor", "misfits"]
@@ -19,6 +19,7 @@ __all__ = ["NO_TENSOR", "Loaded", "Misfits", "agreed", "described_tensor", "misf
 NO_TENSOR = "no tensor"
 
 
+@message
 @dataclass(frozen=True)
 class Loaded:
     """What `load(strict=False)` passed over, on this rank.
@@ -32,6 +33,7 @@ class Loaded:
     unexpected_keys: tuple[str, ...] = ()
 
 
+@message
 @dataclass(frozen=True)
 class Misfits:
     """What one rank found.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,7 +42,9 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks = everyone()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
-    _Save(all_ranks.size, _stage(state, None), _absolute(path)).run(all_ranks.decide)
+    _Save(all_ranks.rank, all_ranks.size, _stage(state, None), _absolute(path)).run(
+        all_ranks.decide
+    )
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
@@ -57,7 +60,7 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
     all_ranks = everyone()
     all_ranks.wait()
     brought = _stage(state, _memory.setdefault(all_ranks, {}))
-    return all_ranks.aside(_Save(all_ranks.size, brought, _absolute(path)).run)
+    return all_ranks.aside(_Save(all_ranks.rank, all_ranks.size, brought, _absolute(path)).run)
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
@@ -74,14 +77,14 @@ def _stage(state: Mapping[str, Any], memory: Memory | None) -> Staged | Exceptio
 class _Save:
     """One save, as one rank sees it."""
 
-    def __init__(self, ranks: int, brought: Staged | Exception, home: Path):
-        self._ranks, self._brought, self._home = ranks, brought, home
+    def __init__(self, rank: int, ranks: int, brought: Staged | Exception, home: Path):
+        self._rank, self._ranks, self._brought, self._home = rank, ranks, brought, home
         self._folder: Path | None = None  # on rank 0, while there is something to remove
 
     def run(self, decide: Decide) -> None:
         try:
-            plan, folder = decide(self._plan(), self._divide)
-            decide(self._write(plan, folder), self._publish)
+            kept, folder = decide(self._offer(), self._divide)
+            decide(self._write(kept, folder), self._publish)
         except BaseException:
             if self._folder is not None:
                 discard(self._folder)
@@ -89,46 +92,57 @@ class _Save:
 
     # -- on every rank ---------------------------------------------------------------------------
 
-    def _plan(self) -> Any:
-        from partita.comm.dcp import SavePieces
+    def _offer(self) -> Any:
+        from partita.comm.dcp import SavePieces, rows_of_plan
 
         if isinstance(self._brought, Exception):
             return self._brought
         staged = self._brought
         staged.finish()
         self._planner = SavePieces(staged.pieces, staged.values, staged.paths)
-        return self._planner.create_local_plan(), self._home
+        self._plan = self._planner.create_local_plan()
+        return rows_of_plan(self._plan), staged.paths, self._home
 
-    def _write(self, plan: Any, folder: Path) -> Any:
-        from partita.comm.dcp import Writer
+    def _write(self, kept: list[int], folder: Path) -> Any:
+        from partita.comm.dcp import Writer, rows_of_results
 
         assert isinstance(self._brought, Staged)
         try:
-            results = []
-            if plan.items:
+            rows: list[Any] = []
+            if kept:
                 folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
-                results = Writer(folder, self._home).write_data(plan, self._planner).wait()
-            return results, self._brought.fingerprints() if self._ranks > 1 else {}
+                plan = replace(self._plan, items=[self._plan.items[i] for i in kept])
+                writer = Writer(folder, self._home)
+                rows = rows_of_results(writer.write(plan, self._planner, self._rank))
+            return rows, self._brought.fingerprints() if self._ranks > 1 else {}
         except Exception as error:
             return error
 
     # -- on rank 0, for all ----------------------------------------------------------------------
 
-    def _divide(self, brought: list[tuple[Any, Path]]) -> list[tuple[Any, Path]]:
-        from partita.comm.dcp import Writer
+    def _divide(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
+        """For each rank, which of the items that it offered it is to write, and where."""
+        from partita.comm.dcp import plan_of_rows
 
-        homes = sorted({str(home) for _, home in brought})
+        homes = sorted({str(home) for _, _, home in brought})
         if len(homes) > 1:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
-        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in brought])
+        offered = [plan_of_rows(rows, paths) for rows, paths, _ in brought]
+        plans, self._metadata = self._planner.create_global_plan(offered)
         self._folder = begin(self._home)
-        self._writer = Writer(self._folder, self._home)
-        return [(plan, self._folder) for plan in self._writer.prepare_global_plan(plans)]
+        kept = [{item.index for item in plan.items} for plan in plans]
+        return [
+            ([i for i, item in enumerate(plan.items) if item.index in its], self._folder)
+            for plan, its in zip(offered, kept, strict=True)
+        ]
 
     def _publish(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
+        from partita.comm.dcp import Writer, results_of_rows
+
         _compare([found for _, found in written])
-        self._writer.finish(self._metadata, [results for results, _ in written])
         assert self._folder is not None
+        results = [results_of_rows(rows) for rows, _ in written]
+        Writer(self._folder, self._home).finish(self._metadata, results)
         publish(self._folder, self._home)
         self._folder = None
         return [None] * len(written)

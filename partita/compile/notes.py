@@ -29,10 +29,23 @@ from .errors import not_captured, of_data
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 
-_ONEDNN_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_aten = torch.ops.aten
+_ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
 
 NOTE = "partita"
 """Under which a node's `meta` has its note."""
+
+
+def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
+    """Is the shape of this result known beforehand, though that of others of `func` is not?"""
+    if func is _aten.index.Tensor:  # a mask's places are counted, integers are taken as they come
+        given = [i for i in args[1] if i is not None]
+        return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
+    if func is _aten.one_hot.default:
+        return (args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1)) >= 0
+    if func is _aten.repeat_interleave.Tensor:
+        return (kwargs or {}).get("output_size") is not None
+    return False
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
             raise of_data(func._schema.name)
         if func is _ONEDNN_LSTM and args[-1]:
             raise not_captured(

@@ -13,7 +13,7 @@ import torch
 
 from .rule import Call, Kernel
 
-__all__ = ["nothing", "of_none", "own", "part", "unless_empty"]
+__all__ = ["nothing", "of_none", "own", "part", "pick_traced", "unless_empty"]
 
 
 def own(index: Any, piece: tuple[int, int, int], *, from_end: bool = False) -> tuple[Any, Any]:
@@ -39,6 +39,22 @@ def part(x: Any, dim: int, offset: Any, length: int) -> Any:
         # Every piece is as long as the first: behind the last one stand copies of its last place.
         return x.index_select(dim, places.clamp(max=max(x.shape[dim] - 1, 0)))
     return x.narrow(dim, offset, length)
+
+
+def pick_traced(input: Any, places: Sequence[tuple[int, Any, int]]) -> tuple[Any, Any]:
+    """One place of each of some split dimensions, which stay, of size 1; and whether it is another
+    rank's. For a captured step, where no number says at which places a piece begins.
+
+    Args:
+        places: dimension, place within this rank's piece (a tensor), and length of that piece.
+    """
+    away: Any = None
+    for dim, at, length in places:
+        at = at.to(input.device)
+        other = (at < 0) | (at >= length)
+        away = other if away is None else away | other
+        input = input.index_select(dim, at.clamp(0, length - 1).reshape(1))
+    return input, away
 
 
 def nothing(input: Any, shape: Sequence[int]) -> Any:

@@ -70,7 +70,14 @@ def _is_basic(entry: Any) -> bool:
         or entry is Ellipsis
         or isinstance(entry, slice)
         or (isinstance(entry, int) and not isinstance(entry, bool))
+        or _is_number(entry)
     )
+
+
+def _is_number(entry: Any) -> bool:
+    """Is it an integer in a tensor of no dimensions? It is one that nobody has to read."""
+    kinds = (torch.bool, torch.uint8)
+    return isinstance(entry, torch.Tensor) and not entry.dim() and entry.dtype not in kinds
 
 
 def _is_mask(x: DTensor, index: Any) -> bool:
@@ -105,18 +112,26 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
     entries = entries[:at] + [slice(None)] * (len(spec.shape) - used) + entries[at + 1 :]
     # Dimensions of x[...], of which None adds one to x's and an int takes one away.
     result: list[int] = []
-    added, taken, ranges = [], [], []
+    added, taken = [], []
+    ranges: list[Any] = []
     for entry in entries:
         if entry is None:
             added.append(len(result))
             result.append(1)
             continue
         dim = len(ranges)
+        if _is_number(entry):
+            entry = _value(entry, spec_of(Layout(tuple(spec.shape)), spec.wire))
         ranges.append(_range(entry, spec.shape[dim], dim))
         if isinstance(entry, slice):
             result.append(len(ranges[-1]))
         else:
             taken.append(dim)
+    if any(isinstance(at, torch.Tensor) for at in (*ranges, *(o for o, _ in spec.region))):
+        value = _value(value, spec, x)
+        with Local():
+            _write_traced(x, spec, ranges, _aligned(value, result, added, taken))
+        return
     pieces, local = [], []
     for places, (offset, length) in zip(ranges, spec.region, strict=True):
         first = max(0, -(-(offset - places.start) // places.step))
@@ -127,22 +142,63 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
         local.append(slice(start, stop, places.step) if end > first else slice(0, 0))
     value = _value(value, spec, x)
     with Local():
+        value = _aligned(value, result, added, taken)
         if isinstance(value, torch.Tensor):
-            while value.dim() > len(result) and value.shape[0] == 1:
-                value = value.squeeze(0)
-            value = value.expand(result)
-            for dim in reversed(added):
-                value = value.squeeze(dim)
-            for dim in taken:
-                value = value.unsqueeze(dim)
             for dim, (first, count) in enumerate(pieces):
                 if count != value.shape[dim]:
                     value = value.narrow(dim, first if count else 0, count)
         _write(x, tuple(local), value)
 
 
-def _range(entry: Any, size: int, dim: int) -> range:
-    """The places that an int or a slice picks from a dimension of `size`."""
+def _aligned(value: Any, result: list[int], added: list[int], taken: list[int]) -> Any:
+    """A value for `x[...]` of the shape `result`, with the dimensions that x has."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    while value.dim() > len(result) and value.shape[0] == 1:
+        value = value.squeeze(0)
+    value = value.expand(result)
+    for dim in reversed(added):
+        value = value.squeeze(dim)
+    for dim in taken:
+        value = value.unsqueeze(dim)
+    return value
+
+
+def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) -> None:
+    """Write a range that no number says: in a captured step it is not known where a piece begins.
+
+    In such dimensions a mask says which of this rank's places are in the range.
+    """
+    if not all(len(places) for places in ranges):
+        return
+    local: list[slice] = []
+    mask: Any = None
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((1,) * x.dim(), value, dtype=x.dtype, device=x.device)
+    value = value.to(x.dtype)
+    for dim, (places, (offset, length)) in enumerate(zip(ranges, spec.region, strict=True)):
+        if isinstance(places, range) and not isinstance(offset, torch.Tensor):
+            local.append(slice(places.start, places.stop, places.step))
+            continue
+        local.append(slice(None))
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        start = places.start if isinstance(places, range) else places
+        stride = places.step if isinstance(places, range) else 1
+        at = torch.arange(length, device=x.device) + offset - start
+        step = at.div(stride, rounding_mode="floor")
+        inside = (at >= 0) & (step < len(places)) & (step * stride == at)
+        mask = inside.view(shape) if mask is None else mask & inside.view(shape)
+        if value.shape[dim] != 1:
+            value = value.index_select(dim, step.clamp(0, len(places) - 1))
+    part = x[tuple(local)]
+    part.copy_(torch.where(mask, value, part))
+
+
+def _range(entry: Any, size: int, dim: int) -> Any:
+    """The places that an int or a slice picks from a dimension of `size`: a range, or a tensor."""
+    if isinstance(entry, torch.Tensor):
+        with Local():
+            return torch.arange(size, device=entry.device)[entry.reshape(1)]  # if it is in bounds
     if isinstance(entry, slice):
         places = range(*entry.indices(size))
         if places.step < 1:

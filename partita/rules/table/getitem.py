@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..own_op import op
-from ..pieces import nothing, own
+from ..pieces import nothing, own, pick_traced
 from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 
 INDEX = "index"
@@ -113,6 +113,8 @@ def _picked(
     mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
     if not mine:
         return None
+    if any(isinstance(at, torch.Tensor) for at in mine.values()):
+        return _picked_traced(call, entries, names, mine)
     here = all(0 <= at < call.pieces[n][1] for n, at in mine.items())
     index, rest = [], iter(names)
     for e in entries:
@@ -125,12 +127,32 @@ def _picked(
     return run
 
 
+def _picked_traced(
+    call: Call, entries: Sequence[Any], names: Sequence[str], mine: dict[str, Any]
+) -> Kernel:
+    """`_picked` in a captured step, where no number says at which places a piece begins."""
+    index, places, rest = [], [], iter(enumerate(names))
+    for e in entries:
+        dim, name = (0, "") if e is None else next(rest)
+        if isinstance(e, int) and name in mine:
+            places.append((dim, mine[name], call.pieces[name][1]))
+            e = 0
+        index.append(e)
+
+    def run(input: Any, _index: Any) -> Any:
+        input, away = pick_traced(input, places)
+        return input[tuple(index)].masked_fill(away, 0)
+
+    return run
+
+
 # -- with tensors ----------------------------------------------------------------------------------
 
 
 def _by_kind(input: Any, index: Any) -> Any:
-    """x[index] with masks made integers."""
+    """x[index] with masks made integers, and what tensors of no dimensions pick picked first."""
     entries = list(index) if isinstance(index, tuple) else [index]
+    input, entries = _at_numbers(input, entries)
     pattern: list[Any] = []
     tensors: list[Any] = []
     for e in entries:
@@ -147,7 +169,32 @@ def _by_kind(input: Any, index: Any) -> Any:
         found = e.nonzero(as_tuple=True) if masked else (e,)
         tensors += found
         pattern += [INDEX] * len(found)
+    if not tensors:
+        return input[tuple(pattern)] if pattern else input
     return picked(input, tuple(pattern), *tensors)
+
+
+def _at_numbers(input: Any, entries: list[Any]) -> tuple[Any, list[Any]]:
+    """Take the places that integers in tensors of no dimensions say, as torch does: before others.
+
+    Their values are not read, so that a captured step may have them.
+    """
+    used = [_dims_used(e) for e in entries]
+    left, d, end = [], 0, input.ndim - sum(used)
+    for e, n in zip(entries, used, strict=True):
+        if isinstance(e, torch.Tensor) and n == 1 and not e.ndim:
+            input = input.index_select(d, e.reshape(1)).squeeze(d)
+            continue
+        left.append(e)
+        d += end if e is Ellipsis else n
+    return input, left
+
+
+def _dims_used(e: Any) -> int:
+    if e is None or e is Ellipsis:
+        return 0
+    masked = isinstance(e, torch.Tensor) and e.dtype in (torch.bool, torch.uint8)
+    return e.ndim if masked else 1
 
 
 @op

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ..names import Names
-from ..pieces import nothing
+from ..pieces import nothing, pick_traced
 from ..rule import Arg, Call, Kernel, Said, rule
 
 # -- parts of a dimension --------------------------------------------------------------------------
@@ -28,6 +28,9 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
         def run(input: Any, dim: int, index: int) -> Any:
             offset, length, size = call.pieces[name]
             at = index % size - offset
+            if isinstance(at, torch.Tensor):
+                input, away = pick_traced(input, [(i, at, length)])
+                return input.select(i, 0).masked_fill(away, 0)
             if 0 <= at < length:
                 return torch.select(input, i, at)
             return nothing(input, call.outputs[0])
@@ -118,16 +121,38 @@ def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
 # -- triangles and diagonals -----------------------------------------------------------------------
 
 
-@rule(torch.tril, torch.triu)
-def triangle(input: Arg) -> Said:
+@rule(torch.tril)
+def tril(input: Arg) -> Said:
+    return _triangle(input, True)
+
+
+@rule(torch.triu)
+def triu(input: Arg) -> Said:
+    return _triangle(input, False)
+
+
+def _triangle(input: Arg, lower: bool) -> Said:
     rows, columns = input.names[-2:]
 
     def local(call: Call) -> Kernel | None:
         # Row i of this rank's piece is row i + offset of the whole: the diagonal is shifted.
         shift = call.pieces.get(rows, (0,))[0] - call.pieces.get(columns, (0,))[0]
+        if isinstance(shift, torch.Tensor):
+            return _triangle_traced(lower, shift)
         return (lambda input, diagonal=0: call.run(input, diagonal + shift)) if shift else None
 
     return Said(f"+ {input.names} -> {input.names}", local)
+
+
+def _triangle_traced(lower: bool, shift: torch.Tensor) -> Kernel:
+    """`tril` or `triu` in a captured step, where no number says at which row a piece begins."""
+
+    def run(input: Any, diagonal: int = 0) -> Any:
+        rows, columns = (torch.arange(n, device=input.device) for n in input.shape[-2:])
+        behind = columns - rows.unsqueeze(-1) - (shift.to(input.device) + diagonal)
+        return input.masked_fill(behind > 0 if lower else behind < 0, 0)
+
+    return run
 
 
 def _length(a: int, b: int, offset: int) -> int:

@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="of arguments (all)")
     add("--samples", type=int, default=3, help="per op, small ones first (%(default)s)")
     add("--variants", action="store_true", help="methods, operators, in-place, out= and aliases")
+    add("--autocast", action="store_true", help="under bf16 autocast, from bf16 and float32")
     add("--mesh", type=_mesh, default=(("dp", 2),), metavar="dp=2,tp=2", help="of ranks (dp=2)")
     add("--inprocess", action="store_true", help="simulated ranks in one process: faster")
     add("--jobs", type=int, default=1, help="meshes of ranks at a time (%(default)s)")
@@ -119,7 +120,7 @@ def _mesh(text: str) -> Axes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; 1 if anything is wrong, hangs or crashes."""
     options = _parser().parse_args(argv)
-    names = opinfo.names(options.variants)
+    names = opinfo.names(options.variants, options.autocast)
     if options.ops:
         asked = {
             o: [n for n in names if re.match(rf"{re.escape(o)}($|[.:])", n)] for o in options.ops

@@ -1,12 +1,14 @@
 """Which ops of torch are there, in which forms, and with which samples?
 
 Torch's own list (OpInfo): for each op arguments that it has to take. An op is named as there; one
-of its other forms, which has the same samples, as `add:method`, `add:inplace`, `add:out`, ...
+of its other forms, which has the same samples, as `add:method`, `add:inplace`, `add:out`, ..., and
+under bf16 autocast as `add:autocast`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 import warnings
@@ -47,6 +49,8 @@ class Form:
         dtype: of the samples.
         writes: the first operand is written, so that it must not be a leaf.
         fills: it has to be called with `out=`, and without gradients.
+        autocast: it runs under bf16 autocast, its floating arguments being bf16, float32 or some
+            of both, by turns.
     """
 
     def __init__(self, name: str, info: Any, call: Callable[..., Any], dtype: torch.dtype):
@@ -56,6 +60,7 @@ class Form:
         self.writes = info.name.endswith("_") or variant in ("inplace", "inplace_operator")
         self.fills = variant == "out"
         self.unspecified = op.split(".")[0] in UNSPECIFIED
+        self.autocast = variant == "autocast"
 
     def samples(self) -> Iterator[Any]:
         """Torch's samples, made anew from one seed."""
@@ -68,6 +73,30 @@ class Form:
         graded = self.info.supports_autograd and self.dtype != torch.int64 and not self.fills
         # `sample_inputs` itself asks the stack which test it is in, which takes longer than an op.
         return iter(self.info.sample_inputs_func(self.info, "cpu", self.dtype, graded))
+
+
+def _narrowed(sample: Any, turn: int) -> Any:
+    """A sample with its float32 tensors in bfloat16: all, none, or every other."""
+    sample, places = copy.copy(sample), itertools.count(turn // 3)
+
+    def narrow(t: torch.Tensor) -> torch.Tensor:
+        stays = turn % 3 == 1 or (turn % 3 == 2 and next(places) % 2 == 0)
+        if stays or t.dtype is not torch.float32:
+            return t
+        return t.detach().to(torch.bfloat16).requires_grad_(t.requires_grad)
+
+    sample.input, sample.args, sample.kwargs = mapped(
+        (sample.input, sample.args, sample.kwargs), narrow
+    )
+    return sample
+
+
+def _under_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(*args, **kwargs)
+
+    return run
 
 
 @lru_cache(maxsize=1)
@@ -84,6 +113,7 @@ def _database() -> dict[str, Any]:
 
 def _variants(info: Any) -> dict[str, Callable[..., Any]]:
     found = {
+        "autocast": _under_autocast(info.op),
         "method": info.method_variant,
         "inplace": info.inplace_variant,
         "operator": info.operator_variant,
@@ -96,11 +126,19 @@ def _variants(info: Any) -> dict[str, Callable[..., Any]]:
     return {k: f for k, f in found.items() if f is not None and (f is not info.op or k == "out")}
 
 
-def names(variants: bool = False) -> list[str]:
-    """The name of every OpInfo in torch's order; with `variants` instead those of other forms."""
+def names(variants: bool = False, autocast: bool = False) -> list[str]:
+    """The name of every OpInfo in torch's order.
+
+    Args:
+        variants: those of other forms instead.
+        autocast: those of the ops under autocast instead.
+    """
+    if autocast:
+        return [f"{name}:autocast" for name in _database()]
     if not variants:
         return list(_database())
-    return [f"{name}:{v}" for name, info in _database().items() for v in _variants(info)]
+    forms = ((name, v) for name, info in _database().items() for v in _variants(info))
+    return [f"{name}:{v}" for name, v in forms if v != "autocast"]
 
 
 @lru_cache(maxsize=8)
@@ -173,4 +211,7 @@ def chosen(form: Form, count: int) -> list[Any]:
     for i in order:
         (again if (k := kind(samples[i])) in seen else first).append(samples[i])
         seen.add(k)
-    return (first + again)[:count]
+    found = (first + again)[:count]
+    if form.autocast and found:
+        return [_narrowed(found[i % len(found)], i) for i in range(count)]
+    return found

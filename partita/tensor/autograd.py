@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire
 from partita.redistribute import Plan, plan
 
+from .autocast import without_autocast
 from .origin import current
 from .spec import Spec, two_meshes
 from .watch import HERE
@@ -30,6 +31,9 @@ def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) ->
 
 
 def _carry(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        with without_autocast(x.device.type):  # bytes are moved, in whatever dtype
+            return _carry(moves, x, wire, op, reason)
     for move in moves.moves:
         x = wire.carry(move, x, op=op, reason=reason)
     return x

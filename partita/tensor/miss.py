@@ -28,6 +28,7 @@ from partita.rules import (
 )
 
 from .arguments import all_tensors, declared, one_wire, operands_of_call, parameters
+from .autocast import as_autocast_casts
 from .choose import Choice, choose
 from .dtensor import DTensor
 from .names import Form
@@ -81,7 +82,8 @@ def make_plan(
         if said is None:
             return None
         if isinstance(said, Rewrite):
-            rewrite = _into_first(said.run, form) if form.inplace else said.run
+            rewrite = as_autocast_casts(said.run, form.name, form.inplace)
+            rewrite = _into_first(rewrite, form) if form.inplace else rewrite
             # What the ops inside do to make a view is not known: what is split is taken as copied.
             copies = gives_view(form, args) and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
             return CallPlan(
@@ -127,8 +129,11 @@ def make_plan(
     if local is not None:
         kernel = local(_call(form.local or func, bound, choice, wire))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
-        if kernel is not None and form.inplace:
-            kernel = _into_first(kernel, form)
+        if kernel is not None:
+            if not gives_view(form, args):
+                kernel = as_autocast_casts(kernel, form.name, form.inplace)
+            if form.inplace:
+                kernel = _into_first(kernel, form)
     if wire.padded:
         kernel = without_padding(kernel, func, form, bound, choice, wire, operands, names)
     copies = gives_view(form, args) and (

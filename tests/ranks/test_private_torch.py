@@ -193,3 +193,18 @@ def test_where_a_checkpoint_has_a_chunk_is_a_file_an_offset_and_a_length(tmp_pat
     assert type(place) is _StorageInfo
     assert place == _StorageInfo(place.relative_path, place.offset, place.length)
     assert place.offset + place.length == (tmp_path / place.relative_path).stat().st_size
+
+
+def test_the_dispatcher_knows_what_autocast_lists_for_a_device():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert "aten::cross_entropy_loss" in torch._C._dispatch_get_all_op_names()
+    assert has_kernel("aten::cross_entropy_loss", "AutocastCPU")
+    assert not has_kernel("aten::softmax.int", "AutocastCPU")
+    assert has_kernel("aten::softmax.int", "AutocastCUDA")
+    assert has_kernel("aten::nll_loss_nd", "CompositeImplicitAutograd")
+    assert not torch._C._is_any_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch._C._is_any_autocast_enabled()
+        torch.set_autocast_enabled("cpu", False)
+        assert not torch._C._is_any_autocast_enabled()
+        torch.set_autocast_enabled("cpu", True)

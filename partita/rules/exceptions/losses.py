@@ -1,4 +1,7 @@
-"""How is a loss of classes taken over a split vocabulary, or a split batch?"""
+"""Losses of classes over a split vocabulary, or a split batch.
+
+Computed in float32 or wider, and returned in the dtype of the logits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.nn import functional as F
 
 from ..own_op import op
 from ..rule import Arg, rule
-from .pending import settled
+from .pending import settled, wide
 from .softmax import log_softmax, logsumexp
 
 __all__ = ["cross_entropy", "nll", "target_weight"]
@@ -46,10 +49,11 @@ def nll(
     dim = 1 if logp.ndim > 1 else 0
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
-    loss = -torch.gather(logp, dim, index.unsqueeze(dim)).squeeze(dim)
+    loss = -wide(torch.gather(logp, dim, index.unsqueeze(dim)).squeeze(dim))
     if weight is not None:
         loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
-    return _averaged(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
+    loss = loss.masked_fill(ignored, 0)
+    return _averaged(loss, target, weight, ignore_index, reduction).to(logp.dtype)
 
 
 def cross_entropy(
@@ -67,20 +71,32 @@ def cross_entropy(
         weight: of each class.
         reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
     """
+    loss = _cross_entropy(x, target, weight, reduction, ignore_index, label_smoothing)
+    return loss.to(x.dtype)
+
+
+def _cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Any:
     smoothing = label_smoothing
     dim = 1 if x.ndim > 1 else 0
     classes = x.shape[dim]
-    wide = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))
+    each = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))
     if x.shape == target.shape:  # probabilities
-        logp = log_softmax(x, dim)
+        logp = log_softmax(wide(x), dim)
         target = target * (1 - smoothing) + smoothing / classes if smoothing else target
-        loss = -(logp * target if wide is None else logp * target * wide).sum(dim)
+        loss = -(logp * target if each is None else logp * target * each).sum(dim)
         if reduction == 0:
             return loss
         return loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
     # The logits of the targets and the logarithm of the sum are all that is needed of them: no
     # tensor as large as the logits is made beyond the exponentials.
-    logz = settled(logsumexp(x, dim))
+    logz = settled(logsumexp(wide(x), dim))
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
     loss = logz - settled(torch.gather(x, dim, index.unsqueeze(dim)).squeeze(dim))
@@ -89,10 +105,10 @@ def cross_entropy(
     loss = _averaged(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
     if not smoothing:
         return loss
-    if wide is None:
-        smooth = logz * classes - x.sum(dim)
+    if each is None:
+        smooth = logz * classes - wide(x).sum(dim)
     else:
-        smooth = logz * weight.sum() - (x * wide).sum(dim)
+        smooth = logz * weight.sum() - (x * each).sum(dim)
     smooth = smooth.masked_fill(ignored, 0)
     smooth = _averaged(smooth, target, weight, ignore_index, reduction)
     return loss * (1 - smoothing) + smooth * (smoothing / classes)

@@ -1,4 +1,7 @@
-"""How are mean, variance and norm taken along a split dimension?"""
+"""Mean, variance and norm along a split dimension.
+
+Added up in float32 or wider, as torch's own kernels do.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ..names import Names
 from ..own_op import op
 from ..rule import Arg, rule
 from .extremes import amax
-from .pending import minus, settled
+from .pending import minus, settled, wide
 
 __all__ = ["moments", "power_sum", "root", "vector_norm"]
 
@@ -25,12 +28,15 @@ def moments(
     """`(mean, variance)` with n - correction in the denominator of the variance."""
     dims = Names.of(x.ndim).dims(dim)
     count = math.prod(x.shape[d] for d in dims)
+    dtype, x = x.dtype, wide(x)
     mean = settled(x.mean(dims, keepdim=True))
     away = minus(x, mean)
     square = away * away.conj() if away.is_complex() else away * away
     below = max(count - correction, 0)
     total = (square.real if square.is_complex() else square).sum(dims, keepdim)
     variance = total / below if below else total / (total * 0)
+    if dtype.is_floating_point:
+        mean, variance = mean.to(dtype), variance.to(dtype)
     return mean if keepdim else mean.squeeze(dims), variance
 
 
@@ -57,6 +63,10 @@ def vector_norm(
     x: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
     x = x if dtype is None else x.to(dtype)
+    return _vector_norm(wide(x), ord, dim, keepdim).to(x.dtype.to_real())
+
+
+def _vector_norm(x: Any, ord: float, dim: Dim, keepdim: bool) -> Any:
     if math.isinf(ord):
         return amax(x.abs(), dim, keepdim, 1 if ord > 0 else -1)
     if ord == 0:

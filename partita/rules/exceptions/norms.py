@@ -1,6 +1,7 @@
 """How is a tensor normalised along split dimensions, or over a split batch?
 
-Computed in float32 or wider, as torch's own kernels do.
+Computed in float32 or wider, as torch's own kernels do, and returned in the input's dtype, whatever
+that of weight and bias is.
 """
 
 from __future__ import annotations
@@ -12,13 +13,9 @@ from typing import Any
 import torch
 
 from .moments import moments
-from .pending import minus, settled
+from .pending import minus, settled, wide
 
 __all__ = ["batch_norm", "layer_norm", "rms_norm"]
-
-
-def _wide(x: Any) -> Any:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def layer_norm(
@@ -31,21 +28,22 @@ def layer_norm(
 ) -> Any:
     """The input less its mean, over its deviation, along its last dimensions."""
     dims = range(-len(normalized_shape), 0)
-    mean, variance = moments(_wide(input), tuple(dims), 0, keepdim=True)
-    out = (minus(_wide(input), mean) * torch.rsqrt(variance + eps)).to(input.dtype)
+    x = wide(input)
+    mean, variance = moments(x, tuple(dims), 0, keepdim=True)
+    out = minus(x, mean) * torch.rsqrt(variance + eps)
     out = out if weight is None else out * weight
-    return out if bias is None else out + bias
+    return (out if bias is None else out + bias).to(input.dtype)
 
 
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
     """The input over the root of the mean of its squares, along its last dimensions."""
-    wide = _wide(input)
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    x = wide(input)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-len(normalized_shape), 0))
-    out = (wide * torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)).to(input.dtype)
-    return out if weight is None else out * weight
+    out = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
+    return (out if weight is None else out * weight).to(input.dtype)
 
 
 def batch_norm(
@@ -59,21 +57,21 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """The statistics of the whole batch, as on one device; the running ones are updated once."""
-    wide = _wide(input)
+    x = wide(input)
     dims = [d for d in range(input.ndim) if d != 1]
     count = math.prod(input.shape[d] for d in dims)
     if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
-    mean, variance = moments(wide, dims, 0, keepdim=True)
+    mean, variance = moments(x, dims, 0, keepdim=True)
     variance = settled(variance)
     with torch.no_grad():
         for running, new in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
             if running is not None:
                 running.mul_(1 - momentum)
                 running.add_(new.detach().reshape(-1).to(running.dtype), alpha=momentum)
-    out = (minus(wide, mean) * torch.rsqrt(variance + eps)).to(input.dtype)
+    out = minus(x, mean) * torch.rsqrt(variance + eps)
     shape = [-1] + [1] * (input.ndim - 2)
     out = out if weight is None else out * weight.reshape(shape)
-    return out if bias is None else out + bias.reshape(shape)
+    return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)

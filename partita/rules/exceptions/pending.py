@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..names import Names
 from ..own_op import op
 from ..rule import Arg, rule
 
-__all__ = ["minus", "settled"]
+__all__ = ["minus", "settled", "wide"]
 
 
 @op
@@ -31,3 +33,9 @@ def minus(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 rule("..., ... -> ...", minus)
+
+
+def wide(x: Any) -> Any:
+    """`x` in float32 or wider, in which torch's own kernels compute, too."""
+    narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
+    return x.float() if narrow else x

@@ -1,4 +1,7 @@
-"""How are exponentials added up along a split dimension?"""
+"""Softmax and its like along a split dimension.
+
+Exponentials are computed and added up in float32 or wider, as torch's own kernels do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from ..names import Names
 from .extremes import pending_max
-from .pending import minus, settled
+from .pending import minus, settled, wide
 
 __all__ = ["log_softmax", "logsumexp", "softmax"]
 
@@ -25,19 +28,20 @@ def _shifted(x: Any, dim: Dim) -> tuple[Any, Any]:
 
 
 def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    shifted, _ = _shifted(x if dtype is None else x.to(dtype), dim)
+    shifted, _ = _shifted(wide(x if dtype is None else x.to(dtype)), dim)
     e = shifted.exp()
-    return e / e.sum(dim, keepdim=True)
+    return (e / e.sum(dim, keepdim=True)).to(dtype or x.dtype)
 
 
 def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    shifted, _ = _shifted(x if dtype is None else x.to(dtype), dim)
-    return minus(shifted, shifted.exp().sum(dim, keepdim=True).log())
+    shifted, _ = _shifted(wide(x if dtype is None else x.to(dtype)), dim)
+    out = minus(shifted, shifted.exp().sum(dim, keepdim=True).log())
+    return out.to(dtype or x.dtype)
 
 
 def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
     if not x.is_floating_point():
         x = x.to(torch.get_default_dtype())
-    shifted, top = _shifted(x, dim)
-    out = shifted.exp().sum(dim, keepdim=True).log() + top
+    shifted, top = _shifted(wide(x), dim)
+    out = (shifted.exp().sum(dim, keepdim=True).log() + top).to(x.dtype)
     return out if keepdim else out.squeeze(Names.of(x.ndim).dims(dim))

@@ -1,8 +1,8 @@
-"""What is a checkpoint of torch (`torch.distributed.checkpoint`), on disk and in its planners?
+"""Writing checkpoints of torch (`torch.distributed.checkpoint`): its planner, and its writer.
 
 A folder: `.metadata` says of each name its shape, its dtype and which pieces of it lie where in the
-`.distcp` files. torch's planners, writer and reader do the work, so that its own tools read what is
-written here; this file gives them pieces instead of tensors, and reads without running code.
+`.distcp` files. torch's planner and writer do the work, so that its own tools read what is written
+here; this file gives them pieces instead of tensors.
 
 Imported where it is used: torch.distributed.checkpoint takes a second.
 """
@@ -10,18 +10,14 @@ Imported where it is used: torch.distributed.checkpoint takes a second.
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
-    FileSystemReader,
     FileSystemWriter,
-    Metadata,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # of its writer's results
 from torch.distributed.checkpoint.metadata import (
@@ -29,21 +25,17 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .held import Piece, Region
+from .dcp_reading import MARK, LoadPieces, Metadata, Reader, TensorStorageMetadata, chunks
+from .held import Piece
 
 __all__ = [
     "LoadPieces",
@@ -59,14 +51,6 @@ __all__ = [
     "rows_of_results",
     "write_items",
 ]
-
-
-def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
-    """The chunks of a rank that holds `region` of a tensor: one, or none where it is empty."""
-    sizes = torch.Size(length for _, length in region)
-    if sizes.numel() == 0 and torch.Size(shape).numel() > 0:
-        return []
-    return [ChunkStorageMetadata(torch.Size(offset for offset, _ in region), sizes)]
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
@@ -236,100 +220,5 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self._home), save_id=self.save_id)
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
-class LoadPieces(DefaultLoadPlanner):
-    """Plans the reading of named pieces, in place, and of values.
-
-    Attributes:
-        values: after reading, what was read under the names that were asked for.
-    """
-
-    def __init__(
-        self,
-        pieces: dict[str, Piece],
-        names: Sequence[str],
-        metadata: Metadata,
-        weights_only: bool,
-    ):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces, self._names, self._metadata = pieces, names, metadata
-        self._weights_only = weights_only
-        self.values: dict[str, Any] = {}
-
-    def create_local_plan(self) -> LoadPlan:
-        stored = self._metadata.state_dict_metadata
-        items = [
-            item
-            for name, piece in self._pieces.items()
-            for item in create_read_items_for_chunk_list(
-                name, stored[name], chunks(piece.region, piece.shape)
-            )
-        ]
-        for name in self._names:
-            index, none = MetadataIndex(name), torch.Size((0,))
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._pieces[index.fqn].local
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        try:
-            self.values[name] = torch.load(value, weights_only=self._weights_only)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{name} holds more than tensors and Python's own types, and its making may run "
-                "code: name its classes with torch.serialization.add_safe_globals, or pass "
-                f"weights_only=False if you trust the checkpoint ({str(error).splitlines()[0]})"
-            ) from error
-
-
-class Reader(FileSystemReader):
-    """Reads a checkpoint; its metadata cannot run code."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata.
-
-        Raises:
-            ValueError: it refers to something that has no place in a checkpoint's metadata.
-        """
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
-        self.storage_data = metadata.storage_data
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    """Of what torch's metadata is made of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _MADE_OF.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise ValueError(f"the metadata of the checkpoint refers to {module}.{name}")
-
-
-_MADE_OF = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-}
+        # The mark tells a checkpoint that has lost its checksums from one of torch's own.
+        return StorageMeta(checkpoint_id=str(self._home), save_id=MARK + self.save_id)

@@ -4,8 +4,10 @@ Gloo ranks hold the shards of a few large weights. In turn, within each round: t
 rank's pieces into memory that it has already (what no asynchronous save can do without), `pt.save`,
 the call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first
 of a run), the same with that memory (so are all others), and torch.distributed.checkpoint's
-`async_save` and `save` of as many bytes. Of an asynchronous save the pause is counted; its end is
-waited for outside of it. What is beside the copy: the pause less the copy of the same round.
+`async_save` and `save` of as many bytes; then `pt.load`, torch's `load`, and the checksums alone,
+of all that a rank reads, which both `pt.save` and `pt.load` look at once. Of an asynchronous save
+the pause is counted; its end is waited for outside of it. What is beside the copy: the pause less
+the copy of the same round.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,12 +32,16 @@ __all__ = ["main", "measure"]
 
 MIB = 1 << 20
 COPY = "the copy alone"
+CHECKSUMS = "the checksums alone"
 
 
 def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any], Any]]:
     """By name: what is timed, and what waits for its end."""
     import torch.distributed.tensor as theirs
+    from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+    from partita.train.checkpoint.checksums import Checksums
 
     rows = mib * MIB // (8 * 4 * 1024)
     whole = [torch.randn(rows, 1024) for _ in range(8)]
@@ -59,6 +66,14 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
     def ended(saving: Any) -> None:
         saving.result()
 
+    def check() -> None:
+        """What this rank wrote and would read: a file of its own."""
+        path = Path(at("a"))
+        sums = Checksums.read(path)
+        assert sums is not None
+        name = f"__{mesh.get_rank()}_0.distcp"
+        sums.check_chunks(path, [(place, "it") for place in sums.chunks if place[0] == name])
+
     return {
         "partita save": (lambda: pt.save(ours, at("a")), None),
         "partita async_save, new memory": (lambda: pt.async_save(ours, at("b")), ended),
@@ -66,6 +81,9 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
         "partita async_save": (lambda: pt.async_save(ours, at("b")), ended),
         "torch async_save": (lambda: async_save(other, checkpoint_id=at("c")), ended),
         "torch save": (lambda: save(other, checkpoint_id=at("d")), None),
+        "partita load": (lambda: pt.load(ours, at("a")), None),
+        "torch load": (lambda: load(other, checkpoint_id=at("d")), None),
+        CHECKSUMS: (check, None),
     }
 
 
@@ -122,4 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{name:<32}{1e3 * median(times):>8.1f} ms {over:>7.2f} copies"
             f" {1e3 * beside:>8.1f} ms beside the copy"
         )
+    for name in ("partita save", "partita load"):
+        share = median(c / t for c, t in zip(found[CHECKSUMS], found[name], strict=True))
+        print(f"of {name}, {share:.0%} are for the checksums")
     return 0

@@ -173,9 +173,9 @@ def kill_at(moment: str) -> None:
         replace = Path.rename
         Path.rename = lambda self, to: die() if self.name == ".metadata.tmp" else replace(self, to)
     elif moment == "before the names":
-        folder.publish.__globals__["os"].rename = die
+        folder.os.rename = die
     elif moment == "between the names":
-        folder.publish.__globals__["os"].replace = die
+        folder.os.replace = die
     elif moment == "after the names":
         shutil.rmtree = die
     else:

@@ -42,11 +42,18 @@ class Misfits:
         values: tensors of another shape or dtype, tensors for values, a line each.
         keys: names that only one side has, where that is an error, a line each.
         passed_over: the same names, where it is none.
+        which: tells one checkpoint from another that had its name before.
     """
 
     values: tuple[str, ...]
     keys: tuple[str, ...]
     passed_over: Loaded
+    which: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is an error."""
+        return bool(self.values or self.keys)
 
 
 def described_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
@@ -54,12 +61,15 @@ def described_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(size)}"
 
 
-def misfits(held: Mapping[str, Any], there: Mapping[str, str], strict: bool) -> Misfits:
+def misfits(
+    held: Mapping[str, Any], there: Mapping[str, str], strict: bool, which: str = ""
+) -> Misfits:
     """Compare what is held with what is there.
 
     Args:
         held: by name, the tensors and values of the state.
         there: by name, `described_tensor` of what the checkpoint has, or NO_TENSOR.
+        which: tells one checkpoint from another that had its name before.
     """
     values = []
     for name, value in held.items():
@@ -75,7 +85,7 @@ def misfits(held: Mapping[str, Any], there: Mapping[str, str], strict: bool) -> 
     extra = tuple(name for name in there if name not in held)
     keys = [f"{name}: in the state, not in the checkpoint" for name in missing]
     keys += [f"{name}: in the checkpoint, not in the state" for name in extra]
-    return Misfits(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra))
+    return Misfits(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
 
 
 def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) -> Loaded:
@@ -83,6 +93,7 @@ def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) ->
 
     Raises:
         LayoutError: what does not fit on any rank; on every rank.
+        ValueError: ranks have read different checkpoints by the name.
     """
 
     def merge(brought: list[Misfits]) -> list[Loaded]:
@@ -100,6 +111,8 @@ def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) ->
                 operands=values + keys,
                 fixes=tuple(fixes),
             )
+        if len({rank.which for rank in brought}) > 1:
+            raise ValueError(f"{path} was replaced while the ranks began to read it: load it again")
         return [rank.passed_over for rank in brought]
 
     result: Loaded = ranks.decide(found, merge)

@@ -1,8 +1,10 @@
-"""How does a folder become a checkpoint all at once, or not at all?
+"""Checkpoint folders: one becomes a checkpoint all at once, or not at all.
 
 Everything is written to a folder beside it, `.NAME.saving-*`, and brought to the disk; then that
 folder takes the name. A checkpoint that has the name already steps aside to `.NAME.previous` in
-between, where `standing` finds it if the process is killed at that very moment.
+between, where `standing` finds it if the process is killed at that very moment. Jobs that save to
+one name do so one after the other (`.NAME.lock`), and a name changes hands while nobody reads what
+had it (`.NAME.reading`).
 """
 
 from __future__ import annotations
@@ -11,56 +13,86 @@ import contextlib
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["begin", "beside", "discard", "is_checkpoint", "publish", "standing"]
+from .locks import Lock
+
+__all__ = ["Replacement", "begin", "is_checkpoint", "reading", "standing"]
 
 
-def beside(home: Path) -> Path:
-    """A new name beside `home` to write it under; what killed saves left there is removed."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    for other in home.parent.iterdir():
-        if other.name.startswith(_saving(home)):
-            discard(other)
-    return home.parent / (_saving(home) + uuid.uuid4().hex[:8])
+class Replacement:
+    """A file or folder that is being written, and will take the name `home`.
+
+    Made by one rank, which waits until no other job saves to that name.
+
+    Attributes:
+        written: where to write it. What killed saves have left there is removed.
+    """
+
+    def __init__(self, home: Path):
+        home.parent.mkdir(parents=True, exist_ok=True)
+        self.home = home
+        self._lock = Lock(_beside(home, "lock"))
+        self._lock.acquire()
+        try:
+            if self._lock.held:  # else somebody may be writing what is there
+                for other in home.parent.iterdir():
+                    if other.name.startswith(_beside(home, "saving-").name):
+                        _remove(other)
+        except BaseException:
+            self._lock.release()
+            raise
+        self.written = _beside(home, f"saving-{uuid.uuid4().hex[:8]}")
+
+    def publish(self) -> None:
+        """Give what was written, and brought to the disk, its name."""
+        written, home = self.written, self.home
+        with _without_readers(home):
+            if written.is_dir():
+                _sync(written)
+                if home.exists():
+                    os.rename(home, _previous(home))
+            os.replace(written, home)
+            _sync(home.parent)
+        shutil.rmtree(_previous(home), ignore_errors=True)
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove what was written, where there was an error; nothing after `publish`."""
+        _remove(self.written)
+        self._lock.release()
 
 
-def begin(home: Path) -> Path:
+def begin(home: Path) -> Replacement:
     """An empty folder to write the checkpoint `home` into.
 
     Raises:
         ValueError: there is something at `home` that is no checkpoint.
         OSError: the folder cannot be made.
     """
-    if home.exists() and not (home / ".metadata").is_file() and not _is_empty(home):
-        raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
-    if _previous(home).exists():
-        if home.exists():
-            shutil.rmtree(_previous(home))
-        else:
-            os.rename(_previous(home), home)
-    folder = beside(home)
-    folder.mkdir()
-    return folder
+    new = Replacement(home)
+    try:
+        if home.exists() and not (home / ".metadata").is_file() and not _is_empty(home):
+            raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
+        if _previous(home).exists():
+            if home.exists():
+                shutil.rmtree(_previous(home))
+            else:
+                with _without_readers(home):
+                    os.rename(_previous(home), home)
+        new.written.mkdir()
+    except BaseException:
+        new.discard()
+        raise
+    return new
 
 
-def publish(written: Path, home: Path) -> None:
-    """Give what was `written`, and brought to the disk, the name `home`: a folder or a file."""
-    if written.is_dir():
-        _sync(written)
-        if home.exists():
-            os.rename(home, _previous(home))
-    os.replace(written, home)
-    _sync(home.parent)
-    shutil.rmtree(_previous(home), ignore_errors=True)
-
-
-def discard(written: Path) -> None:
-    """Remove what an error or a killed save has left."""
-    if written.is_dir():
-        shutil.rmtree(written, ignore_errors=True)
-    else:
-        written.unlink(missing_ok=True)
+@contextlib.contextmanager
+def reading(home: Path) -> Iterator[None]:
+    """Within, what has the name `home` keeps it."""
+    with Lock(_beside(home, "reading"), shared=True):
+        yield
 
 
 def standing(home: Path) -> Path:
@@ -69,7 +101,8 @@ def standing(home: Path) -> Path:
     Raises:
         ValueError: there is none.
     """
-    for place in (home, _previous(home)):
+    # Once more at home: it may have come there after the first look, and nobody locks to look.
+    for place in (home, _previous(home), home):
         if (place / ".metadata").is_file():
             return place
     raise ValueError(f"there is no checkpoint at {home}")
@@ -84,12 +117,23 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def _beside(home: Path, what: str) -> Path:
+    return home.parent / f".{home.name}.{what}"
+
+
 def _previous(home: Path) -> Path:
-    return home.parent / f".{home.name}.previous"
+    return _beside(home, "previous")
 
 
-def _saving(home: Path) -> str:
-    return f".{home.name}.saving-"
+def _without_readers(home: Path) -> Lock:
+    return Lock(_beside(home, "reading"))
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _is_empty(place: Path) -> bool:

@@ -1,12 +1,14 @@
-"""How is a checkpoint read into a state that may live on another mesh, in other layouts?
+"""Loading a checkpoint into a state that may live on another mesh, in other layouts.
 
-Each rank reads what it holds, in place. What does not fit is found from the metadata, before
-anything is read, and raised as one error, the same on every rank.
+Each rank reads what it holds, in place. What does not fit is found from the metadata, and what is
+damaged by the checksums, before anything is changed, and raised as one error, the same on every
+rank. Where there are no checksums, in checkpoints of torch's own, each chunk is read twice.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,9 @@ from partita.comm import Piece, everyone, user_line
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
+from .checksums import NAME, Checksums
 from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import standing
+from .folder import reading, standing
 from .state import State, opened
 
 if TYPE_CHECKING:
@@ -54,43 +57,98 @@ def load(
     Raises:
         LayoutError: everything that does not fit, in one error: names that are missing or too
             many, other shapes, other dtypes, tensors for values. Nothing has been changed.
-        ValueError: there is no checkpoint; a value needs `weights_only=False`; parameters of one
-            group of an optimizer were in several.
+        ValueError: there is no checkpoint; a file of it is damaged, which is named; a value needs
+            `weights_only=False`. Nothing has been changed. Parameters of one group of an optimizer
+            were in several.
     """
-    from partita.comm.dcp import LoadPieces, Reader
-
     all_ranks = everyone()
     all_ranks.wait()
-    line = user_line()
-    found: Misfits | Exception
-    try:
-        reader = Reader(standing(Path(os.path.abspath(path))))
-        metadata = reader.read_metadata()
-        inside = opened(state, metadata)
-        held = {name: leaf.value for name, leaf in inside.leaves.items()}
-        there = {name: _described(one) for name, one in metadata.state_dict_metadata.items()}
-        found = misfits(held, there, strict)
-    except Exception as error:
-        found = error
-    passed_over = agreed(all_ranks, found, os.fspath(path), line)
-    failed: Exception | None = None
-    try:
-        pieces, values = _destinations(inside, metadata)
-        planner = LoadPieces(pieces, values, metadata, weights_only)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        for name, value in planner.values.items():
-            inside.leaves[name].value = value
-        for close in inside.closing:
-            close()
-    except Exception as error:
-        failed = error
-    all_ranks.decide(failed, lambda brought: brought)
+    line, home = user_line(), Path(os.path.abspath(path))
+    with reading(home):
+        read = _Load(state, home, strict, weights_only)
+        passed_over = agreed(all_ranks, read.check(), os.fspath(path), line)
+        all_ranks.decide(read.finish(), lambda brought: brought)
     return passed_over
 
 
-def _destinations(state: State, metadata: Metadata) -> tuple[dict[str, Piece], list[str]]:
-    """The memory to read tensors into, and the names of the values to read."""
-    pieces, values = {}, []
+class _Load:
+    """One load, as one rank sees it: all is looked at before anything of the state changes."""
+
+    def __init__(self, state: Mapping[str, Any], home: Path, strict: bool, weights_only: bool):
+        self._state, self._home = state, home
+        self._strict, self._weights_only = strict, weights_only
+
+    def check(self) -> Misfits | Exception:
+        """What does not fit, or is not as it was written."""
+        try:
+            folder = standing(self._home)
+            self._open(folder)
+            found = self._misfits()
+            if not found.wrong:
+                self._check_chunks(folder)
+            return found
+        except Exception as error:
+            return error
+
+    def finish(self) -> Exception | None:
+        """Read the tensors in place, and put all into the state; the error, if there is one."""
+        try:
+            with Local(), torch.no_grad():
+                for x in self._emptied:
+                    x.zero_()
+            self._planner.trial = False
+            self._reader.read(self._tensors, self._planner)
+            for name, value in self._planner.values.items():
+                self._inside.leaves[name].value = value
+            for close in self._inside.closing:
+                close()
+        except Exception as error:
+            return error
+        return None
+
+    def _open(self, folder: Path) -> None:
+        from partita.comm.dcp import Reader
+
+        path = folder / ".metadata"
+        content, self._checksums = path.read_bytes(), Checksums.read(folder)
+        if self._checksums is not None:
+            self._checksums.check_metadata(path, content)
+        self._reader = Reader(folder, content)
+        if self._reader.is_ours and self._checksums is None:
+            raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
+        self._which = f"{zlib.crc32(content):08x}"
+
+    def _misfits(self) -> Misfits:
+        metadata = self._reader.metadata
+        self._inside = opened(self._state, metadata)
+        held = {name: leaf.value for name, leaf in self._inside.leaves.items()}
+        there = {name: _described(one) for name, one in metadata.state_dict_metadata.items()}
+        return misfits(held, there, self._strict, self._which)
+
+    def _check_chunks(self, folder: Path) -> None:
+        """Raise ValueError where what is to be read is not there, or not what was written.
+
+        The values are read already: they are not in the state yet.
+        """
+        from partita.comm.dcp import LoadPieces
+
+        pieces, values, self._emptied = _destinations(self._inside, self._reader.metadata)
+        planner = self._planner = LoadPieces(pieces, values, self._reader, self._weights_only)
+        self._tensors, plan_of_values = planner.plan_tensors(), planner.plan_values()
+        places = [self._reader.places(plan) for plan in (self._tensors, plan_of_values)]
+        if self._checksums is not None:
+            self._checksums.check_chunks(folder, [*places[0], *places[1]])
+        else:
+            planner.trial = True
+            self._reader.read(self._tensors, planner)
+        self._reader.read(plan_of_values, planner)
+
+
+def _destinations(
+    state: State, metadata: Metadata
+) -> tuple[dict[str, Piece], list[str], list[torch.Tensor]]:
+    """The memory to read tensors into, the names of the values to read, and the memory to empty."""
+    pieces, values, emptied = {}, [], []
     for name, leaf in state.leaves.items():
         if name not in metadata.state_dict_metadata:
             continue
@@ -104,11 +162,11 @@ def _destinations(state: State, metadata: Metadata) -> tuple[dict[str, Piece], l
             mesh, at = spec.wire.mesh, spec.wire.at
             with Local(), torch.no_grad():
                 local = x.detach()
-                if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
-                    local.zero_()
-                else:
-                    pieces[name] = Piece(local, tuple(spec.shape), spec.region)
-    return pieces, values
+            if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
+                emptied.append(local)
+            else:
+                pieces[name] = Piece(local, tuple(spec.shape), spec.region)
+    return pieces, values, emptied
 
 
 def _described(stored: Any) -> str:

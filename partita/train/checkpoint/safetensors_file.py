@@ -21,7 +21,7 @@ from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
 from .fitting import Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import beside, discard, publish
+from .folder import Replacement
 from .staging import bytes_of
 from .state import opened, opened_module
 
@@ -65,27 +65,30 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
     tensors = _tensors(model)
     problem = next((p for name, x in tensors.items() if (p := _problem(name, x))), None)
 
-    def begun(brought: list[None]) -> list[Path]:
-        return [beside(home)] * len(brought)
+    new: list[Replacement] = []  # on rank 0
 
-    written: Path = ranks.decide(ValueError(problem) if problem else None, begun)
-    # Wide elements first: each tensor then lies at a multiple of its own element's size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    file = _File(written if ranks.rank == 0 else None)
-    file.write(_header({name: tensors[name] for name in order}))
-    for name in order:
-        file.write(bytes_of(_whole(tensors[name])))
-    file.close()
-
-    def finished(brought: list[None]) -> list[None]:
-        publish(written, home)
+    def begun(brought: list[None]) -> list[None]:
+        new.append(Replacement(home))
         return brought
 
+    ranks.decide(ValueError(problem) if problem else None, begun)
     try:
+        # Wide elements first: each tensor then lies at a multiple of its own element's size.
+        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        file = _File(new[0].written if new else None)
+        file.write(_header({name: tensors[name] for name in order}))
+        for name in order:
+            file.write(bytes_of(_whole(tensors[name])))
+        file.close()
+
+        def finished(brought: list[None]) -> list[None]:
+            new[0].publish()
+            return brought
+
         ranks.decide(file.failed, finished)
     finally:
-        if ranks.rank == 0:
-            discard(written)
+        for one in new:
+            one.discard()
 
 
 def load_safetensors(

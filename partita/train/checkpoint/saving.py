@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from weakref import WeakKeyDictionary
 from partita.comm import Aside, Decide, everyone
 from partita.layout import Fix, LayoutError
 
-from .folder import begin, discard, publish
+from .checksums import NAME, Checksums, crc_of_file
+from .folder import Replacement, begin
 from .staging import Memory, Staged, staged
 from .state import opened
 
@@ -79,16 +81,15 @@ class _Save:
 
     def __init__(self, rank: int, ranks: int, brought: Staged | Exception, home: Path):
         self._rank, self._ranks, self._brought, self._home = rank, ranks, brought, home
-        self._folder: Path | None = None  # on rank 0, while there is something to remove
+        self._new: Replacement | None = None  # on rank 0
 
     def run(self, decide: Decide) -> None:
         try:
             kept, folder = decide(self._offer(), self._divide)
             decide(self._write(kept, folder), self._publish)
-        except BaseException:
-            if self._folder is not None:
-                discard(self._folder)
-            raise
+        finally:
+            if self._new is not None:
+                self._new.discard()
 
     # -- on every rank ---------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class _Save:
                 plan = replace(self._plan, items=[self._plan.items[i] for i in kept])
                 writer = Writer(folder, self._home)
                 rows = rows_of_results(writer.write(plan, self._planner, self._rank))
+                rows = [[*row, crc] for row, crc in zip(rows, _crcs(folder, rows), strict=True)]
             return rows, self._brought.fingerprints() if self._ranks > 1 else {}
         except Exception as error:
             return error
@@ -129,10 +131,10 @@ class _Save:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
         offered = [plan_of_rows(rows, paths) for rows, paths, _ in brought]
         plans, self._metadata = self._planner.create_global_plan(offered)
-        self._folder = begin(self._home)
+        self._new = begin(self._home)
         kept = [{item.index for item in plan.items} for plan in plans]
         return [
-            ([i for i, item in enumerate(plan.items) if item.index in its], self._folder)
+            ([i for i, item in enumerate(plan.items) if item.index in its], self._new.written)
             for plan, its in zip(offered, kept, strict=True)
         ]
 
@@ -140,12 +142,35 @@ class _Save:
         from partita.comm.dcp import Writer, results_of_rows
 
         _compare([found for _, found in written])
-        assert self._folder is not None
-        results = [results_of_rows(rows) for rows, _ in written]
-        Writer(self._folder, self._home).finish(self._metadata, results)
-        publish(self._folder, self._home)
-        self._folder = None
+        assert self._new is not None
+        folder = self._new.written
+        results = [results_of_rows([row[:-1] for row in rows]) for rows, _ in written]
+        Writer(folder, self._home).finish(self._metadata, results)
+        _write_checksums(folder, [row for rows, _ in written for row in rows])
+        self._new.publish()
         return [None] * len(written)
+
+
+def _crcs(folder: Path, rows: list[list[Any]]) -> list[int]:
+    """The checksum of what each row says where it is, read from the one file that this rank has."""
+    if not rows:
+        return []
+    (name,) = {name for *_, name, _, _ in rows}
+    found = crc_of_file(folder / name, [(at, size) for *_, at, size in rows])
+    if None in found:
+        raise OSError(f"{folder / name} is shorter than what was written to it")
+    return found  # type: ignore[return-value]
+
+
+def _write_checksums(folder: Path, rows: list[list[Any]]) -> None:
+    metadata = (folder / ".metadata").read_bytes()
+    sums = Checksums((len(metadata), zlib.crc32(metadata)))
+    for *_, name, at, size, crc in rows:
+        sums.chunks[name, at, size] = crc
+    with (folder / NAME).open("wb") as file:
+        file.write(sums.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _compare(fingerprints: list[dict[str, str]]) -> None:

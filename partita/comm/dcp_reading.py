@@ -1,0 +1,295 @@
+"""Reading checkpoints of torch (`torch.distributed.checkpoint`): all of one, and no code of it.
+
+torch's reader and planner do the work. What they would take as it comes is looked at first: that
+the metadata is made of nothing but metadata, that its chunks cover what is to be read, that each is
+in a file of the folder.
+
+Imported where it is used: torch.distributed.checkpoint takes a second.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # of its writer's results
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from .held import Piece, Region
+
+__all__ = ["MARK", "LoadPieces", "Metadata", "Reader", "TensorStorageMetadata", "chunks"]
+
+MARK = "partita-"
+"""With which the `save_id` of a checkpoint begins that has checksums beside it."""
+
+
+def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
+    """The chunks of a rank that holds `region` of a tensor: one, or none where it is empty."""
+    sizes = torch.Size(length for _, length in region)
+    if sizes.numel() == 0 and torch.Size(shape).numel() > 0:
+        return []
+    return [ChunkStorageMetadata(torch.Size(offset for offset, _ in region), sizes)]
+
+
+class LoadPieces(DefaultLoadPlanner):
+    """Plans the reading of named pieces, in place, and of values.
+
+    Attributes:
+        values: after reading, what was read under the names that were asked for.
+        trial: whether tensors are read and dropped, to see whether they can be.
+    """
+
+    def __init__(
+        self, pieces: dict[str, Piece], names: Sequence[str], reader: Reader, weights_only: bool
+    ):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces, self._names, self._reader = pieces, names, reader
+        self._weights_only = weights_only
+        self.values: dict[str, Any] = {}
+        self.trial = False
+
+    def plan_tensors(self) -> LoadPlan:
+        """What to read of tensors.
+
+        Raises:
+            ValueError: the chunks that the metadata has do not cover a piece.
+        """
+        stored = self._reader.metadata.state_dict_metadata
+        plan = LoadPlan([])
+        for name, piece in self._pieces.items():
+            wanted = chunks(piece.region, piece.shape)
+            items = create_read_items_for_chunk_list(name, stored[name], wanted)
+            if wanted and not _covers(items, wanted[0].sizes):
+                raise self._reader.damaged(".metadata", f"it has lost chunks of {name}")
+            plan.items += items
+        return plan
+
+    def plan_values(self) -> LoadPlan:
+        """What to read of values."""
+        none = torch.Size((0,))
+        return LoadPlan(
+            [
+                ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
+                for index in map(MetadataIndex, self._names)
+            ]
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if self.trial:
+            return torch.empty(read_item.lengths, device="meta")
+        resolved: torch.Tensor = super().resolve_tensor(read_item)
+        return resolved
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._pieces[index.fqn].local
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.values[name] = torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise _Refused(
+                f"{name} holds more than tensors and Python's own types, and its making may run "
+                "code: name its classes with torch.serialization.add_safe_globals, or pass "
+                f"weights_only=False if you trust the checkpoint ({str(error).splitlines()[0]})"
+            ) from error
+        except Exception as error:
+            raise _Refused(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Refused(Exception):
+    """A value that is not read."""
+
+
+def _covers(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
+    """Do these boxes, in a piece of these sizes, leave nothing of it out?"""
+    total = torch.Size(sizes).numel()
+    if sum(item.lengths.numel() for item in items) < total:
+        return False
+    if len(items) <= 1 or total == 0:
+        return True
+    # Boxes may lie over each other. All have their edges on a grid, of few cells.
+    spans = [list(zip(i.dest_offsets, i.lengths, strict=True)) for i in items]
+    cuts = [
+        sorted({0, size, *(edge for span in spans for edge in (span[d][0], sum(span[d])))})
+        for d, size in enumerate(sizes)
+    ]
+    grid = torch.zeros([len(edges) - 1 for edges in cuts], dtype=torch.bool)
+    for span in spans:
+        grid[
+            tuple(
+                slice(edges.index(at), edges.index(at + length))
+                for (at, length), edges in zip(span, cuts, strict=True)
+            )
+        ] = True
+    return bool(grid.all())
+
+
+class Reader(FileSystemReader):
+    """Reads the checkpoint in a folder, none of which can run code.
+
+    Args:
+        content: of its `.metadata`, where it has been read already.
+
+    Raises:
+        ValueError: it is no checkpoint's metadata.
+    """
+
+    def __init__(self, folder: Path, content: bytes | None = None):
+        super().__init__(folder)
+        self._folder = folder
+        if content is None:
+            content = (folder / ".metadata").read_bytes()
+        try:
+            self.metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
+        except _Refused as error:
+            raise ValueError(f"{folder / '.metadata'}: {error}") from None
+        except Exception as error:
+            raise self.damaged(".metadata", f"{type(error).__name__}: {error}") from error
+        if (problem := _problem_of(self.metadata)) is not None:
+            raise self.damaged(".metadata", problem)
+        self.storage_data = self.metadata.storage_data
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `pt.save` wrote it, with checksums."""
+        about = self.metadata.storage_meta
+        return str(getattr(about, "save_id", "")).startswith(MARK)
+
+    def damaged(self, file: str, why: str) -> ValueError:
+        return ValueError(f"{self._folder / file} is damaged: {why}")
+
+    def places(self, plan: LoadPlan) -> list[tuple[tuple[str, int, int], str]]:
+        """File, offset and length of each chunk that the plan reads, and whose it is.
+
+        Raises:
+            ValueError: the metadata does not say.
+        """
+        found: dict[tuple[str, int, int], str] = {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            info = self.storage_data.get(item.storage_index)
+            if info is None:
+                raise self.damaged(".metadata", f"it does not say where a chunk of {name} is")
+            found[info.relative_path, info.offset, info.length] = name
+        return list(found.items())
+
+    def read(self, plan: LoadPlan, planner: LoadPieces) -> None:
+        """Do what is planned.
+
+        Raises:
+            ValueError: names the file that is damaged, or the value that would run code.
+            OSError: a file cannot be read.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            name = self.storage_data[item.storage_index].relative_path
+            by_file.setdefault(name, []).append(item)
+        for name, items in by_file.items():
+            try:
+                self.read_data(LoadPlan(items), planner).wait()
+            except _Refused as error:
+                raise ValueError(f"{self._folder / name}: {error}") from error.__cause__
+            except OSError:
+                raise
+            except Exception as error:
+                raise self.damaged(name, f"{type(error).__name__}: {error}") from error
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+def _problem_of(metadata: Any) -> str | None:
+    """What is wrong with what was unpickled, if anything is."""
+    if not isinstance(metadata, Metadata):
+        return f"it holds a {type(metadata).__name__}"
+    try:
+        return next(_problems_of(metadata), None)
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _problems_of(metadata: Metadata) -> Iterator[str]:
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            if not isinstance(stored.properties.dtype, torch.dtype) or not _is_size(stored.size):
+                yield f"it does not say what {name} is"
+            for chunk in stored.chunks:
+                if not _lies_in(chunk, stored.size):
+                    yield f"a chunk of {name} is outside of it"
+        elif not isinstance(stored, BytesStorageMetadata):
+            yield f"it does not say what {name} is"
+    for index, info in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
+            yield "it does not say where chunks are"
+        elif Path(info.relative_path).name != info.relative_path or not info.relative_path:
+            yield f"{index.fqn} is in {info.relative_path!r}, which is no file of the folder"
+        elif not (_is_count(info.offset) and _is_count(info.length)):
+            yield f"it does not say where {index.fqn} is"
+    for name, path in (metadata.planner_data or {}).items():
+        if not isinstance(name, str) or name not in metadata.state_dict_metadata:
+            yield f"it has a path to {name!r}, which it does not have"
+        if not all(isinstance(key, (str, int)) for key in path):
+            yield f"the path to {name} is no path"
+
+
+def _lies_in(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    if not (len(chunk.offsets) == len(chunk.sizes) == len(size)):
+        return False
+    return all(
+        _is_count(at) and _is_count(n) and at + n <= whole
+        for at, n, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    )
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, torch.Size) and all(map(_is_count, size))
+
+
+def _is_count(n: Any) -> bool:
+    return isinstance(n, int) and n >= 0
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of what torch's metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _MADE_OF.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise _Refused(f"the metadata of the checkpoint refers to {module}.{name}")
+
+
+_MADE_OF = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}

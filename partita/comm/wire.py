@@ -15,7 +15,7 @@ import torch
 from ..layout import Coordinate, Layout, LayoutError, Mesh
 from ..redistribute.cost import bytes_sent
 from .checks import refuse_implicit
-from .ledger import Record, Scope, scope
+from .ledger import Record, Scope, human, scope
 from .pieces import Step, prepare
 from .source import user_line
 from .under_way import Done, Summed, UnderWay
@@ -172,6 +172,13 @@ class Wire:
             move.before.brief(),
             move.after.brief(),
         )
+        for log in self.scope.ledgers:
+            log.moves.append(record)
+
+    def note_kept(self, op: str, nbytes: int) -> None:
+        """Tell the ledgers that memory which `op` would free is kept by a view of the user's."""
+        what = f"{op}: {human(nbytes)} of a view"
+        record = Record("kept", (), 0, what, user_line(), "a view is kept", self.rank)
         for log in self.scope.ledgers:
             log.moves.append(record)
 

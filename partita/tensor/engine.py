@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["after_backward", "backward_pass", "in_backward", "next_node", "saving_hooks"]
+__all__ = ["after_backward", "backward_pass", "holders", "in_backward", "next_node", "saving_hooks"]
 
 
 def in_backward() -> bool:
@@ -41,3 +41,8 @@ def saving_hooks() -> tuple[Any, Any] | None:
     tensors must give the others to the next.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storages have this memory? Whoever asks has one of them in hand."""
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

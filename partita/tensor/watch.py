@@ -9,7 +9,8 @@ of the program again, and must find each call of the first run in the second, is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -41,11 +42,28 @@ class _Here(threading.local):
         watcher: who is told.
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
         recorder: what notes where the nodes of a captured step come from, while it is captured.
+        unfinished: what has begun here and not ended, innermost last: how each is broken off.
     """
 
     watcher: Any = None
     capturing: bool = False
     recorder: Any = None
+
+    def __init__(self) -> None:
+        self.unfinished: list[Callable[[], None]] = []
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """What begins inside ends with it, in whichever way it is left.
+
+        A module's hooks are not called where its forward is left by what is no `Exception`.
+        """
+        n = len(self.unfinished)
+        try:
+            yield
+        finally:
+            while len(self.unfinished) > n:
+                self.unfinished.pop()()
 
 
 HERE = _Here()

@@ -72,7 +72,15 @@ class Early:
                 groups.setdefault(p.dtype, []).append(p)
             for dtype, group in groups.items():
                 pieces = [shard(p._spec) for p in group]
-                flat = Flat(name, [p._spec for p in group], pieces, axes, dtype, group[0].device)
+                flat = Flat(
+                    name,
+                    [name] * len(group),
+                    [p._spec for p in group],
+                    pieces,
+                    axes,
+                    dtype,
+                    group[0].device,
+                )
                 bucket = _Bucket(group, flat)
                 self._buckets.append(bucket)
                 for i, p in enumerate(group):

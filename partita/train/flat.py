@@ -8,6 +8,7 @@ shape. Releasing empties that storage: no view, whoever holds it, keeps a byte o
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from partita.comm import UnderWay, Wire
 from partita.layout import Layout
 from partita.redistribute import Move
 from partita.tensor.spec import Spec
+
+from .released import take_from_views
 
 __all__ = ["Flat", "Piece"]
 
@@ -57,6 +60,7 @@ class Flat:
     """Parameters of one dtype that travel together.
 
     Args:
+        name, names: of the block, and of each parameter.
         wholes, shards: each parameter's spec gathered and at rest.
         axes: the mesh axes over which the parameters are sharded, in mesh order.
         dtype: in which they travel and are used.
@@ -66,6 +70,7 @@ class Flat:
     def __init__(
         self,
         name: str,
+        names: Sequence[str],
         wholes: Sequence[Spec],
         shards: Sequence[Spec],
         axes: tuple[str, ...],
@@ -75,7 +80,7 @@ class Flat:
         self.wire: Wire = wholes[0].wire
         if device.type == "meta":  # until `materialize`
             device = self.wire.device
-        self.name, self.dtype, self.device = name, dtype, device
+        self.name, self.names, self.dtype, self.device = name, names, dtype, device
         mesh = self.wire.mesh
         self.n = math.prod(mesh.size(a) for a in axes)
         self.pieces: list[Piece] = []
@@ -182,11 +187,20 @@ class Flat:
         return [self.view(self.dtype, p.place, p.whole.local_shape, p.strides) for p in self.pieces]
 
     def release(self) -> None:
-        """Free what was gathered, through every view."""
+        """Free what was gathered; or leave it, for good, to whoever keeps a plain view of it."""
         if self._arriving is not None:
             self._arrived()
         self.here = False
-        self._full.untyped_storage().resize_(0)
+        held = self._full.untyped_storage().nbytes()
+        if not held or take_from_views(self._full, self._name_at):
+            self._full.untyped_storage().resize_(0)
+        else:
+            self.wire.note_kept(self.name, held)
+            self._full = torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def _name_at(self, element: int) -> str:
+        places = [piece.place for piece in self.pieces]
+        return self.names[bisect_right(places, element) - 1]
 
     @property
     def alive(self) -> int:

@@ -125,9 +125,11 @@ class _Other:
         self.version = t._version
 
     def tensor(self) -> torch.Tensor:
+        if self.hooks is not None:  # which may run a part of the program again
+            kept = self.hooks[1](self.kept)
+            with Local():
+                return _typed(kept, self.spec)
         with Local():
-            if self.hooks is not None:
-                return _typed(self.hooks[1](self.kept), self.spec)
             if self.kept._version != self.version:  # with hooks, autograd does not look
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor, tagged
@@ -70,7 +71,8 @@ class Unit:
             specs = [shards[i]._spec for i in members]
             wholes = [zero.whole(s) for s in specs]
             device = shards[members[0]].device
-            self.flats.append(Flat(self.name, wholes, specs, zero.axes, dtype, device))
+            names = [self._name_of(i) for i in members]
+            self.flats.append(Flat(self.name, names, wholes, specs, zero.axes, dtype, device))
         for module in block.modules:
             module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._end, always_call=True, with_kwargs=True)
@@ -133,12 +135,15 @@ class Unit:
         number = self.groups[self.flats.index(flat)][i]
         before, now = versions[number], self.versions[number]
         if before != now:
-            slot = self.slots[number][0]
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {slot.attr} of a {type(slot.owner).__name__} in the block "
-                f"{self.name!r} is at version {now}; expected version {before}"
+                f"inplace operation: {self._name_of(number)} is at version {now}; expected version "
+                f"{before}"
             )
+
+    def _name_of(self, i: int) -> str:
+        slot = self.slots[i][0]
+        return f"{slot.attr} of a {type(slot.owner).__name__} in the block {self.name!r}"
 
     def release(self) -> None:
         """Free what is gathered, unless a forward or backward is using it."""
@@ -194,17 +199,20 @@ class Unit:
             self._in_graph.begin()
             return self._prepared(args, kwargs, None)
         self._open.append(None)
+        HERE.unfinished.append(self._finish)
         if self.depth:  # a tied weight's other module, or the same module again, within
             self.depth += 1
             return None
-        self.zero.enter_forward(self)
-        self.depth = 1
-        call = None
-        if torch.is_grad_enabled():
-            graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
-            if graded or any(p.requires_grad for p in self.shards()):
+        graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
+        # Unheard by a region around, which would take what is done here for the program's.
+        with Unheard():
+            self.zero.enter_forward(self)
+            self.depth = 1
+            call = None
+            wanted = graded or any(p.requires_grad for p in self.shards())
+            if torch.is_grad_enabled() and wanted:
                 call = Call(self, graded)
-        self.show(call)
+            self.show(call)
         if call is not None:
             self._open[-1] = Saving(call)
         prepared = self._prepared(args, kwargs, call)
@@ -235,21 +243,31 @@ class Unit:
             return
         if not self._open:
             return
+        forward = self._open[-1]
+        HERE.unfinished.pop()
+        self._finish()
+        if forward is not None:
+            with Unheard():
+                for t in tensors_in(output):
+                    if t.requires_grad and forward.call.made(t):
+                        t.register_hook(forward.call.begin_backward)
+
+    def _finish(self) -> None:
+        """A forward of one of the block's modules has ended, or broken off."""
+        if not self._open:
+            return
         forward = self._open.pop()
         self.depth = max(0, self.depth - 1)
         if forward is not None:
             forward.close()
-            for t in tensors_in(output):
-                if t.requires_grad and forward.call.made(t):
-                    with Local():
-                        t.register_hook(forward.call.begin_backward)
         if not self.depth:
             # In a recompute the backward that asked for it goes on with what is here.
-            if not in_backward():
-                self.hide()
-                self.release()
-            elif not self.busy:
-                self.hide()
+            with Unheard():
+                if not in_backward():
+                    self.hide()
+                    self.release()
+                elif not self.busy:
+                    self.hide()
 
 
 def _version(p: torch.Tensor) -> int:

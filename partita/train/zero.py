@@ -131,9 +131,13 @@ class Zero:
 
     def enter_forward(self, unit: Unit) -> None:
         """Gather `unit`; what came next last time may be on its way meanwhile."""
-        unit.gather()
         if in_backward():
+            if not unit.alive:
+                # A region of several blocks runs again: each comes anew for its own backward.
+                self.release()
+            unit.gather()
             return
+        unit.gather()
         if self._last is not None and self._last is not unit:
             self._next[self._last] = unit
             self._before[unit] = self._last

@@ -5,17 +5,20 @@ Each test is of torch alone, and fails clearly when a new torch breaks what one 
 
 from __future__ import annotations
 
+import gc
 import inspect
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _CheckpointFrame
 
 import partita as pt
 from partita.tensor.engine import (
     after_backward,
     backward_pass,
+    holders,
     in_backward,
     next_node,
     saving_hooks,
@@ -208,3 +211,21 @@ def test_the_dispatcher_knows_what_autocast_lists_for_a_device():
         torch.set_autocast_enabled("cpu", False)
         assert not torch._C._is_any_autocast_enabled()
         torch.set_autocast_enabled("cpu", True)
+
+
+def test_who_has_a_storage_is_counted_and_tensors_are_known_to_the_garbage_collector():
+    x = torch.ones(4)
+    assert holders(x.untyped_storage()) == 2
+    view, array = x[1:], x.detach().numpy()
+    assert holders(x.untyped_storage()) == 4
+    assert {id(x), id(view)} <= set(map(id, gc.get_objects()))
+    assert array.base is not None
+
+
+def test_a_checkpoint_compares_what_was_saved_by_a_function_of_its_own():
+    described = []
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(False):
+        frame = _CheckpointFrame(None, True, None, described.append)
+    frame.metadata_fn(torch.ones(2))
+    assert len(described) == 1
+    assert frame.x_metadatas == []

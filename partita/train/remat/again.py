@@ -67,6 +67,7 @@ class Again:
         try:
             with ExitStack() as modes:
                 context = modes.enter_context(forward.surroundings.restored())
+                modes.enter_context(HERE.breaking_off())
                 modes.enter_context(recomputing())
                 meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
                 measuring = forward.plan is not None and forward.plan.measures

@@ -1,0 +1,81 @@
+"""Released weights: what is told to whoever reads a view of a gathered weight that is gone.
+
+A view that outlives the forward of its block would read memory that holds nothing, or another
+step's values. Views that are DTensors are found when the block is released, and lose their layout:
+whatever is asked of it raises. Others (`to_local()`, NumPy's arrays, what C++ holds) cannot raise:
+the memory stays theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
+from partita.tensor.dtensor import DTensor
+from partita.tensor.engine import holders
+
+__all__ = ["take_from_views"]
+
+_storage_of = torch._C.TensorBase.untyped_storage
+
+
+class _Released:
+    """In the place of a view's layout: every use of it, as a key of a plan too, raises."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def _refuse(self) -> NoReturn:
+        raise LayoutError(
+            f"{self._name} is released: this view of it was kept beyond the forward of its block",
+            place=user_line(),
+            reason="between the uses of a block each rank holds its shard of a weight only",
+            fixes=(
+                Fix("read the weight of the module anew", "its shards, where they are needed"),
+                Fix("keep w.detach().clone()", "made in the forward: the value of that step"),
+                Fix("compute with it in the forward", "and return what depends on it"),
+            ),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __hash__(self) -> int:
+        self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def take_from_views(full: torch.Tensor, name_of: Callable[[int], str]) -> bool:
+    """May the memory of `full` be freed? Those who keep views of it are told when they read them.
+
+    Args:
+        name_of: of the weight that lies at an element of `full`, for whoever reads it.
+    """
+    storage = _storage_of(full)
+    # Any but `full` itself, and the storage that we have in hand.
+    kept = holders(storage) - 2
+    if not kept:
+        return True
+    views = [t for t in gc.get_objects() if t is not full and _lies_in(t, storage)]
+    typed = [t for t in views if isinstance(t, DTensor)]
+    for t in typed:
+        t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment]
+    return len(typed) == kept
+
+
+def _lies_in(t: Any, storage: torch.UntypedStorage) -> bool:
+    if not issubclass(type(t), torch.Tensor):  # not isinstance, which may be answered by a program
+        return False
+    try:
+        return _storage_of(t)._cdata == storage._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or no memory at all
+        return False

@@ -17,6 +17,7 @@ from .pieces import neutral
 from .ranks import World, ranks
 from .roll_call import missed_call, roll_call
 from .source import call_site, user_line
+from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins
 from .under_way import UnderWay
 from .wire import Ask, Wire
@@ -57,6 +58,7 @@ __all__ = [
     "saved_as",
     "stand_ins",
     "strict",
+    "teach_state_dicts",
     "uneven",
     "user_line",
     "wire_of",

@@ -20,9 +20,12 @@ from torch.jit import _builtins
 from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 
-from partita.layout import Fix
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
+from .gathered import gathered
+from .names import Form
 from .plain import refuse_transform
 from .special import MEMORY, SPECIAL, refusal
 
@@ -113,6 +116,79 @@ def _refusing_method(name: str) -> Callable[..., Any]:
 
 for _name in ("set_", "as_subclass"):
     setattr(DTensor, _name, _refusing_method(_name))
+
+
+# A class takes its arguments itself. `nn.Parameter` and other classes of tensors come here, too.
+def _init(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    for value in args:
+        if isinstance(value, DTensor) and _global_view() and not value._spec.is_whole:
+            raise LayoutError(
+                f"{type(self).__name__}(x) of a DTensor of which this rank holds a piece",
+                place=user_line(),
+                operands=(f"x  {value._spec.layout.brief()} on {value._spec.wire.mesh}",),
+                reason="it makes a plain tensor of this rank's memory, and x is more than that",
+                fixes=(
+                    Fix("x.detach()", "another tensor of the same values"),
+                    Fix("x.full_tensor()", "the whole value, plain"),
+                    Fix("x.to_local()", "this rank's piece, plain"),
+                ),
+            )
+
+
+torch.Tensor.__init__ = _init  # type: ignore[method-assign,assignment]
+
+
+# -- TorchScript ------------------------------------------------------------------------------------
+
+
+def _of_whole_operands(kind: type) -> None:
+    """Let a function or method of TorchScript run as an op without a rule: it hears of no layout."""
+    base = kind.__call__  # type: ignore[operator]
+
+    @functools.wraps(base)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _global_view() and (_holds_dtensor(args) or _holds_dtensor(kwargs)):
+            # Not by way of `dispatch`, which remembers each function: here they come and go.
+            form = Form(self, f"TorchScript {self.name}", None)
+            return gathered(functools.partial(base, self), args, kwargs, form)
+        return base(self, *args, **kwargs)
+
+    kind.__call__ = __call__  # type: ignore[operator]
+
+
+_of_whole_operands(torch.jit.ScriptFunction)
+_of_whole_operands(torch._C.ScriptMethod)
+
+
+def _refuse_script(what: str) -> LayoutError:
+    return LayoutError(
+        f"{what} cannot take a DTensor",
+        place=user_line(),
+        reason="TorchScript would keep this rank's piece as if that were the whole tensor",
+        fixes=(
+            Fix("pt.compile(step)", "compiles a program of DTensors"),
+            Fix("x.full_tensor()", "the whole value, for TorchScript"),
+        ),
+    )
+
+
+_plain_trace, _plain_script_module = torch.jit.trace, torch.jit._recursive.create_script_module
+
+
+def _trace(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if _holds_dtensor(example_inputs) or _holds_dtensor(kwargs):
+        raise _refuse_script("torch.jit.trace")
+    return _plain_trace(func, example_inputs, *args, **kwargs)
+
+
+def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+    if _holds_dtensor([*nn_module.parameters(), *nn_module.buffers()]):
+        raise _refuse_script(f"torch.jit of {type(nn_module).__name__}")
+    return _plain_script_module(nn_module, *args, **kwargs)
+
+
+_put("trace", _trace, torch.jit)
+_put("create_script_module", _create_script_module, torch.jit._recursive)
 
 
 # torch.autograd.forward_ad ends here, as jvp does.

@@ -63,6 +63,13 @@ class Spec:
         return any(self.layout.shards)
 
     @cached_property
+    def is_whole(self) -> bool:
+        """Does every rank hold the whole value? Answered alike on all of them."""
+        mesh = self.wire.mesh
+        parted = (a for a in mesh.names if mesh.size(a) > 1)
+        return not any(p.is_shard() or p.is_partial() for p in map(self.layout.placement, parted))
+
+    @cached_property
     def largest(self) -> int:
         """The elements of the first rank's piece, which no rank's exceeds."""
         mesh = self.wire.mesh

@@ -43,11 +43,10 @@ SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 PASS = frozenset(
     """requires_grad_ retain_grad is_floating_point is_complex is_signed is_inference is_conj is_neg
-    get_device element_size data_ptr storage_offset untyped_storage storage is_pinned is_shared
-    stride is_contiguous has_names is_nonzero_local result_type can_cast promote_types
+    get_device element_size is_pinned is_shared
+    has_names is_nonzero_local result_type can_cast promote_types
     is_tensor is_storage _is_view _is_zerotensor is_distributed
-    register_post_accumulate_grad_hook __hash__ has_torch_function
-    _typed_storage is_set_to""".split()
+    register_post_accumulate_grad_hook __hash__ has_torch_function""".split()
 )
 """Functions that are answered by the shard: they neither depend on the layout nor change it."""
 

@@ -1,0 +1,140 @@
+"""torch.distributed.checkpoint.state_dict and our tensors: whole values out, pieces in.
+
+`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))` and its kin know torch's
+own DTensors by their class, and take every other tensor for whole: of ours they would hand out this
+rank's piece, and the rest would be lost with the file that rank 0 writes of it. The functions of torch
+that ask for the class are private (`tests/ranks/test_private_torch.py` names them); they are exchanged
+when torch's module is imported, which partita itself does not do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["SpreadTensors", "teach_state_dicts"]
+
+_WALK = "torch.distributed._state_dict_utils"
+_DOOR = "torch.distributed.checkpoint.state_dict"
+
+
+class SpreadTensors(Protocol):
+    """What is known of tensors that are spread, above this room."""
+
+    def is_spread(self, x: Any) -> bool:
+        """Is this a tensor of ours?"""
+
+    def whole(self, x: Any) -> torch.Tensor:
+        """Its whole value, on every rank. All ranks call this."""
+
+    def piece_like(self, x: Any, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a `whole` value that all ranks have, laid out as `x`."""
+
+    def empty_like(self, x: Any) -> torch.Tensor:
+        """Memory on the CPU for a copy of `x`."""
+
+    def give_memory(self, model: torch.nn.Module) -> None:
+        """Memory for what of `model` is spread and on the meta device."""
+
+
+def teach_state_dicts(tensors: SpreadTensors) -> None:
+    """Let torch's functions of state dicts ask `tensors`, now or when they are imported."""
+    _after_import(_WALK, lambda module: _teach_walk(module, tensors))
+    _after_import(_DOOR, lambda module: _teach_door(module, tensors))
+
+
+def _teach_walk(module: Any, tensors: SpreadTensors) -> None:
+    iterate, broadcast = module._iterate_state_dict, module._broadcast_tensors
+
+    @functools.wraps(iterate)
+    def _iterate_state_dict(
+        iter_object: Any, sharded_tensor_func: Any, dtensor_func: Any, *args: Any, **options: Any
+    ) -> Any:
+        if tensors.is_spread(iter_object):
+            # What it would do with a DTensor of torch's tells for whom it walks.
+            asked_by = dtensor_func.__qualname__.partition(".")[0]
+            if asked_by == "_gather_state_dict":
+                iter_object = tensors.whole(iter_object)
+            elif asked_by == "_create_cpu_state_dict":
+                return tensors.empty_like(iter_object)
+        return iterate(iter_object, sharded_tensor_func, dtensor_func, *args, **options)
+
+    @functools.wraps(broadcast)
+    def _broadcast_tensors(
+        full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any, **options: Any
+    ) -> None:
+        ours = {key: local[key] for key in keys if tensors.is_spread(local.get(key))}
+        broadcast(full, local, keys, *args, **options)
+        for key, x in ours.items():
+            local[key] = tensors.piece_like(x, local[key])
+
+    module._iterate_state_dict = _iterate_state_dict
+    module._broadcast_tensors = _broadcast_tensors
+
+
+def _teach_door(module: Any, tensors: SpreadTensors) -> None:
+    distribute, load = module._distribute_state_dict, module._load_model_state_dict
+
+    @functools.wraps(distribute)
+    def _distribute_state_dict(
+        full: dict[str, Any], local: dict[str, Any], *args: Any, **options: Any
+    ) -> None:
+        ours = {
+            key: value
+            for key, value in full.items()
+            if isinstance(value, torch.Tensor) and tensors.is_spread(local.get(key))
+        }
+        distribute({k: v for k, v in full.items() if k not in ours}, local, *args, **options)
+        for key, whole in ours.items():
+            local[key] = tensors.piece_like(local[key], whole)
+
+    @functools.wraps(load)
+    def _load_model_state_dict(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        tensors.give_memory(model)  # else it would assign whole tensors as the parameters
+        return load(model, *args, **options)
+
+    module._distribute_state_dict = _distribute_state_dict
+    module._load_model_state_dict = _load_model_state_dict
+
+
+# -- when torch's module is imported ---------------------------------------------------------------
+
+
+def _after_import(name: str, act: Callable[[Any], None]) -> None:
+    """Call `act` with the module `name`: now if it is there, else once it has been imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _OnImport(name, act))
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Finds one module, as the other finders do, and has it seen once it has run."""
+
+    def __init__(self, name: str, act: Callable[[Any], None]):
+        self._name, self._act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._act(module)
+
+            loader.exec_module = exec_module
+        return spec

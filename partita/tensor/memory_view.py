@@ -1,0 +1,163 @@
+"""A DTensor's memory as torch asks for it: global strides, and no address that is only a piece's.
+
+Shape and size speak of the global tensor, so whoever reads that many elements from the address of a
+piece reads memory that is not the tensor's. What has a global meaning is answered so (strides, their
+order, whether they are contiguous); what has none is refused, on all ranks alike, unless torch-function
+is disabled or every rank holds the whole value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
+
+from .dtensor import DTensor
+from .gathered import gathered
+from .names import form_of
+from .origin import current
+from .special import means
+
+__all__ = ["global_strides"]
+
+T = torch.Tensor
+_stride = torch._C.TensorBase.stride
+
+
+def global_strides(x: DTensor) -> tuple[int, ...]:
+    """The strides in elements that the global tensor has where each rank's piece lies as x's does.
+
+    A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
+    between rows, as a slice leaves it, stays the same number of rows.
+    """
+    with Local():
+        local = _stride(x)
+        sizes = tuple(x.size())
+    shape = x._spec.shape
+    if sizes == tuple(shape):
+        return local
+    strides = [0] * len(shape)
+    inner_local = inner_global = 1
+    # From the innermost out. Of two equal strides a dimension of one element is the inner one: outside
+    # of the other it would have a longer one.
+    for d in sorted(range(len(shape)), key=lambda d: (local[d], sizes[d] > 1, -d)):
+        strides[d] = local[d] * inner_global // inner_local
+        inner_local *= max(sizes[d], 1)
+        inner_global *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def _laid_out_alike(x: DTensor) -> torch.Tensor:
+    """A tensor of the global shape and strides without memory."""
+    with Local():
+        return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
+
+
+@means(T.stride)
+def _global_stride(x: DTensor, dim: int | None = None) -> Any:
+    strides = global_strides(current(x))
+    if dim is None:
+        return strides
+    if not -len(strides) <= dim < max(len(strides), 1):
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-len(strides)}, "
+            f"{len(strides) - 1}], but got {dim})"
+        )
+    return strides[dim]
+
+
+@means(T.is_contiguous)
+def _is_contiguous(x: DTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    with Local():
+        return _laid_out_alike(current(x)).is_contiguous(memory_format=memory_format)
+
+
+@means(T.dim_order)
+def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
+    with Local():
+        return _laid_out_alike(current(x)).dim_order(**options)
+
+
+@means(torch.as_strided, T.as_strided)
+def _as_strided(
+    x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    """The strides count elements of the global tensor, which is gathered: as for an op without rule.
+
+    Raises:
+        LayoutError: on one device this would reach into what `x` is a part of.
+    """
+    if not x._spec.is_whole and (not x.is_contiguous() or _is_part_of_another(x)):
+        raise LayoutError(
+            "as_strided cannot take this DTensor",
+            place=user_line(),
+            operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
+            reason="it goes by memory, and x is a part of another tensor's, or not in its order",
+            fixes=(
+                Fix("x.contiguous().as_strided(...)", "counts in x's own elements"),
+                Fix("x.full_tensor().as_strided(...)", "the whole value"),
+            ),
+        )
+    args = (x, size, stride) if storage_offset is None else (x, size, stride, storage_offset)
+    return gathered(torch.as_strided, args, {}, form_of(torch.as_strided))
+
+
+def _is_part_of_another(x: DTensor) -> bool:
+    if x._spec.is_copy:
+        return True
+    with Local():
+        return x.untyped_storage().nbytes() != math.prod(x.shape) * x.element_size()
+
+
+# -- what has no global meaning --------------------------------------------------------------------
+
+
+def _only_of_whole(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """What the function `name` means: `answer` where each rank has the whole value, else an error."""
+
+    def ask(x: Any, *args: Any, **kwargs: Any) -> Any:
+        for t in (x, *args):
+            if isinstance(t, DTensor) and not t._spec.is_whole:
+                raise _names_a_piece(name, t, fix)
+        x = current(x) if isinstance(x, DTensor) else x
+        with Local():
+            return answer(x, *args, **kwargs)
+
+    return ask
+
+
+def _names_a_piece(name: str, x: DTensor, fix: Fix) -> LayoutError:
+    spec = x._spec
+    held = "share" if spec.is_pending else "piece"
+    return LayoutError(
+        f"{name} of a DTensor of which this rank holds a {held}",
+        place=user_line(),
+        operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
+        reason=f"who reads as much as x's shape says would read more than the {held}, or another value",
+        fixes=(
+            Fix("pt.full_state_dict(model)", "a model's whole values, for files of others"),
+            Fix("x.full_tensor()", "one whole value"),
+            fix,
+        ),
+    )
+
+
+_ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
+for _name in _ADDRESSES:
+    _fix = Fix(f"x.to_local().{_name}()", "of this rank's piece")
+    means(getattr(T, _name))(_only_of_whole(_name, _fix, getattr(T, _name)))
+
+_interface = T.__cuda_array_interface__  # type: ignore[attr-defined]
+means(_interface.__get__)(
+    _only_of_whole(
+        "__cuda_array_interface__",
+        Fix("x.to_local().__cuda_array_interface__", "of this rank's piece"),
+        _interface.__get__,
+    )
+)

@@ -1,10 +1,10 @@
 """torch.distributed.checkpoint.state_dict and our tensors: whole values out, pieces in.
 
-`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))` and its kin know torch's
-own DTensors by their class, and take every other tensor for whole: of ours they would hand out this
-rank's piece, and the rest would be lost with the file that rank 0 writes of it. The functions of torch
-that ask for the class are private (`tests/ranks/test_private_torch.py` names them); they are exchanged
-when torch's module is imported, which partita itself does not do.
+`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))` and its kin know
+torch's own DTensors by their class, and take every other tensor for whole: of ours they would hand
+out this rank's piece, and the rest would be lost with the file that rank 0 writes of it. The
+functions of torch that ask for the class are private (`tests/ranks/test_private_torch.py` names
+them); they are exchanged when torch's module is imported, which partita itself does not do.
 """
 
 from __future__ import annotations

@@ -138,11 +138,11 @@ def _init(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 torch.Tensor.__init__ = _init  # type: ignore[method-assign,assignment]
 
 
-# -- TorchScript ------------------------------------------------------------------------------------
+# -- TorchScript -----------------------------------------------------------------------------------
 
 
 def _of_whole_operands(kind: type) -> None:
-    """Let a function or method of TorchScript run as an op without a rule: it hears of no layout."""
+    """Let a function or method of TorchScript run as an op without a rule, on whole operands."""
     base = kind.__call__  # type: ignore[operator]
 
     @functools.wraps(base)
@@ -175,14 +175,18 @@ def _refuse_script(what: str) -> LayoutError:
 _plain_trace, _plain_script_module = torch.jit.trace, torch.jit._recursive.create_script_module
 
 
+def _module_of_dtensors(f: Any) -> bool:
+    return isinstance(f, torch.nn.Module) and _holds_dtensor([*f.parameters(), *f.buffers()])
+
+
 def _trace(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if _holds_dtensor(example_inputs) or _holds_dtensor(kwargs):
+    if _holds_dtensor(example_inputs) or _holds_dtensor(kwargs) or _module_of_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
 
 def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-    if _holds_dtensor([*nn_module.parameters(), *nn_module.buffers()]):
+    if _module_of_dtensors(nn_module):
         raise _refuse_script(f"torch.jit of {type(nn_module).__name__}")
     return _plain_script_module(nn_module, *args, **kwargs)
 

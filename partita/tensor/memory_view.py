@@ -1,9 +1,9 @@
 """A DTensor's memory as torch asks for it: global strides, and no address that is only a piece's.
 
-Shape and size speak of the global tensor, so whoever reads that many elements from the address of a
-piece reads memory that is not the tensor's. What has a global meaning is answered so (strides, their
-order, whether they are contiguous); what has none is refused, on all ranks alike, unless torch-function
-is disabled or every rank holds the whole value.
+Shape and size speak of the global tensor, so whoever reads that many elements from the address of
+a piece reads memory that is not the tensor's. What has a global meaning is answered so (strides,
+their order, whether they are contiguous); what has none is refused, on all ranks alike, unless
+torch-function is disabled or every rank holds the whole value.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
         return local
     strides = [0] * len(shape)
     inner_local = inner_global = 1
-    # From the innermost out. Of two equal strides a dimension of one element is the inner one: outside
-    # of the other it would have a longer one.
+    # From the innermost out. Of two equal strides a dimension of one element is the inner one:
+    # outside of the other it would have a longer one.
     for d in sorted(range(len(shape)), key=lambda d: (local[d], sizes[d] > 1, -d)):
         strides[d] = local[d] * inner_global // inner_local
         inner_local *= max(sizes[d], 1)
@@ -73,7 +73,9 @@ def _global_stride(x: DTensor, dim: int | None = None) -> Any:
 
 
 @means(T.is_contiguous)
-def _is_contiguous(x: DTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+def _is_contiguous(
+    x: DTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> bool:
     with Local():
         return _laid_out_alike(current(x)).is_contiguous(memory_format=memory_format)
 
@@ -88,7 +90,7 @@ def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
 def _as_strided(
     x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """The strides count elements of the global tensor, which is gathered: as for an op without rule.
+    """The strides count elements of the global tensor, which is gathered.
 
     Raises:
         LayoutError: on one device this would reach into what `x` is a part of.
@@ -119,7 +121,7 @@ def _is_part_of_another(x: DTensor) -> bool:
 
 
 def _only_of_whole(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """What the function `name` means: `answer` where each rank has the whole value, else an error."""
+    """What `name` means: `answer` where each rank has the whole value, else an error."""
 
     def ask(x: Any, *args: Any, **kwargs: Any) -> Any:
         for t in (x, *args):
@@ -139,7 +141,7 @@ def _names_a_piece(name: str, x: DTensor, fix: Fix) -> LayoutError:
         f"{name} of a DTensor of which this rank holds a {held}",
         place=user_line(),
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
-        reason=f"who reads as much as x's shape says would read more than the {held}, or another value",
+        reason=f"x's shape says more than the {held} has: a reader would run over its end",
         fixes=(
             Fix("pt.full_state_dict(model)", "a model's whole values, for files of others"),
             Fix("x.full_tensor()", "one whole value"),

@@ -13,7 +13,7 @@ from partita.layout import Fix, LayoutError
 if TYPE_CHECKING:
     from .dtensor import DTensor
 
-__all__ = ["holders", "piece_held"]
+__all__ = ["destination", "holders", "piece_held"]
 
 
 def piece_held(x: torch.Tensor) -> Piece:
@@ -35,6 +35,24 @@ def piece_held(x: torch.Tensor) -> Piece:
             fixes=(Fix("x.redistribute(placements=...) first"), Fix("pt.save, which does so")),
         )
     return Piece(local, tuple(spec.shape), spec.region)
+
+
+def destination(x: torch.Tensor) -> Piece | None:
+    """The memory that a whole value of `x` is written into, piece by piece.
+
+    Of a pending sum the first rank takes the value, and the others hold nothing: there it is None,
+    and `x` is zeroed.
+    """
+    spec = getattr(x, "_spec", None)
+    if spec is None or not spec.is_pending:
+        return piece_held(x)
+    mesh, at = spec.wire.mesh, spec.wire.at
+    with Local(), torch.no_grad():
+        local = x.detach()
+        if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
+            local.zero_()
+            return None
+        return Piece(local, tuple(spec.shape), spec.region)
 
 
 def holders(x: DTensor) -> tuple[tuple[str, ...], int, int]:

@@ -229,3 +229,49 @@ def test_a_checkpoint_compares_what_was_saved_by_a_function_of_its_own():
     frame.metadata_fn(torch.ones(2))
     assert len(described) == 1
     assert frame.x_metadatas == []
+
+
+def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
+    """`partita.comm.torch_state_dicts` takes their places."""
+    from torch.distributed import _state_dict_utils as walk
+    from torch.distributed.checkpoint import state_dict as door
+
+    for module, name in (
+        (walk, "_iterate_state_dict"),
+        (walk, "_broadcast_tensors"),
+        (door, "_distribute_state_dict"),
+        (door, "_load_model_state_dict"),
+    ):
+        assert getattr(module, name).__wrapped__.__name__ == name
+    seen = []
+
+    def heard(obj, sharded, dtensor, tensor, **options):
+        seen.append(dtensor.__qualname__.partition(".")[0])
+        return {}
+
+    taught, walk._iterate_state_dict = walk._iterate_state_dict, heard
+    try:
+        walk._gather_state_dict({})
+        walk._create_cpu_state_dict({})
+        walk._offload_state_dict_to_cpu({})
+    finally:
+        walk._iterate_state_dict = taught
+    assert seen == ["_gather_state_dict", "_create_cpu_state_dict", "_identity_func"]
+    source = inspect.getsource(door._load_model_state_dict.__wrapped__)
+    assert "_distribute_state_dict(" in source and "_broadcast_state_dict(" in source
+    assert "_broadcast_tensors(" in inspect.getsource(walk._broadcast_state_dict)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_called_and_made_where_it_can_be_asked():
+    assert torch.jit.ScriptFunction.__call__.__wrapped__ is not None
+    assert torch._C.ScriptMethod.__call__.__wrapped__ is not None
+    heard = []
+    made = torch.jit._recursive.create_script_module
+    torch.jit._recursive.create_script_module = lambda *a, **k: heard.append(a[0]) or made(*a, **k)
+    try:
+        module = nn.Linear(2, 2)
+        torch.jit.script(module)
+    finally:
+        torch.jit._recursive.create_script_module = made
+    assert heard == [module]

@@ -2,6 +2,7 @@
 
 from .fitting import Loaded
 from .folder import is_checkpoint
+from .full_state import full_state_dict, load_full_state_dict
 from .loading import load
 from .random_state import RandomState
 from .safetensors_file import load_safetensors, save_safetensors
@@ -11,8 +12,10 @@ __all__ = [
     "Loaded",
     "RandomState",
     "async_save",
+    "full_state_dict",
     "is_checkpoint",
     "load",
+    "load_full_state_dict",
     "load_safetensors",
     "save",
     "save_safetensors",

@@ -1,4 +1,4 @@
-"""Full state dicts: a model's and an optimizer's whole values as plain tensors, and back into pieces.
+"""Full state dicts: whole values of a model and its optimizer as plain tensors, and back.
 
 For whatever knows no layouts: files of other programs, a copy on one device. One tensor is gathered
 after the other, so that no rank holds more of the model than it is asked to return.
@@ -15,20 +15,27 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Everyone, everyone, teach_state_dicts, user_line
+from partita.comm import Everyone, everyone, message, teach_state_dicts, user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor import DTensor
+from partita.tensor.checksum import checksum
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import tagged
+from partita.tensor.pieces import destination
 from partita.tensor.plain import admit
 
 from ..parameters import held_by, put_in_place
 from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
-from .loading import destination
 from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
-from .state import State, opened
+from .state import Leaf, Path, State, opened
 
-__all__ = ["full_state_dict", "give_memory", "load_full_state_dict", "tied_names"]
+__all__ = [
+    "full_state_dict",
+    "give_memory",
+    "load_full_state_dict",
+    "tensors_of_model",
+    "tied_names",
+]
 
 
 def full_state_dict(
@@ -41,8 +48,8 @@ def full_state_dict(
     """The state dict that the model would have on one device: whole plain tensors, copied.
 
     Every rank calls this. Names are those of `model.state_dict()` (without what torch.compile puts
-    into them), and parameters that are one tensor are one tensor here. Tensors are gathered one after
-    the other.
+    into them), and parameters that are one tensor are one tensor here. Tensors are gathered one
+    after the other.
 
     Args:
         optimizer: its state, too, by the names of its parameters in `model`, as
@@ -58,10 +65,7 @@ def full_state_dict(
     """
     keeps = not rank0_only or everyone().rank == 0
     copies = _Copies(keeps, device)
-    state = {
-        without_wrapper(name): copies.of(value, name)
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
+    state = {name: copies.of(value, name) for name, value in tensors_of_model(model).items()}
     if optimizer is None:
         return state if keeps else {}
     names = named_parameters_of(optimizer, [((), model)])
@@ -75,7 +79,7 @@ class _Copies:
 
     keeps: bool
     device: torch.device | str | None
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def of(self, value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
@@ -97,9 +101,8 @@ class _Copies:
                 fixes=(Fix("pt.materialize(model)"), Fix("pt.load_safetensors(model, path)")),
             )
         whole = _whole(x)
-        if not self.keeps:
-            return None
-        out = self.made[id(x)] = whole.to(self.device or whole.device, copy=True)
+        out = whole.to(self.device or whole.device, copy=True) if self.keeps else None
+        self.made[id(x)] = out  # on all ranks, which gather what has two names once
         return out
 
 
@@ -121,11 +124,11 @@ def load_full_state_dict(
     strict: bool = True,
     rank0_only: bool = False,
 ) -> Loaded:
-    """Write whole values into a model, in place, each rank its own pieces: undoes `full_state_dict`.
+    """Write whole values into a model, in place, each rank its pieces: undoes `full_state_dict`.
 
-    Every rank calls this. What of the model is on the meta device gets memory first. A parameter that
-    has several names needs one of them. An optimizer that has not stepped yet gets the state that is
-    there for it.
+    Every rank calls this. What of the model is on the meta device gets memory first. A parameter
+    that has several names needs one of them. An optimizer that has not stepped yet gets the state
+    that is there for it.
 
     Args:
         state: what `full_state_dict` returned, or a state dict of a model of one device; with an
@@ -143,74 +146,255 @@ def load_full_state_dict(
     ranks, line = everyone(), user_line()
     give_memory(model)
     sends = not rank0_only or ranks.rank == 0
-    values: dict[str, Any] = {}
-    target = State()
-    told: _Described | Exception
+    given: dict[str, Leaf] = {}
+    told: _Description | Exception
     try:
-        values = _flat(state, optimizer is not None) if sends else {}
-        told = _Described.of(values)
+        given = _flat(state, optimizer) if sends else {}
+        told = _Description.of(given)
     except Exception as error:
         told = error
     if rank0_only:
-        told = ranks.decide(told, lambda brought: [brought[0]] * len(brought))
+        told = ranks.decide(told if sends else None, lambda brought: [brought[0]] * len(brought))
+    target = State()
+    there: dict[str, str] = {}
     try:
         if isinstance(told, Exception):
             raise told
-        inside = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
-        target = opened(inside, told)  # type: ignore[arg-type]
+        target = opened(_together(model, optimizer), told)  # type: ignore[arg-type]
         held = {name: leaf.value for name, leaf in target.leaves.items()}
-        found: Misfits | Exception = misfits(held, _with_ties(told.texts, model), strict)
+        there = told.texts()
+        found: Misfits | Exception = _without_ties(
+            misfits(held, there, strict), _objects(model), there
+        )
     except Exception as error:
         found = error
     passed_over = agreed(ranks, found, "of whole values", line)
+    assert isinstance(told, _Description)
     if not rank0_only:
-        _compare(values, ranks, line)
+        _refuse_different(given, ranks, line)
     failed: Exception | None = None
     try:
+        send = _Sender(model) if rank0_only else None
         for name, leaf in target.leaves.items():
-            if name in told.texts:
-                value = values.get(name)
-                if rank0_only:
-                    value = _from_rank0(leaf.value, value, told.state_dict_metadata[name], ranks)
+            if name in there:
+                value = given[name].value if name in given else told.values.get(name)
+                if send is not None and isinstance(leaf.value, torch.Tensor):
+                    value = send(value, told.state_dict_metadata[name])
                 _write(leaf, value)
         for close in target.closing:
             close()
     except Exception as error:
         failed = error
-    ranks.decide(failed, lambda brought: brought)
-    return Loaded(_of_model(passed_over.missing_keys), _of_model(passed_over.unexpected_keys))
+    ranks.decide(failed, lambda brought: [None] * len(brought))
+    return Loaded(
+        *(_of_model(names) for names in (passed_over.missing_keys, passed_over.unexpected_keys))
+    )
 
 
+@message
 @dataclass(frozen=True)
 class _Size:
-    """A tensor's size and dtype, or a value, named as checkpoints name them."""
+    """A tensor's size and dtype; neither, where it is a value. As a checkpoint's metadata."""
 
-    size: torch.Size | None
-    dtype: torch.dtype | None
+    size: torch.Size | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def properties(self) -> _Size:
         return self
 
 
+@message
 @dataclass(frozen=True)
-class _Described:
-    """What there is to load, as `opened` asks a checkpoint for it."""
+class _Description:
+    """What there is to load, without the tensors, as `opened` asks a checkpoint for it."""
 
     planner_data: dict[str, Path]
     state_dict_metadata: dict[str, _Size]
+    values: dict[str, Any]
 
     @staticmethod
-    def of(values: dict[str, Any]) -> _Described:
-        return _Described(
-            {name: leaf.path for name, leaf in values.items()},
-            {name: _size(leaf.value) for name, leaf in values.items()},
-        )
+    def of(given: dict[str, Leaf]) -> _Description:
+        sizes, values = {}, {}
+        for name, leaf in given.items():
+            x = leaf.value
+            if isinstance(x, torch.Tensor):
+                sizes[name] = _Size(torch.Size(x.shape), x.dtype)
+            else:
+                sizes[name], values[name] = _Size(), x
+        return _Description({n: leaf.path for n, leaf in given.items()}, sizes, values)
 
-    @property
     def texts(self) -> dict[str, str]:
         """By name, `described_tensor` or NO_TENSOR."""
         return {
-            name: NO_TENSOR if one.size is None else described_tensor(one.size, one.dtype)
+            name: NO_TENSOR
+            if one.size is None or one.dtype is None
+            else described_tensor(one.size, one.dtype)
             for name, one in self.state_dict_metadata.items()
         }
+
+
+def _together(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+
+
+def _flat(state: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Leaf]:
+    """All leaves of what is to be loaded, by the names that a checkpoint would give them.
+
+    Raises:
+        ValueError: it is no state dict, or with an optimizer no pair of them.
+    """
+    if optimizer is None:
+        return opened({"model": _checked(state)}).leaves
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise ValueError(
+            "with an optimizer, load_full_state_dict takes a pair, as full_state_dict returns it: "
+            f"the model's state dict and the optimizer's. This is a {type(state).__name__}"
+        )
+    return opened(_together(*map(_checked, state))).leaves
+
+
+def _objects(model: nn.Module) -> dict[str, Any]:
+    return {f"model.{name}": x for name, x in tensors_of_model(model).items()}
+
+
+def _checked(state: Any) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state dict is a dict, and this is a {type(state).__name__}")
+    for name, x in state.items():
+        if isinstance(x, DTensor):
+            raise ValueError(f"{name} is a DTensor: load it with model.load_state_dict")
+    return dict(state)
+
+
+def _of_model(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.removeprefix("model.") for name in names)
+
+
+def _without_ties(found: Misfits, tensors: Mapping[str, Any], there: Mapping[str, str]) -> Misfits:
+    """`found`, but for names that are missing of tensors that have another name, which is there."""
+    tied = set(tied_names(tensors, there))
+    keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
+    passed = found.passed_over
+    missing = tuple(name for name in passed.missing_keys if name not in tied)
+    return Misfits(found.values, tuple(keys), Loaded(missing, passed.unexpected_keys))
+
+
+def tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """The names that are not `there` of `tensors` that have another name, which is."""
+    found = {id(x) for name, x in tensors.items() if name in there and isinstance(x, torch.Tensor)}
+    return [name for name, x in tensors.items() if name not in there and id(x) in found]
+
+
+def tensors_of_model(model: nn.Module) -> dict[str, Any]:
+    """What its state dict holds, by name, as the objects that the model has."""
+    state = model.state_dict(keep_vars=True)
+    return {without_wrapper(name): value for name, value in state.items()}
+
+
+def _refuse_different(given: dict[str, Leaf], ranks: Everyone, line: str) -> None:
+    """Values are taken for whole, so all ranks must bring the same."""
+    sums = {
+        name: checksum(leaf.value)
+        for name, leaf in given.items()
+        if isinstance(leaf.value, torch.Tensor)
+    }
+
+    def compare(brought: list[dict[str, Any]]) -> list[None]:
+        for rank, theirs in enumerate(brought):
+            for name in dict.fromkeys((*brought[0], *theirs)):
+                if theirs.get(name) != brought[0].get(name):
+                    raise LayoutError(
+                        f"load_full_state_dict: ranks 0 and {rank} bring another {name}",
+                        place=line,
+                        reason="each rank keeps its piece of a value that all of them have whole",
+                        fixes=(Fix("rank0_only=True", "takes rank 0's and sends it"),),
+                    )
+        return [None] * len(brought)
+
+    ranks.decide(sums, compare)
+
+
+class _Sender:
+    """Sends whole tensors from rank 0, one after the other, over the model's own mesh."""
+
+    def __init__(self, model: nn.Module):
+        spread = [x for x in tensors_of_model(model).values() if isinstance(x, DTensor)]
+        self._wire = spread[0]._spec.wire if spread else None
+        here = None if self._wire is None else self._wire.rank
+        self._src, size = everyone().decide(here, lambda told: [(told[0], len(told))] * len(told))
+        if size > 1 and (self._wire is None or self._wire.mesh.size() != size):
+            raise LayoutError(
+                "rank0_only needs a model with a DTensor on a mesh of all ranks",
+                place=user_line(),
+                reason="its mesh is the way on which rank 0 sends",
+                fixes=(Fix("rank0_only=False", "with the values on every rank"),),
+            )
+
+    def __call__(self, value: torch.Tensor | None, size: _Size) -> torch.Tensor:
+        assert size.size is not None
+        if self._wire is None:
+            assert value is not None
+            return value
+        device = self._wire.device
+        if value is None:
+            value = torch.empty(size.size, dtype=size.dtype, device=device)
+        return self._wire.from_first(value.detach().to(device), self._src)
+
+
+def _write(leaf: Leaf, value: Any) -> None:
+    """Into a tensor its piece of `value`, in place; into a dict or list the value."""
+    if not isinstance(leaf.value, torch.Tensor):
+        leaf.value = value
+        return
+    piece = destination(leaf.value)
+    if piece is not None:
+        box = tuple(slice(at, at + length) for at, length in piece.region)
+        with torch.no_grad():
+            piece.local.copy_(value.detach()[box] if box else value.detach())
+
+
+def give_memory(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Memory for each parameter and buffer of a state dict that is on the meta device."""
+    named = {id(x) for x in tensors_of_model(model).values()}
+    for held in (found for kind in held_by(model) for found in kind):
+        x = held.tensor
+        if not x.is_meta or id(x) not in named:
+            continue
+        if isinstance(x, DTensor):
+            spec = x._spec
+            place = spec.wire.device if device is None else device
+            new: torch.Tensor = torch.empty(spec.local_shape, dtype=x.dtype, device=place)
+            put_in_place(held, tagged(new, spec), by="load")
+        else:
+            put_in_place(held, torch.empty_like(x, device=device or "cpu"), by="load")
+
+
+# -- for torch.distributed.checkpoint.state_dict ---------------------------------------------------
+
+
+class _SpreadTensors:
+    """As `partita.comm.SpreadTensors` asks."""
+
+    def is_spread(self, x: Any) -> bool:
+        return isinstance(x, DTensor)
+
+    def whole(self, x: DTensor) -> torch.Tensor:
+        return _whole(x)
+
+    def piece_like(self, x: DTensor, whole: torch.Tensor) -> torch.Tensor:
+        whole = whole.detach()
+        admit(whole, x._spec.wire, "set_state_dict")
+        with torch.no_grad():
+            return tagged(piece_of(whole.to(x.device), x._spec), x._spec)
+
+    def empty_like(self, x: DTensor) -> torch.Tensor:
+        with Local(), torch.no_grad():
+            return tagged(torch.empty_like(x.detach(), device="cpu"), x._spec)
+
+    def give_memory(self, model: nn.Module) -> None:
+        if any(isinstance(x, DTensor) and x.is_meta for x in tensors_of_model(model).values()):
+            give_memory(model)
+
+
+teach_state_dicts(_SpreadTensors())

@@ -1,0 +1,218 @@
+"""What leaves a sharded model for other programs is whole; what comes from them is cut right."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import partita as pt
+
+from .launch import run_ranks
+
+MODES = ("tp", "zero1", "zero3")
+
+
+class Net(nn.Module):
+    """Two blocks of odd sizes, a weight that has two names, and a buffer."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh() * self.scale
+        return self.head(x)
+
+
+TOKENS = torch.arange(12).reshape(4, 3) % 7
+
+
+def made(tied=True):
+    torch.manual_seed(3)
+    return Net(tied)
+
+
+def placed(model, mesh, mode):
+    if mode == "tp":
+        plan = {"blocks.*.weight": {"dp": pt.Shard(1)}, "embed.weight": {"dp": pt.Shard(0)}}
+        return pt.parallelize(model, mesh, plan)
+    return pt.zero(model, mesh, stage=int(mode[-1]))
+
+
+def one_step(model, optimizer, tokens=TOKENS):
+    optimizer.zero_grad()
+    model(tokens).square().mean().backward()
+    optimizer.step()
+
+
+def trained(mesh, mode, tied=True):
+    model = placed(made(tied), mesh, mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer, pt.distribute_tensor(TOKENS, mesh))
+    return model, optimizer
+
+
+def expected(tied=True):
+    """One process of plain torch: the state dicts of the model and of its optimizer."""
+    model = made(tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    return get_state_dict(model, optimizer)
+
+
+def assert_same(ours, theirs):
+    if isinstance(theirs, torch.Tensor):
+        assert type(ours) is torch.Tensor
+        torch.testing.assert_close(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs) or set(ours) == set(theirs)
+        for key, value in theirs.items():
+            assert_same(ours[key], value)
+    elif isinstance(theirs, (list, tuple)):  # torch makes a list of AdamW's betas
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
+
+
+def ranks_of(rank):
+    warnings.simplefilter("ignore")
+    return pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+def full_state_dicts(rank, mode):
+    mesh = ranks_of(rank)
+    model, optimizer = trained(mesh, mode)
+    state = pt.full_state_dict(model, optimizer)
+    assert state[0]["head.weight"] is state[0]["embed.weight"]
+    one_only = pt.full_state_dict(model, optimizer, rank0_only=True)
+    assert one_only[0].keys() == (state[0].keys() if rank == 0 else set())
+    torchs = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    separate = (
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)),
+    )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    offloaded = get_model_state_dict(model, options=options)
+    assert bool(offloaded) == (rank == 0)
+    return state, torchs, separate, offloaded
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_full_state_dicts_are_those_of_one_process(mode):
+    model, optimizer = expected()
+    for rank, (*states, offloaded) in enumerate(run_ranks(full_state_dicts, 2, mode)):
+        for ours in states:
+            assert_same(ours[0], model)
+            assert_same(ours[1], optimizer)
+        if rank == 0:
+            assert_same(offloaded, model)
+
+
+def meta(tied=True):
+    with torch.device("meta"):
+        return Net(tied)
+
+
+def loaded_each_way(rank, mode, states):
+    return [loaded(ranks_of(rank), mode, way, states) for way in WAYS]
+
+
+def loaded(mesh, mode, way, states):
+    """The values of a sharded model and optimizer with one device's, and a step later."""
+    rank = mesh.get_rank()
+    model = placed(meta() if way.startswith("meta") else made(), mesh, mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    states = copy.deepcopy(
+        states
+    )  # which the ranks would share: torch takes its scalars as they are
+    mine = states if rank == 0 or "rank 0" not in way else ({}, {})
+    full = StateDictOptions(full_state_dict=True, broadcast_from_rank0="rank 0" in way)
+    if way.startswith("meta"):
+        pt.load_full_state_dict(model, mine[0], rank0_only="rank 0" in way)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        pt.load_full_state_dict(model, mine, optimizer, rank0_only="rank 0" in way)
+    elif way.startswith("partita"):
+        pt.load_full_state_dict(model, mine, optimizer, rank0_only="rank 0" in way)
+    elif way.startswith("together"):
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=mine[0],
+            optim_state_dict=mine[1],
+            options=full,
+        )
+    else:
+        set_model_state_dict(model, mine[0], options=full)
+        set_optimizer_state_dict(model, optimizer, mine[1], options=full)
+    for p in model.parameters():
+        assert isinstance(p, pt.DTensor)
+        for x in optimizer.state[p].values():
+            assert x.dim() == 0 or isinstance(x, pt.DTensor)
+    before = pt.full_state_dict(model, optimizer)
+    one_step(model, optimizer, pt.distribute_tensor(TOKENS, mesh))
+    return before, pt.full_state_dict(model, optimizer)
+
+
+WAYS = ("partita", "partita, rank 0", "meta", "meta, rank 0", "torch", "torch, rank 0", "together")
+
+
+@pytest.mark.parametrize("mode", ["tp", "zero3"])
+def test_full_state_dicts_are_loaded_as_by_one_process(mode):
+    before = expected()
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    one_step(model, optimizer)
+    after = get_state_dict(model, optimizer)
+    for each in run_ranks(loaded_each_way, 2, mode, before):
+        for ours in each:
+            assert_same(ours[0], before)
+            assert_same(ours[1], after)
+
+
+def written(rank, mode, folder, whole):
+    """What safetensors' own `save_file` makes of a state dict of DTensors, or of whole values."""
+    mesh = ranks_of(rank)
+    model, _ = trained(mesh, mode, tied=False)
+    path = os.path.join(folder, "model.safetensors")
+    state = pt.full_state_dict(model, rank0_only=True) if whole else model.state_dict()
+    if whole:
+        if rank == 0:
+            save_file(state, path)
+        return None
+    with pytest.raises(pt.LayoutError) as caught:
+        save_file(state, path)
+    assert not os.path.exists(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["tp", "zero3"])
+def test_safetensors_writes_whole_values_or_nothing(mode, tmp_path):
+    for error in run_ranks(written, 2, mode, str(tmp_path), False):
+        assert "pt.full_state_dict(model)" in error
+    run_ranks(written, 2, mode, str(tmp_path), True)
+    assert_same(load_file(tmp_path / "model.safetensors"), dict(expected(tied=False)[0]))

@@ -1,0 +1,191 @@
+"""Nothing that reads a tensor's memory takes this rank's piece for the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+import partita as pt
+
+old = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+WHOLE = torch.arange(48.0).view(6, 8)
+
+
+def on_ranks(body, **axes):
+    with pt.ranks(**(axes or {"a": 2})) as world:
+        return world.run(body)
+
+
+LAYOUTS = {
+    "rows": [pt.Shard(0)],
+    "columns": [pt.Shard(1)],
+    "pending": [pt.Partial()],
+}
+READERS = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "untyped_storage": lambda x: x.untyped_storage(),
+    "storage": lambda x: x.storage(),
+    "storage_offset": lambda x: x.storage_offset(),
+    "is_set_to": lambda x: torch.zeros(6, 8).is_set_to(x),
+    "__cuda_array_interface__": lambda x: x.__cuda_array_interface__,
+    "dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "torch.Tensor": lambda x: torch.Tensor(x),
+    "safetensors": lambda x: save({"x": x}),
+    "torch.jit.trace": lambda x: torch.jit.trace(torch.sin, (x,)),
+    "nn.Parameter": lambda x: torch.Tensor(torch.nn.Parameter(x)),
+}
+
+
+@old
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_who_asks_for_the_memory_of_a_piece_is_refused_on_all_ranks(reader, layout):
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, LAYOUTS[layout])
+        with pytest.raises(pt.LayoutError) as caught:
+            READERS[reader](x)
+        return str(caught.value)
+
+    for error in on_ranks(body):
+        assert "x.full_tensor()" in error
+
+
+def test_the_memory_of_a_whole_value_and_of_a_local_tensor_may_be_read():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh)
+        assert x.data_ptr() == x.to_local().data_ptr() != 0
+        assert torch.equal(torch.Tensor(x), WHOLE)
+        assert x.untyped_storage().nbytes() == WHOLE.nbytes
+        piece = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
+        with torch._C.DisableTorchFunctionSubclass():
+            address = piece.data_ptr()
+        assert piece.to_local().data_ptr() == address
+
+    on_ranks(body)
+
+
+def test_a_piece_that_is_the_whole_on_one_rank_is_refused_there_too():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE[:1], mesh, [pt.Shard(0)])
+        with pytest.raises(pt.LayoutError):
+            x.data_ptr()
+
+    on_ranks(body)
+
+
+def test_what_reads_values_reads_all_of_them():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
+        assert np.array_equal(np.asarray(x), WHOLE.numpy()) and x.tolist() == WHOLE.tolist()
+        assert type(x.data) is pt.DTensor and torch.equal(x.data.full_tensor(), WHOLE)
+
+    on_ranks(body)
+
+
+# -- strides ---------------------------------------------------------------------------------------
+
+VIEWS = {
+    "itself": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "three dimensions": lambda x: x.view(6, 2, 4).permute(1, 2, 0),
+    "one more": lambda x: x.unsqueeze(1),
+    "expanded": lambda x: x.unsqueeze(0).expand(3, 6, 8),
+    "contiguous": lambda x: x.t().contiguous(),
+    "a sum": lambda x: x.t() + 1,
+    "like": lambda x: torch.empty_like(x.t()),
+    "some columns": lambda x: x[:, 2:5],
+}
+SPREAD = {"rows": [pt.Shard(0)], "columns": [pt.Shard(1)], "whole": [pt.Replicate()]}
+
+
+# `contiguous` leaves a piece of one row as it is, in whatever order: one row has none.
+@pytest.mark.parametrize(
+    "view, ranks",
+    [(v, n) for v in VIEWS for n in ((2, 3) if v == "contiguous" else (2, 4, 8))],
+)
+def test_strides_are_those_of_one_device(view, ranks):
+    one = VIEWS[view](WHOLE)
+
+    def body(mesh):
+        for layout in SPREAD.values():
+            x = VIEWS[view](pt.distribute_tensor(WHOLE, mesh, layout))
+            if view == "some columns" and not layout[0].is_replicate() and layout[0].dim == 1:
+                continue  # moved into memory of its own
+            assert x.stride() == one.stride() and x.stride(0) == one.stride(0), layout
+            assert x.is_contiguous() == one.is_contiguous()
+            assert x.dim_order() == one.dim_order()
+
+    on_ranks(body, a=ranks)
+
+
+def test_images_may_be_channels_last_as_on_one_device():
+    one = torch.rand(2, 4, 6, 3).to(memory_format=torch.channels_last)
+
+    def body(mesh):
+        for dim in range(4):
+            x = pt.distribute_tensor(one.contiguous(), mesh, [pt.Shard(dim)])
+            y = x.to(memory_format=torch.channels_last)
+            assert x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+            assert y.stride() == one.stride()
+            assert y.is_contiguous(memory_format=torch.channels_last)
+
+    on_ranks(body)
+
+
+def test_as_strided_counts_in_the_whole_tensor():
+    def body(mesh):
+        for layout in SPREAD.values():
+            x = pt.distribute_tensor(WHOLE, mesh, layout)
+            size, strides = (3, 4), (x.stride(0) * 2, 2)
+            assert torch.equal(
+                x.as_strided(size, strides).full_tensor(), WHOLE.as_strided(size, strides)
+            )
+            assert torch.equal(
+                x.as_strided((2,), (3,), 5).full_tensor(), WHOLE.as_strided((2,), (3,), 5)
+            )
+        with pytest.raises(pt.LayoutError, match="as_strided"):
+            pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)]).t().as_strided((2, 2), (1, 8))
+
+    on_ranks(body)
+
+
+# -- TorchScript -----------------------------------------------------------------------------------
+
+
+def sums(x: torch.Tensor, y: torch.Tensor):
+    return x.sum() * x.size(0) + y, x.softmax(0)
+
+
+@old
+def test_torchscript_gets_whole_operands():
+    scripted = torch.jit.script(sums)
+    wanted = scripted(WHOLE, WHOLE)
+    module = torch.jit.script(torch.nn.Linear(8, 3))
+
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)]).requires_grad_()
+        for got, want in zip(scripted(x, WHOLE), wanted, strict=True):
+            torch.testing.assert_close(got.full_tensor(), want)
+        out = module(x)
+        torch.testing.assert_close(out.full_tensor(), module(WHOLE))
+        (scripted(x, x)[0] * 1).sum().backward()
+        return x.grad.full_tensor()
+
+    x = WHOLE.clone().requires_grad_()
+    scripted(x, x)[0].sum().backward()
+    for grad in on_ranks(body):
+        torch.testing.assert_close(grad, x.grad)
+
+
+@old
+def test_torchscript_refuses_a_module_of_dtensors():
+    def body(mesh):
+        model = pt.distribute_module(torch.nn.Linear(4, 4), mesh)
+        with pytest.raises(pt.LayoutError, match=r"torch\.jit of Linear"):
+            torch.jit.script(model)
+        with pytest.raises(pt.LayoutError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(model, torch.ones(1, 4))
+
+    on_ranks(body)

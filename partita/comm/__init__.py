@@ -8,7 +8,7 @@ from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
 from .handle import MeshHandle
 from .held import Piece, Region
-from .joining import join
+from .joining import LOOPBACK, MEETING, join
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .messages import message
@@ -23,6 +23,8 @@ from .under_way import UnderWay
 from .wire import Ask, Wire
 
 __all__ = [
+    "LOOPBACK",
+    "MEETING",
     "Aside",
     "Ask",
     "Decide",

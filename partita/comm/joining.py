@@ -1,9 +1,9 @@
-"""How do ranks that torchrun started anew find each other, and not those that they replace?
+"""Joining a job: how ranks find each other, and not those that they replace.
 
-torchrun's store outlives the ranks (torch issue 135712): after a restart, the addresses of the dead
-are still in it, and a rank that reads one too early waits for nobody. TORCHELASTIC_RESTART_COUNT
-does not tell the rounds apart: each machine counts its own. So rank 0 names the round, and goes on
-when every rank of this round has answered to that name.
+Ranks of `partita train` meet in a file. torchrun's store outlives the ranks (torch issue 135712):
+after a restart, the addresses of the dead are still in it, and a rank that reads one too early
+waits for nobody. TORCHELASTIC_RESTART_COUNT does not tell the rounds apart: each machine counts its
+own. So rank 0 names the round, and goes on when every rank of this round has answered to that name.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["join"]
+__all__ = ["LOOPBACK", "MEETING", "join"]
+
+MEETING = "PARTITA_MEETING"
+"""The environment's name for the file in which the ranks of one machine meet."""
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The network interface that no other machine can reach."""
 
 _LOOK = 0.02  # seconds between two looks into the store
 _GRACE = 0.2  # seconds that threads have to end what they do, when the process ends
@@ -35,6 +41,13 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     # A thread of Gloo's may be the last to let go of a tensor, for which it needs Python: where
     # Python is ending just then, the process aborts.
     atexit.register(time.sleep, _GRACE)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", ""):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else needs to reach us
+    if (meeting := os.environ.get(MEETING)) is not None:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        file = dist.FileStore(meeting, world)
+        dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=timeout)
+        return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
         return

@@ -25,6 +25,7 @@ from partita.comm import Wire, user_line
 from partita.layout import Fix, LayoutError
 
 from .lower import compiled, load, made_for
+from .phases import begin_phase
 from .program import Program
 from .store import Artifact, Store, default_store
 
@@ -67,6 +68,7 @@ def build(program: Program, what: str, wires: Iterable[Wire]) -> Built:
         LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
+    begin_phase("compile")
     rank = _Rank(program, what)
     rank.attempt(rank.load)
     turn = _turn(rank, wires[0]) if wires else 0
@@ -78,6 +80,7 @@ def build(program: Program, what: str, wires: Iterable[Wire]) -> Built:
         rank.attempt(rank.compile)
     rank.raise_together(wires)
     assert rank.built is not None
+    begin_phase("graph")
     return rank.built
 
 

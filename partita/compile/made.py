@@ -14,6 +14,7 @@ from .graph import canonical
 from .key import agree, digest_of, key_of, versions
 from .notes import note_of
 from .passes import Passes, in_order, run_passes
+from .phases import begin_phase
 from .program import Program
 from .region import region_of
 from .sharing import Sharing
@@ -46,6 +47,7 @@ def make_program(
         CaptureError: it cannot be captured, on any rank.
         LayoutError: the ranks' programs differ.
     """
+    begin_phase("capture")
     slots = [*state.slots, *state.optimizer_slots()]
     tensors = tensors_of_call(slots, args, kwargs)
 

@@ -23,6 +23,8 @@ _LOST = re.compile(
 _PHASES = {
     "forward": "in forward of step {}",
     "backward": "in backward of step {}",
+    "capture": "in the capture of step {}",
+    "compile": "in the compilation of step {}",
     "graph": "in the compiled step {}",
     "optimizer": "in the optimizer of step {}",
     "save": "in the save after step {}",
@@ -89,6 +91,7 @@ class Last:
         failed: its failure, if it told of one.
         when: at which second of the machine's clock.
         log: what it wrote last.
+        stopped: the signal that has stopped it, if it does not go on.
     """
 
     rank: int
@@ -97,6 +100,7 @@ class Last:
     failed: Failure | None
     when: float
     log: str
+    stopped: int = 0
 
 
 def obituary(ranks: Sequence[Last], saved: dict[str, Any] | None) -> str:
@@ -105,14 +109,16 @@ def obituary(ranks: Sequence[Last], saved: dict[str, Any] | None) -> str:
     One that fails because a peer is gone is not to blame.
 
     Args:
-        ranks: at least one has ended.
+        ranks: at least one has ended, or been stopped.
         saved: the last checkpoint's "step" and "path", if there is one.
     """
     ended = [r for r in ranks if r.code is not None]
     killed = [r for r in ended if r.code is not None and r.code < 0]
     own = sorted((r for r in ended if r.failed and not r.failed.lost), key=lambda r: r.when)
     untold = [r for r in ended if r.failed is None]
-    first = (killed or own or untold or sorted(ended, key=lambda r: r.when))[0]
+    stopped = [r for r in ranks if r.stopped]
+    lost = sorted(ended, key=lambda r: r.when)
+    first = (killed or own or untold or stopped or lost)[0]
     alike = [r for r in own if first.failed and r.failed and r.failed.said == first.failed.said]
     if first in own and len(alike) == len(ranks) > 1:
         lines = [f"every rank failed {phase_of(first.at)}; the job is ended"]
@@ -134,6 +140,8 @@ def obituary(ranks: Sequence[Last], saved: dict[str, Any] | None) -> str:
 def _how(rank: Last) -> str:
     if rank.code is not None and rank.code < 0:
         return f"was killed by {signal.Signals(-rank.code).name}"
+    if rank.stopped:
+        return f"was stopped by {signal.Signals(rank.stopped).name}"
     return "failed" if rank.failed else f"ended with exit code {rank.code}"
 
 

@@ -1,8 +1,12 @@
-"""How do the ranks of one machine start, stay together and end?
+"""The ranks of one machine: how they start, stay together and end.
 
 `launch` starts each rank as a process that gets what torchrun would give it, so a rank started here
 and one started by torchrun are the same program. Two pipes tie a rank to its parent: it writes
-events to one, and the end of the other tells it that the parent is gone.
+events to one, and the end of the other tells it that the parent is gone. The parent asks the
+operating system whether ranks have ended or been stopped, which no lock in a rank can delay.
+
+Nothing of it can be reached from another machine: the ranks meet in a file that only this user may
+read, and listen on the loopback interface.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,12 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
-from partita.comm import join
+from partita.comm import LOOPBACK, MEETING, join
 
 from .failures import Failure, Last, failure_of, obituary, phase_of
 
@@ -33,7 +37,10 @@ __all__ = ["Rank", "cores", "is_rank", "joined", "launch"]
 
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
+PATIENCE = 4.0  # seconds that a rank may be stopped (SIGSTOP): it may go on before the others fail
 Show = Callable[[str, dict[str, Any]], None]
+_START = str(Path(__file__).with_name("start_rank.py"))
+_ENDING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 def cores() -> int:
@@ -59,6 +66,8 @@ class _Child:
     ended: bool = False
     failed: Failure | None = None
     failed_when: float = 0.0
+    stopped_by: int = 0
+    stopped_since: float = 0.0
 
     def died(self) -> bool:
         """Ended without a word: asked only of what it wrote, which may outlast the process."""
@@ -67,8 +76,22 @@ class _Child:
     def last(self) -> Last:
         """What is known of it when the job ends."""
         code = self.process.returncode if self.died() else None
-        log = "" if self.failed or not self.died() else _last_lines(self.log)
-        return Last(self.rank, self.at, code, self.failed, self.failed_when, log)
+        # A signal from outside says all; what was written before has nothing to do with it.
+        told = not self.died() or self.failed is not None or code in _ENDING
+        log = "" if told else _last_lines(self.log)
+        stopped = self.stopped_by if self.has_stopped() else 0
+        return Last(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
+
+    def has_stopped(self) -> bool:
+        """Has it been stopped for so long that the job cannot wait for it?"""
+        return self.stopped_by != 0 and time.monotonic() - self.stopped_since > PATIENCE
+
+    def look(self) -> None:
+        """Note whether it is stopped now, by which signal, and since when."""
+        before = self.stopped_by
+        self.stopped_by = 0 if self.ended else _state(self.process.pid, os.WSTOPPED)
+        if self.stopped_by and not before:
+            self.stopped_since = time.monotonic()
 
 
 def launch(command: list[str], ranks: int, show: Show) -> int:
@@ -94,20 +117,23 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with selectors.DefaultSelector() as selector:
-            port = _free_port()
+        with selectors.DefaultSelector() as selector, tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
-                child = _start(command, rank, ranks, port)
+                child = _start(command, rank, ranks, os.path.join(folder, "meeting"))
                 children.append(child)
                 selector.register(child.events, selectors.EVENT_READ, child)
             while selector.get_map():
                 _listen(selector, told)
-                if any(child.died() for child in children):
+                for child in children:
+                    child.look()
+                if any(child.died() or child.has_stopped() for child in children):
                     _gather_last_words(selector, told)
                     message = obituary([child.last() for child in children], saved)
                     show("job", {"message": message})
                     return 1
-        return max(child.process.wait() for child in children)
+        for child in children:
+            _reap(child)
+        return max(child.process.returncode for child in children)
     except KeyboardInterrupt:
         steps = 1 + max((child.last_step for child in children), default=-1)
         show("job", {"message": f"stopped after {steps} step{'s' * (steps != 1)}"})
@@ -117,60 +143,96 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start(command: list[str], rank: int, ranks: int, port: int) -> _Child:
+def _start(command: list[str], rank: int, ranks: int, meeting: str) -> _Child:
     threads = str(max(1, cores() // ranks))
     receive, send = os.pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115  closed in _end
     environment = {
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OMP_NUM_THREADS": threads,
         **os.environ,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        MEETING: meeting,
         EVENTS: str(send),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "partita", *command],
-        env=environment,
-        stdin=subprocess.PIPE,  # never written to: its end is the parent's
-        stdout=log,
-        stderr=log,
-        pass_fds=[send],
-        process_group=0,  # Ctrl-C reaches the parent alone, which ends the ranks
-    )
+    with _without_interrupts():
+        process = subprocess.Popen(
+            [sys.executable, "-P", _START, *command],
+            env=environment,
+            stdin=subprocess.PIPE,  # never written to: its end is the parent's
+            stdout=log,
+            stderr=log,
+            pass_fds=[send],
+            process_group=0,  # Ctrl-C reaches the parent alone, which ends the ranks
+        )
     os.close(send)
     os.set_blocking(receive, False)
     return _Child(rank, process, receive, log)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started here has SIGINT wait until Python has begun."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) -> None:
-    for key, _ in selector.select(timeout):
+    ready = {key.fileobj for key, _ in selector.select(timeout)}
+    for key in list(selector.get_map().values()):
         child: _Child = key.data
+        # A rank's own children may have its pipe open when it has ended.
+        gone = _state(child.process.pid, os.WEXITED)
+        if key.fileobj not in ready and not gone:
+            continue
         while True:
             try:
                 piece = os.read(child.events, 65536)
             except BlockingIOError:
-                break
+                if not gone:
+                    break
+                piece = b""
             if not piece:
                 selector.unregister(child.events)
                 child.ended = True
                 if not child.done:
-                    child.process.wait()  # its files are closed: it is about to end
+                    _reap(child)  # its files are closed: it is about to end
                 break
             child.unread += piece
             *lines, child.unread = child.unread.split(b"\n")
             for line in lines:
                 _take(child, json.loads(line), show)
+
+
+def _state(pid: int, which: int) -> int:
+    """The signal or exit code with which a process here came into this state; 0 if it is not in it.
+
+    An exit code of 0 is told as -1. Nothing is taken note of: others may ask too.
+    """
+    if not hasattr(os, "waitid"):  # macOS until Python 3.13
+        return 0
+    try:
+        found = os.waitid(os.P_PID, pid, which | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has been waited for
+        return -1 if which == os.WEXITED else 0
+    return 0 if found is None else found.si_status or -1
+
+
+def _reap(child: _Child) -> None:
+    """Wait for its end, and end what it has started: compilers, say."""
+    if hasattr(os, "waitid"):  # while it is not reaped, its number is not another's
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    if child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+    child.process.wait()
 
 
 def _take(child: _Child, message: dict[str, Any], show: Show) -> None:
@@ -202,10 +264,11 @@ def _last_lines(log: IO[bytes], count: int = 15) -> str:
 
 def _end(children: list[_Child]) -> None:
     for child in children:
-        if child.process.poll() is None:
-            child.process.kill()  # a rank may hang in a collective, where it heeds nothing milder
+        if child.process.returncode is None:  # its number is its own until it is waited for
+            # A rank may hang in a collective, where it heeds nothing milder.
+            os.kill(child.process.pid, signal.SIGKILL)
     for child in children:
-        child.process.wait()
+        _reap(child)
         if child.process.stdin is not None:
             child.process.stdin.close()
         os.close(child.events)
@@ -239,6 +302,8 @@ def joined(show: Show) -> Iterator[Rank]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(max(1, cores() // local_world))
+    # Also where torchrun started it: at once, wherever it is, and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     listener = os.environ.get(EVENTS)
     if listener is not None:
         threading.Thread(target=_end_with_parent, daemon=True).start()

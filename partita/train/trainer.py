@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita as pt
+from partita.compile.phases import told_of_phases
 
 from .data import Text, read
 from .models import GPT
@@ -151,7 +152,8 @@ def _compiled(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
         tell("at", phase="graph", step=step)
-        total: Tensor = graph(micro_batches)
+        with told_of_phases(lambda phase: tell("at", phase=phase, step=step)):
+            total: Tensor = graph(micro_batches)
         return total
 
     return run

@@ -31,7 +31,8 @@ class Job:
         text = folder / "text"
         text.write_text("abcdefghijklmnopqrstuvwxyz\n" * 400)
         died = folder / "died"
-        dying = {"PYTHONPATH": str(DYING), "DIE": die, "DIED": str(died)} if die else {}
+        path = os.pathsep.join(filter(None, [str(DYING), os.environ.get("PYTHONPATH")]))
+        dying = {"PYTHONPATH": path, "DIE": die, "DIED": str(died)} if die else {}
         done = subprocess.run(
             [sys.executable, *torchrun, "-m", "partita", "train", *RUN, "--data", text, *options],
             env={**os.environ, **dying},

@@ -6,6 +6,7 @@ from . import (  # noqa: F401
     checkpoint_inputs,
     copies,
     custom_function,
+    dynamo,
     lists,
     memory_view,
     methods,

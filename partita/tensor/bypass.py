@@ -7,7 +7,9 @@ public name, for one that asks: what can mean the right thing does, the others r
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,8 @@ def _put(name: str, function: Callable[..., Any], *homes: Any) -> None:
     functools.update_wrapper(function, replaced)
     function.__module__, function.__qualname__ = homes[0].__name__, name
     del function.__wrapped__  # type: ignore[attr-defined]  # a compiler would go round it
+    with contextlib.suppress(ValueError):  # a builtin may not say
+        function.__signature__ = inspect.signature(replaced)  # type: ignore[attr-defined]
     for home in homes:
         setattr(home, name, function)
     # TorchScript knows its builtins by what they are and not by their names.
@@ -251,4 +255,5 @@ def _asarray(obj: Any, **options: Any) -> torch.Tensor:
 _put("tensor", _tensor, torch)
 _put("as_tensor", _as_tensor, torch)
 _put("asarray", _asarray, torch)
+torch.overrides.get_ignored_functions.cache_clear()
 _device_constructors.cache_clear()  # what `torch.set_default_device` goes by

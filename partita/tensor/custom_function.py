@@ -33,6 +33,8 @@ _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
 
 
 def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():  # which knows what `apply` is, if asked by name
+        return cls.apply(*args, **kwargs)
     watcher = HERE.watcher
     if watcher is None:
         return _apply_to_dtensors(cls, *args, **kwargs)

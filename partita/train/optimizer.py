@@ -56,6 +56,8 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
+        return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     refuse_given_up(params)
     spread = [p for p in params if isinstance(p, DTensor)]

@@ -275,3 +275,24 @@ def test_torchscript_is_called_and_made_where_it_can_be_asked():
     finally:
         torch.jit._recursive.create_script_module = made
     assert heard == [module]
+
+
+def test_dynamo_asks_a_tensor_for_one_attribute_before_it_traces_it():
+    class Asked(Exception):
+        pass
+
+    class Refusing(torch.Tensor):
+        @property
+        def _dynamo_static_input_type(self):
+            assert torch._guards.TracingContext.try_get() is not None
+            raise Asked
+
+    x = torch.ones(2).as_subclass(Refusing)
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(x)
+        raise AssertionError("it did not ask")
+    except Exception as error:
+        assert "Asked" in repr(error) or isinstance(error.__cause__, Asked)
+    frames = torch._C._dynamo.eval_frame
+    frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    assert callable(frames.set_code_exec_strategy)

@@ -1,0 +1,100 @@
+"""Dynamo: what `torch.compile` does where it meets a DTensor, and where it meets partita itself.
+
+Dynamo knows of a tensor only what its class lets it see: of a DTensor the shard's sizes beside the
+global ones. It must not trace one. Before anything else it asks a tensor for an attribute of its
+own (is the tensor's address static?); of a DTensor that is answered by a refusal, after which the
+frame, with all that it calls, runs as it would without `torch.compile`, with one warning. Where a
+whole graph was asked for, the refusal is the error. partita's own code is never traced.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .dtensor import DTensor
+
+__all__: list[str] = []
+
+_SAID = (
+    "torch.compile met a DTensor, which it cannot compile: what takes one runs as it is written "
+    "(with fullgraph=True that is an error). pt.compile(step) compiles a step over DTensors"
+)
+
+
+_TRACED = frozenset(
+    f"{name}.py"
+    for name in "bypass checkpoint_inputs custom_function module_hooks optimizer".split()
+)
+"""Files whose functions stand in torch's own places, where plain programs are compiled, too."""
+
+
+def _skip_files(rules: Any) -> None:
+    """Have Dynamo skip the frames of this package; `rules` is its module of what it skips."""
+    package = Path(__file__).parents[1]
+    files = {str(f) for f in package.rglob("*.py") if f.name not in _TRACED}
+    rules.FORCE_SKIP_FILES.update(files)
+
+
+class _WhenDynamoLoads(MetaPathFinder):
+    """Finds nothing; once Dynamo's rules are loaded, which takes seconds, they learn of us."""
+
+    module = "torch._dynamo.trace_rules"
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                _skip_files(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _hide_files() -> None:
+    rules = sys.modules.get(_WhenDynamoLoads.module)
+    if rules is not None:
+        _skip_files(rules)
+    else:
+        sys.meta_path.insert(0, _WhenDynamoLoads())
+
+
+_told: list[str] = []
+
+
+def _refuse(x: DTensor) -> Any:
+    """What Dynamo hears where it asks a DTensor for its own attribute."""
+    if torch._guards.TracingContext.try_get() is None:  # somebody else asks
+        raise AttributeError("_dynamo_static_input_type")
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    if not _told:
+        _told.append(_SAID)
+        warnings.warn(_SAID, stacklevel=2)
+    refusal = Unsupported(_SAID, "a DTensor of partita", skip_frame=True)
+    refusal.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    raise refusal
+
+
+def _ignore(x: DTensor, kind: str) -> None:
+    """`mark_static_address` of a DTensor: whatever is compiled does not take it."""
+
+
+DTensor._dynamo_static_input_type = property(_refuse, _ignore)  # type: ignore[attr-defined]
+
+_hide_files()

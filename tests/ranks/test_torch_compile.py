@@ -1,0 +1,272 @@
+"""What do a plain program and `torch.compile` notice of partita: nothing, and that it says no?"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+from partita import Replicate, Shard
+from partita.tensor import dynamo
+
+PLAIN = """
+import copy, io, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+if sys.argv[1] == "partita": import partita
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+x = torch.linspace(-1, 1, 8).view(2, 4)
+
+def train(optimizer, compiled=True):
+    m = model()
+    opt = optimizer(m.parameters())
+    def step(x):
+        opt.zero_grad()
+        loss = m(x).square().sum()
+        loss.backward()
+        opt.step()
+        return loss
+    run = torch.compile(step, backend="eager") if compiled else step
+    return [run(x).item() for _ in range(3)]
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+def graph(f, *args):
+    torch._dynamo.reset()
+    return torch.compile(f, backend="eager", fullgraph=True)(*args)
+
+def hooked():
+    m, leaf = model(), x.clone().requires_grad_()
+    m[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
+    m(leaf).sum().backward()
+    return leaf.grad
+
+def scripted(x):
+    return x + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+def saved():
+    file = io.BytesIO()
+    torch.save(model().state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+def backward(f):
+    leaf = x.clone().requires_grad_()
+    f(leaf).sum().backward()
+    return leaf.grad
+
+def breaks(f):
+    found = torch._dynamo.explain(f)(x)
+    return found.graph_break_count, found.graph_count, [str(b.reason) for b in found.break_reasons]
+
+def seen():
+    names = []
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+    with Mode():
+        torch.tensor(1.0) + torch.as_tensor([2.0])
+    return names
+
+def one_step(x):
+    m = nn.Linear(4, 4)
+    opt = torch.optim.SGD(m.parameters(), lr=0.1)
+    opt.step()
+    return m(x)
+
+programs = {
+    "AdamW": lambda: train(lambda p: torch.optim.AdamW(p, lr=0.1)),
+    "SGD": lambda: train(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "eager": lambda: train(lambda p: torch.optim.AdamW(p, lr=0.1), compiled=False),
+    "breaks": lambda: breaks(one_step),
+    "vmap": lambda: graph(lambda x: torch.vmap(torch.sin)(x), x),
+    "grad": lambda: graph(lambda x: torch.func.grad(lambda y: y.sin().sum())(x), x),
+    "jvp": lambda: graph(lambda x: torch.func.jvp(torch.sin, (x,), (x,)), x),
+    "jacrev": lambda: graph(lambda x: torch.func.jacrev(torch.sin)(x[0]), x),
+    "hessian": lambda: torch.func.hessian(lambda y: y.sin().sum())(x[0]),
+    "tensor": lambda: graph(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), x),
+    "as_tensor": lambda: graph(lambda x: x + torch.as_tensor(2.0) + torch.asarray(1.0), x),
+    "function": lambda: backward(lambda x: graph(Double.apply, x)),
+    "function": lambda: backward(lambda x: graph(Double.apply, x)),
+    "called function": lambda: backward(lambda x: graph(lambda x: Double.apply(x).sum(), x)),
+    "checkpoint": lambda: backward(lambda x: checkpoint(lambda t: t.sin(), x, use_reentrant=False)),
+    "reentrant": lambda: backward(lambda x: checkpoint(lambda t: t.sin(), x, use_reentrant=True)),
+    "compiled checkpoint": lambda: backward(
+        lambda x: graph(lambda t: checkpoint(lambda t: t.sin(), t, use_reentrant=False), x)
+    ),
+    "hooks": hooked,
+    "deepcopy": lambda: copy.deepcopy(model())(x),
+    "saved": saved,
+    "script": lambda: torch.jit.script(scripted)(x),
+    "export": lambda: torch.export.export(model(), (x,)).module()(x),
+    "mode": seen,
+    "device": lambda: torch.device("meta").__enter__() and torch.tensor([1.0]).device,
+}
+for name, program in programs.items():
+    torch.manual_seed(1)
+    try:
+        print(name, program())
+    except Exception as error:
+        print(name, type(error).__name__, error)
+"""
+
+
+def output_of(tmp_path: Path, how: str) -> subprocess.Popen[str]:
+    file = tmp_path / "plain.py"
+    file.write_text(PLAIN)
+    here = str(Path(pt.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, str(file), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": here},
+    )
+
+
+def test_a_plain_program_does_not_notice_that_partita_is_imported(tmp_path):
+    without, with_partita = (output_of(tmp_path, how) for how in ("nothing", "partita"))
+    right, mine = without.communicate()[0], with_partita.communicate()[0]
+    assert "AdamW [" in right and "device meta" in right
+    assert mine == right
+
+
+# -- with DTensors ---------------------------------------------------------------------------------
+
+X = torch.arange(8.0).view(4, 2) / 8
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def losses(step, m, opt, x) -> list[float]:
+    def whole(x):
+        opt.zero_grad()
+        loss = m(x).square().sum()
+        loss.backward()
+        opt.step()
+        return loss
+
+    run = torch.compile(whole, backend="eager") if step == "step" else whole
+    return [run(x).item() for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.parametrize("compiled", ["step", "model", "module.compile", "optimizer"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_torch_compile_meets_with_dtensors_runs_as_it_is_written(compiled, stage):
+    one = model()
+    right = losses("", one, torch.optim.AdamW(one.parameters(), lr=0.1), X)
+
+    def body(mesh):
+        m = model()
+        m = pt.zero(m, mesh, stage=3) if stage else pt.distribute_module(m, mesh)
+        opt = torch.optim.AdamW(m.parameters(), lr=0.1)
+        run = m
+        if compiled == "model":
+            run = torch.compile(m, backend="eager")
+        elif compiled == "module.compile":
+            m.compile(backend="eager")
+        elif compiled == "optimizer":
+            opt.step = torch.compile(opt.step, backend="eager")
+        return losses(compiled, run, opt, pt.distribute_tensor(X, mesh, [Shard(0)]))
+
+    with pt.ranks(dp=2) as world:
+        for mine in world.run(body):
+            assert mine == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+def test_a_compiled_function_makes_reads_and_returns_dtensors():
+    def body(mesh):
+        held = {"x": [pt.distribute_tensor(X, mesh, [Shard(0)])]}
+
+        def make(x):
+            d = pt.distribute_tensor(x, mesh, [Shard(0)]) + held["x"][0]
+            return (d * d).sum(), pt.DTensor.from_local(x[:1], mesh, [Shard(0)])
+
+        total, rows = torch.compile(make, backend="eager")(X)
+        return total.item(), rows.shape, torch.compile(torch.sin, backend="eager")(rows).shape
+
+    with pt.ranks(dp=2) as world:
+        right = (2 * X).square().sum().item()
+        assert world.run(body) == [(pytest.approx(right), (2, 2), (2, 2))] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+def test_a_compiled_function_takes_plain_tensors_and_dtensors_by_turns():
+    def body(mesh):
+        f = torch.compile(lambda x: (x * 2).sin().sum(), backend="eager")
+        d = pt.distribute_tensor(X, mesh, [Shard(0)])
+        return [f(x).item() for x in (X, d, X, d)]
+
+    with pt.ranks(dp=2) as world:
+        right = (X * 2).sin().sum().item()
+        assert world.run(body) == [pytest.approx([right] * 4)] * 2
+
+
+def test_it_is_said_once_and_names_pt_compile(monkeypatch):
+    monkeypatch.setattr(dynamo, "_told", [])
+
+    def body(mesh):
+        d = pt.distribute_tensor(X, mesh, [Replicate()])
+        for f in (torch.sin, torch.cos):
+            torch.compile(lambda x, f=f: f(x), backend="eager")(d)
+
+    with pt.ranks(dp=2) as world, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        world.run(body)
+    assert len([w for w in said if "pt.compile(step)" in str(w.message)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+def test_a_whole_graph_of_what_takes_a_dtensor_is_refused_in_our_words():
+    def body(mesh):
+        d = pt.distribute_tensor(X, mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"torch.compile met a DTensor.*pt.compile"):
+            torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(d)
+        return torch.compile(lambda x: x * 2, backend="eager")(d).sum().item()
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [pytest.approx(2 * X.sum().item())] * 2
+
+
+def test_a_copy_of_a_dtensor_does_not_trip_over_what_dynamo_asks():
+    def body(mesh):
+        d = pt.distribute_tensor(X, mesh, [Shard(0)])
+        assert not hasattr(d, "_dynamo_static_input_type")
+        return copy.deepcopy(d).sum().item()
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [X.sum().item()] * 2

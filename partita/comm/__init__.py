@@ -2,6 +2,15 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agreement import (
+    agree,
+    agree_first,
+    differing,
+    digest_of_text,
+    gather_texts,
+    is_agreed,
+    remember_agreed,
+)
 from .checks import check_ranks, strict
 from .dry import DryWire, dry_mesh
 from .everyone import Aside, Decide, Everyone, everyone
@@ -42,12 +51,18 @@ __all__ = [
     "Uneven",
     "Wire",
     "World",
+    "agree",
+    "agree_first",
     "call_site",
     "check_ranks",
+    "differing",
+    "digest_of_text",
     "dry_mesh",
     "everyone",
+    "gather_texts",
     "in_place_of",
     "init_device_mesh",
+    "is_agreed",
     "is_uneven",
     "join",
     "ledger",
@@ -56,6 +71,7 @@ __all__ = [
     "neutral",
     "ranks",
     "recomputing",
+    "remember_agreed",
     "roll_call",
     "saved_as",
     "stand_ins",

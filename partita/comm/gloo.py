@@ -9,10 +9,16 @@ posts sends and receives one by one has to wait for what the pair is carrying.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
+from .deadlock import Pending
 from .under_way import All, Summed, UnderWay
+
+if TYPE_CHECKING:
+    from .wire import Ask
 
 __all__ = ["SMALL", "start_all_gather", "start_all_reduce", "start_reduce_scatter"]
 
@@ -20,49 +26,62 @@ SMALL = 1 << 15
 """Bytes up to which every rank sends its whole share to all: one round instead of two."""
 
 
-def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> All:
-    """Begin to fill `out` with the group's `x`, in group order, all contiguous."""
+def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask) -> All:
+    """Begin to fill `out` with the group's `x`, in group order, all contiguous.
+
+    Args:
+        ask: what a rank that waits for it tells the others.
+    """
     pieces = out.view(group.size(), -1)
     pieces[group.rank()].copy_(x.view(-1))
-    return All([group.broadcast(piece, i) for i, piece in enumerate(pieces.unbind())])
+    return All([Pending(group.broadcast(p, i), group, ask) for i, p in enumerate(pieces.unbind())])
 
 
-def start_reduce_scatter(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor) -> Summed:
+def start_reduce_scatter(
+    group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask
+) -> Summed:
     """Begin to fill `out` with this rank's piece of the sum of the group's `x`, all contiguous.
 
     The sum is in the dtype of `out`.
     """
     shares = torch.empty_like(x)
-    exchange = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
+    exchange = Pending(group.alltoall_base(shares.view(-1), x.view(-1), [], []), group, ask)
     return Summed(exchange, shares.view(group.size(), -1).unbind(), out.view(-1))
 
 
-def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor) -> UnderWay:
+def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor, ask: Ask) -> UnderWay:
     """Begin to put the sum of the group's contiguous `x` into `x`."""
     n, size = group.size(), x.numel()
     flat = x.view(-1)
     if x.nbytes <= SMALL:
         shares = x.new_empty(n * size)
-        return Summed(group._allgather_base(shares, flat), shares.view(n, size).unbind(), flat)
+        exchange = Pending(group._allgather_base(shares, flat), group, ask)
+        return Summed(exchange, shares.view(n, size).unbind(), flat)
     if n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much
-        return group.allreduce([x], dist.ReduceOp.SUM)
+        return Pending(group.allreduce([x], dist.ReduceOp.SUM), group, ask)
     whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
     piece = x.new_empty(whole.numel() // n)
-    return _Gathering(start_reduce_scatter(group, piece, whole), group, piece, flat)
+    return _Gathering(start_reduce_scatter(group, piece, whole, ask), group, piece, flat, ask)
 
 
 class _Gathering:
     """A reduce-scatter that is under way, and then the gather that makes it an all-reduce."""
 
     def __init__(
-        self, scatter: Summed, group: dist.ProcessGroup, piece: torch.Tensor, out: torch.Tensor
+        self,
+        scatter: Summed,
+        group: dist.ProcessGroup,
+        piece: torch.Tensor,
+        out: torch.Tensor,
+        ask: Ask,
     ):
         self._scatter, self._group, self._piece, self._out = scatter, group, piece, out
+        self._ask = ask
 
     def wait(self) -> None:
         self._scatter.wait()
         n, size, out = self._group.size(), self._piece.numel(), self._out
         whole = out if out.numel() == n * size else out.new_empty(n * size)
-        start_all_gather(self._group, whole, self._piece).wait()
+        start_all_gather(self._group, whole, self._piece, self._ask).wait()
         if whole is not out:
             out.copy_(whole[: out.numel()])

@@ -7,7 +7,10 @@ and its wait), and are needed only while a graph is captured.
 
 from __future__ import annotations
 
-from datetime import timedelta
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..layout import Coordinate, Fix, LayoutError, Mesh
 from . import gloo
-from .source import user_line
-from .under_way import UnderWay
+from .control import ControlGroup
+from .deadlock import Pending, patience
+from .source import place_of_user, user_line
+from .under_way import UnderWay, ordered_sum
 from .wire import Ask, Axes, Wire
 
 __all__ = ["GroupWire"]
 
+_SMALL = 1 << 13
+"""Bytes of a value that is read up to which it travels on the control group itself."""
 _COMMON = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     + (torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -62,6 +69,8 @@ class GroupWire(Wire):
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
         self.on_gloo = kind == "cpu" and "cpu:gloo" in dist.get_backend_config()
+        self._control: ControlGroup | None = None
+        self._read: str | None = None  # what reads the value that is carried
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -100,44 +109,57 @@ class GroupWire(Wire):
     # -- primitives: ProcessGroup methods that torch's own public collectives end in --------------
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
-        self._process_groups[axes]._allgather_base(out, x).wait()
+        if self._read is not None and (rows := self._shown(x, axes)) is not None:
+            torch.cat([row.view(-1) for row in rows], out=out.view(-1))
+            return
+        group = self._process_groups[axes]
+        self._wait(group._allgather_base(out, x), group, ask)
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
         group = self._process_groups[axes]
         if reduce_op == "sum" and self.on_gloo:
-            gloo.start_reduce_scatter(group, out, x).wait()
+            gloo.start_reduce_scatter(group, out, x, ask).wait()
             return
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[reduce_op]
-        group._reduce_scatter_base(out, x, options).wait()
+        self._wait(group._reduce_scatter_base(out, x, options), group, ask)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+        if self._read is not None and (rows := self._shown(x, axes)) is not None:
+            if reduce_op == "sum":
+                ordered_sum(rows, x)
+            else:
+                stacked = torch.stack(rows)
+                x.copy_(stacked.amax(0) if reduce_op == "max" else stacked.amin(0))
+            return
         group = self._process_groups[axes]
         if reduce_op == "sum" and self.on_gloo:
-            gloo.start_all_reduce(group, x).wait()
+            gloo.start_all_reduce(group, x, ask).wait()
             return
-        group.allreduce([x], _OPS[reduce_op]).wait()
+        self._wait(group.allreduce([x], _OPS[reduce_op]), group, ask)
 
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
         group = self._process_groups[axes]
         return (
-            gloo.start_all_gather(group, out, x) if self.on_gloo else group._allgather_base(out, x)
+            gloo.start_all_gather(group, out, x, ask)
+            if self.on_gloo
+            else group._allgather_base(out, x)
         )
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
         group = self._process_groups[axes]
-        return gloo.start_all_reduce(group, x) if self.on_gloo else group.allreduce([x])
+        return gloo.start_all_reduce(group, x, ask) if self.on_gloo else group.allreduce([x])
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
         group = self._process_groups[axes]
         if self.on_gloo or out.dtype != x.dtype:
-            return gloo.start_reduce_scatter(group, out, x)
+            return gloo.start_reduce_scatter(group, out, x, ask)
         return group._reduce_scatter_base(out, x)
 
     def _all_to_all(
@@ -149,39 +171,79 @@ class GroupWire(Wire):
         send: list[int],
         ask: Ask,
     ) -> None:
-        self._process_groups[axes].alltoall_base(out, x, get, send).wait()
+        group = self._process_groups[axes]
+        self._wait(group.alltoall_base(out, x, get, send), group, ask)
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
-        self._process_groups[axes].broadcast(x, root).wait()
+        group = self._process_groups[axes]
+        self._wait(group.broadcast(x, root), group, ask)
 
-    # -- for check_ranks -------------------------------------------------------------------------
+    def _wait(self, work: Any, group: dist.ProcessGroup, ask: Ask) -> None:
+        if self.on_gloo:
+            Pending(work, group, ask).wait()
+        else:
+            work.wait()
+
+    # -- what ranks tell each other apart from their tensors --------------------------------------
+
+    @property
+    def control(self) -> ControlGroup:
+        """The control group of this mesh; the first time, every rank of the mesh must ask."""
+        if self._control is None:
+            from .roll_call import roll_call
+
+            roll_call(self, f"is at {user_line() or 'no line'}, where ranks first compare")
+            self.make_control()
+        assert self._control is not None
+        return self._control
+
+    def make_control(self) -> None:
+        """Make the control group, where every rank of the mesh is known to be here."""
+        if self._control is None and self._others_exist():
+            self._control = ControlGroup([self._rank_at[at] for at in self.mesh.coordinates()])
+
+    def _others_exist(self) -> bool:
+        return self.mesh.size() > 1 and dist.get_backend() != "fake"
+
+    def exchange(
+        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+    ) -> list[bytes]:
+        if not self._others_exist():
+            return [mine] * self.mesh.size()
+        return self.control.exchange(why, mine, deadline, place)
+
+    @contextmanager
+    def reading(self, op: str) -> Iterator[None]:
+        before, self._read = self._read, f"reads a value ({op})"
+        try:
+            yield
+        finally:
+            self._read = before
+
+    def _shown(self, x: torch.Tensor, axes: Axes) -> list[torch.Tensor] | None:
+        """What each rank of the group over `axes` holds of a value that is read, in group order, by
+        way of the control group; None where it is large: all ranks of the mesh are here then."""
+        assert self._read is not None
+        mine = b""
+        if x.nbytes <= _SMALL:
+            mine = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        limit = patience().total_seconds() / 2
+        told = self.exchange(self._read, mine, limit, place_of_user())
+        if not mine:
+            return None
+        by_place = dict(zip(self.mesh.coordinates(), told, strict=True))
+        return [
+            torch.frombuffer(bytearray(by_place[at]), dtype=x.dtype).view(x.shape).to(x.device)
+            for at in self.group(axes)[1]
+        ]
+
+    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        form = struct.Struct(f"<{len(values)}q")
+        why = f"compares {len(values)} numbers"
+        if self.scope.check is not None:
+            self.check(f"{why} at {user_line()}")
+        return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
 
     def check(self, text: str) -> None:
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
-
-    def exchange_text(self, text: str, timeout: timedelta) -> list[str]:
-        """Every rank's text, in mesh order.
-
-        Raises:
-            LayoutError: a rank did not come within `timeout`.
-        """
-        axes, members = self.group(self.mesh.names)
-        mine = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-        x = torch.tensor(list(mine), dtype=torch.uint8, device=self.device)
-        out = x.new_empty((len(members), _TEXT_BYTES))
-        work = self._process_groups[axes]._allgather_base(out.view(-1), x)
-        try:
-            work.wait(timeout)
-        except RuntimeError as error:
-            raise LayoutError(
-                f"rank {self.rank} waited {timeout.total_seconds():g} s for the other ranks",
-                operands=(text,),
-                reason="some rank does not make this move",
-            ) from error
-        rows = [bytes(row).decode(errors="replace").rstrip() for row in out.tolist()]
-        by_place = dict(zip(members, rows, strict=True))
-        return [by_place[m] for m in self.mesh.coordinates()]
-
-
-_TEXT_BYTES = 1024  # of what a rank asks for; a longer text is compared as far as this

@@ -67,7 +67,9 @@ def init_device_mesh(
     mesh = _init_device_mesh(
         device_type, tuple(mesh_shape), mesh_dim_names=mesh_dim_names, **options
     )
-    wire_of(mesh)  # from now on a tensor that was saved on such a mesh finds it
+    wire = wire_of(mesh)  # from now on a tensor that was saved on such a mesh finds it
+    if isinstance(wire, GroupWire):
+        wire.make_control()  # here all ranks are; later one may come alone
     return mesh
 
 

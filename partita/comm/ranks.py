@@ -54,7 +54,15 @@ class RankWire(Wire):
             self._numbers[axes] = group
         self._world.meet(Call(self._number, self._everyone, group, key, ask, payload), action)
 
-    def together(self, mine: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def exchange(self, why: str, mine: bytes) -> list[bytes]:
+        def answer(brought: list[bytes]) -> list[list[bytes]]:
+            return [brought] * len(brought)
+
+        return self.together(mine, answer, why)  # type: ignore[no-any-return]
+
+    def together(
+        self, mine: Any, answer: Callable[[list[Any]], Sequence[Any]], why: str = "together"
+    ) -> Any:
         """This rank's share of what the first rank's `answer` makes of every rank's `mine`."""
         got: list[Any] = []
 
@@ -63,7 +71,7 @@ class RankWire(Wire):
             for (to, _, _), one in zip(all_, answers, strict=True):
                 to.append(one)
 
-        ask = Ask("together", None, "")
+        ask = Ask(why, None, "")
         self._meet(("together", "objects"), self.mesh.names, ask, (got, mine, answer), action)
         return got[0]
 

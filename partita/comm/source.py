@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_site", "user_line"]
+__all__ = ["call_site", "place_of_user", "user_line"]
 
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -43,6 +43,12 @@ def user_line(frame: FrameType | None = None) -> str:
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
+
+
+def place_of_user() -> str:
+    """`"file:line"` of the user's frame, without folders, which may differ from host to host."""
+    site = call_site(sys._getframe(1))
+    return f"{os.path.basename(site[0])}:{site[1]}" if site else ""
 
 
 def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:

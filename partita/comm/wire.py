@@ -7,7 +7,8 @@ none at all (`dry`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Wire:
     def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
         self.mesh, self.at = mesh, at
         self.scope = scope() if scope_of_rank is None else scope_of_rank
+        self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._groups: dict[Axes, tuple[Axes, tuple[Coordinate, ...]]] = {}
 
@@ -197,6 +199,23 @@ class Wire:
         )
 
     # -- small exchanges over the whole mesh -----------------------------------------------------
+
+    def exchange(self, why: str, mine: bytes) -> list[bytes]:
+        """What every rank of the mesh brings, in mesh order, of any length.
+
+        Args:
+            why: what all ranks must come for alike: an operation, and the user's line.
+        """
+        lengths = [n for (n,) in self.gather_ints((len(mine),))]
+        rows = self.gather_ints(tuple(mine.ljust(max(lengths))))
+        return [bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+
+    @contextmanager
+    def reading(self, op: str) -> Iterator[None]:
+        """Within, what is carried is a value that the program reads, by `op`: it meets no other
+        rank's move, and a rank that reads alone is told so. Where ranks are compared anyhow this
+        does nothing."""
+        yield
 
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import Wire, user_line
+from partita.comm import Wire, gather_texts, user_line
 from partita.layout import Fix, LayoutError
 
 from .lower import compiled, load, made_for
@@ -30,8 +30,6 @@ from .program import Program
 from .store import Artifact, Store, default_store
 
 __all__ = ["Built", "build"]
-
-_TEXT_BYTES = 768  # of an error, as the other ranks are told it
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +148,7 @@ class _Rank:
         if self.error is not None:
             text = f"on rank {wires[0].rank if wires else 0}: {_said(self.error)}"
         for wire in wires:
-            lengths = [n for (n,) in wire.gather_ints((len(text),))]
-            if any(lengths):
-                text = next(filter(None, _texts(text, wire)))
+            text = next(filter(None, gather_texts(text, wire)), "")
         if text:
             raise LayoutError(
                 "compile: the program could not be compiled",
@@ -201,8 +197,3 @@ def _facts(program: Program, what: str) -> dict[str, Any]:
 
 def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
-
-
-def _texts(text: str, wire: Wire) -> list[str]:
-    mine = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    return [bytes(row).decode(errors="replace").rstrip() for row in wire.gather_ints(tuple(mine))]

@@ -15,12 +15,10 @@ from importlib.metadata import version
 
 import torch
 
-from partita.comm import Wire, user_line
+from partita.comm import Wire, gather_texts, user_line
 from partita.layout import Fix, LayoutError
 
 __all__ = ["agree", "digest_of", "key_of", "versions"]
-
-_LINE_BYTES = 384
 
 
 def versions() -> list[str]:
@@ -68,7 +66,7 @@ def agree(
             differ = middle
     mine = lines[same] if same < len(lines) else "(it ends here)"
     place = where[same] if same < len(where) else ""
-    texts = _texts(f"{mine}   {place}".rstrip(), wire)
+    texts = gather_texts(f"{mine}   {place}".rstrip(), wire)
     other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
     by = _parted_at(stages, wire)
     raise LayoutError(
@@ -98,8 +96,3 @@ def _parted_at(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
 def _digest(lines: Sequence[str]) -> tuple[int, ...]:
     raw = hashlib.sha256("\n".join(lines).encode()).digest()
     return tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))
-
-
-def _texts(text: str, wire: Wire) -> list[str]:
-    mine = text.encode()[:_LINE_BYTES].ljust(_LINE_BYTES)
-    return [bytes(row).decode(errors="replace").rstrip() for row in wire.gather_ints(tuple(mine))]

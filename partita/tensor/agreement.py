@@ -6,22 +6,29 @@ then all raise the same error, or none.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
 
 import torch
 
-from partita.comm import Wire, user_line
+from partita.comm import (
+    TraceWire,
+    Wire,
+    call_site,
+    differing,
+    digest_of_text,
+    gather_texts,
+    is_agreed,
+    remember_agreed,
+    user_line,
+)
 from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial
 
 from .checksum import checksum
 from .spec import Spec
 
-__all__ = ["alike", "compare", "does_not_fit", "no_strides"]
-
-_TEXT_BYTES = 512  # of what a rank brings, as the others are told it
+__all__ = ["agree_pieces", "compare", "does_not_fit", "no_strides"]
 
 
 def does_not_fit(
@@ -41,12 +48,35 @@ def does_not_fit(
     )
 
 
+def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
+    """Compare the pieces' shapes and dtypes, the first time that a place brings such ones.
+
+    A rank that brings another piece than before comes to compare alone, and is named.
+
+    Raises:
+        LayoutError: on every rank, where they do not go together; on this rank alone where only it
+            brings a piece that is not that of a stated shape which was compared before.
+    """
+    wire, fits = spec.wire, local.shape == spec.local_shape
+    graded = local.requires_grad and torch.is_grad_enabled()
+    key = (call_site(), "from_local", spec, local.dtype, graded)
+    if wire.mesh.size() > 1 and not isinstance(wire, TraceWire) and not is_agreed(wire, key):
+        said = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
+        told = wire.gather_ints((digest_of_text(said), int(fits)))
+        if len(set(told)) > 1:
+            raise _disagreement(local, spec.layout, said, wire)
+        if fits:
+            remember_agreed(wire, key)
+    if not fits:
+        raise does_not_fit(local.shape, spec.layout, wire, wire.at)
+
+
 def compare(local: torch.Tensor, spec: Spec) -> None:
     """Compare what the ranks hold, and raise on all of them alike if it does not go together."""
     wire, layout = spec.wire, spec.layout
     fits = local.shape == spec.local_shape
     said = f"{layout} of {local.dtype}"
-    told = wire.gather_ints((_digest(said), int(fits), *checksum(local)))
+    told = wire.gather_ints((digest_of_text(said), int(fits), *checksum(local)))
     if len({digest for digest, *_ in told}) > 1 or not all(ok for _, ok, *_ in told):
         raise _disagreement(local, layout, said, wire)
     at = {c: tuple(told[i][2:]) for i, c in enumerate(wire.mesh.coordinates())}
@@ -93,27 +123,10 @@ def no_strides(what: str, t: torch.Tensor) -> LayoutError:
     )
 
 
-def alike(what: str, said: str, wire: Wire) -> None:
-    """Raise on every rank, with what two of them say, unless all say the same of `what`."""
-    if wire.mesh.size() > 1 and len(set(wire.gather_ints((_digest(said),)))) > 1:
-        raise _differ(what, _texts(said, wire))
-
-
-def _differ(what: str, said: list[str], *fixes: Fix) -> LayoutError:
-    rank = next(i for i, text in enumerate(said) if text != said[0])
-    return LayoutError(
-        f"{what}: the ranks do not ask for the same",
-        place=user_line(),
-        operands=(f"rank 0  {said[0]}", f"rank {rank}  {said[rank]}"),
-        reason="a global tensor is one thing, of which each rank has a part",
-        fixes=fixes or (Fix("pass the same on every rank"),),
-    )
-
-
 def _disagreement(local: torch.Tensor, layout: Layout, said: str, wire: Wire) -> LayoutError:
     """What to raise where pieces do not fit; every rank comes here."""
     mine = [said, f"{layout.shards} {local.dtype}", list(local.shape)]
-    told = [json.loads(t) for t in _texts(json.dumps(mine), wire)]
+    told = [json.loads(t) for t in gather_texts(json.dumps(mine), wire)]
     texts = [text for text, _, _ in told]
     shapes = [tuple(shape) for _, _, shape in told]
     at = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
@@ -122,7 +135,7 @@ def _disagreement(local: torch.Tensor, layout: Layout, said: str, wire: Wire) ->
     true = _made_by(at, layout, wire) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
-        return _differ("from_local", texts, *([fix] if fix else []))
+        return differing("from_local", texts, fixes=[fix] if fix else [])
     wrong = next(c for c, s in at.items() if s != layout.local_shape(wire.mesh, c))
     return does_not_fit(at[wrong], layout, wire, wrong, told=fix)
 
@@ -144,14 +157,3 @@ def _made_by(
 
 def _named(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:
     return list(zip(wire.mesh.names, at, strict=True))
-
-
-def _digest(text: str) -> int:
-    """63 bits that are the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _texts(text: str, wire: Wire) -> list[str]:
-    """Every rank's text, in mesh order."""
-    mine = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    return [bytes(row).decode(errors="replace").rstrip() for row in wire.gather_ints(tuple(mine))]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from partita.comm import Wire, user_line, wire_of
+from partita.comm import TraceWire, Wire, agree, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 from partita.rules.pieces import part as cut
 
-from .agreement import alike, no_strides
+from .agreement import no_strides
+from .draws import draw_alike
 from .dtensor import DTensor, tagged
 from .spec import Spec, placed
 
@@ -96,7 +98,7 @@ def distribute_tensor(
         raise no_strides("distribute_tensor", tensor)
     spec = placed(device_mesh, tensor.shape, placements)
     if src_data_rank is not None:
-        alike("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
+        agree("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
         if not 0 <= src_data_rank < spec.wire.mesh.size():
             raise LayoutError(
                 f"distribute_tensor: src_data_rank={src_data_rank} is no rank of the mesh",
@@ -244,7 +246,9 @@ def _drawn(
     """One device's numbers: all are drawn on every rank, which keeps its piece."""
     wire: Wire = wire_of(device_mesh)
     spec = placed(device_mesh, _size(size), placements)
-    whole = make(_size(size), dtype=dtype, device=wire.device)
+    draw = partial(make, _size(size), dtype=dtype, device=wire.device)
+    alone = wire.mesh.size() == 1 or isinstance(wire, TraceWire)
+    whole = draw() if alone else draw_alike(draw, make.__name__, wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 

@@ -18,7 +18,7 @@ from torch._C import _is_torch_function_enabled as _global_view
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-from .agreement import compare, does_not_fit, no_strides
+from .agreement import agree_pieces, compare, no_strides
 from .autograd import convert_gradient, moved
 from .origin import current
 from .pieces import piece_held
@@ -110,6 +110,9 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Take each rank's local tensor as its piece of one global tensor. Differentiable.
 
+        The ranks compare shapes and dtypes the first time that a place of the program brings such
+        a piece, and each time under `check_ranks()`.
+
         Args:
             placements: one per mesh axis; all Replicate where not given.
             run_check: compare the ranks first: whole axes must hold equal values, and pieces must
@@ -141,8 +144,8 @@ class DTensor(torch.Tensor):
         spec.wire.show_piece(spec.layout, "from_local")
         if run_check:
             compare(local_tensor, spec)
-        elif local_tensor.shape != spec.local_shape:
-            raise does_not_fit(local_tensor.shape, spec.layout, spec.wire, spec.wire.at)
+        else:
+            agree_pieces(local_tensor, spec)
         with Local():
             return tagged(local_tensor.view_as(local_tensor), spec)
 
@@ -243,9 +246,9 @@ class DTensor(torch.Tensor):
         """Layout and values: a pending value is reduced first, a sharded one shows its piece."""
         value = current(self)
         if self._spec.is_pending:
-            value = value.redistribute(
-                placements=[Replicate() if p.is_partial() else p for p in self.placements]
-            )
+            whole = [Replicate() if p.is_partial() else p for p in self.placements]
+            with self._spec.wire.reading("print"):
+                value = value.redistribute(placements=whole)
         with Local():
             text = torch.Tensor.__repr__(torch.Tensor.detach(value))
         held = "pieces" if self._spec.is_sharded else "value"

@@ -14,6 +14,7 @@ from .agreement import no_strides
 from .arguments import all_tensors, one_wire
 from .autograd import moved
 from .buckets import pending_gradients, settle
+from .draws import drawing
 from .dtensor import DTensor, tagged
 from .names import Form
 from .plan import CallPlan, Target, at_path, replaced
@@ -83,7 +84,7 @@ def gathered(
         form.name,
         wire,
         targets=tuple(targets),
-        kernel=form.local,
+        kernel=drawing(form.local or func, form, wire) or form.local,
         fresh=fresh,
         copies=bool(targets) and gives_view(form, args),
         renews=copies_among(tensors),

@@ -30,6 +30,7 @@ from partita.rules import (
 from .arguments import all_tensors, declared, one_wire, operands_of_call, parameters
 from .autocast import as_autocast_casts
 from .choose import Choice, choose
+from .draws import drawing
 from .dtensor import DTensor
 from .names import Form
 from .padding import without_padding
@@ -90,7 +91,9 @@ def make_plan(
                 form.name, wire, rewrite=rewrite, copies=copies, renews=renews, names=names
             )
         if isinstance(said, Like):
-            return _like(form.name, func, wire, args[0]._spec, said)
+            plan = _like(form.name, func, wire, args[0]._spec, said)
+            plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
+            return plan
         text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
     paths = {path for path, _ in operands}
     if any(path not in paths for path, _ in tensors):
@@ -136,6 +139,7 @@ def make_plan(
                 kernel = _into_first(kernel, form)
     if wire.padded:
         kernel = without_padding(kernel, func, form, bound, choice, wire, operands, names)
+    kernel = drawing(kernel or form.local or func, form, wire) or kernel
     copies = gives_view(form, args) and (
         bool(targets) or args[0]._spec.is_copy or choice.partial[0] != args[0]._spec.layout.partial
     )

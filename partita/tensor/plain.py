@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from partita.comm import TraceWire, Wire, call_site, user_line
+from partita.comm import TraceWire, Wire, call_site, is_agreed, remember_agreed, user_line
 from partita.layout import Fix, LayoutError
 
 from .agreement import no_strides
@@ -84,9 +84,8 @@ def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ())
     if isinstance(wire, TraceWire):  # there is no value yet to compare
         wire.admit(value)
         return
-    seen = wire.__dict__.setdefault("plain_seen", set())
-    site = (*call_site(), op, *where)
-    if site in seen and scope.check is None:
+    site = (call_site(), "plain", op, *where)
+    if is_agreed(wire, site):
         return
     told = wire.gather_ints(checksum(value))
     for rank, theirs in enumerate(told):
@@ -104,4 +103,4 @@ def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ())
                     Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
                 ),
             )
-    seen.add(site)
+    remember_agreed(wire, site)

@@ -82,7 +82,7 @@ def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
             return None
 
         def kernel(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
-            if not train or p == 0 or (input.numel() == 0 and _MODE.get() == "pieces"):
+            if not train or p == 0:
                 return input.clone() if train else torch.dropout(input, p, False)
 
             def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

@@ -335,7 +335,9 @@ def _whole(x: Any, op: str) -> Any:
     after = spec_of(Layout(spec.layout.shape), spec.wire)
     if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
         after = spec
-    with torch.no_grad():
+    if after is spec:
+        return moved(x, spec, after, op, "explicit")
+    with torch.no_grad(), spec.wire.reading(op):
         return moved(x, spec, after, op, "explicit")
 
 

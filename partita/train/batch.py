@@ -8,8 +8,19 @@ from typing import Any, Literal
 
 import torch
 
-from partita.comm import Wire, user_line, wire_of
+from partita.comm import (
+    TraceWire,
+    Wire,
+    agree,
+    agree_first,
+    call_site,
+    is_agreed,
+    remember_agreed,
+    user_line,
+    wire_of,
+)
 from partita.layout import Fix, Layout, LayoutError, Shard
+from partita.tensor.checksum import checksum
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec, spec_of
@@ -38,13 +49,16 @@ def distribute_batch(
         each_rank_has: "whole": every rank has read the whole batch and keeps its piece; nothing is
             sent. "piece": each rank has read its own piece (and ranks along other axes the same
             one); the ranks tell each other their sizes, a few bytes, and the pieces are one batch.
+            Either way what ranks must have alike is compared the first time at each place of the
+            program, and each time under `check_ranks()`.
 
     Returns:
         What `batch` is, with DTensors for tensors.
 
     Raises:
         LayoutError: an axis that the mesh lacks, a dimension that a tensor lacks, or pieces that
-            do not go together as torch.chunk cuts: on every rank, naming the rank.
+            do not go together as torch.chunk cuts, or ranks that have read other rows than they
+            say: on every rank, naming the rank.
     """
     wire = wire_of(device_mesh)
     if places is None:
@@ -63,17 +77,77 @@ def distribute_batch(
         raise ValueError(f'each_rank_has is "whole" or "piece", not {each_rank_has!r}')
     tensors = _tensors(batch)
     if each_rank_has == "whole":
+        _agree_whole(tensors, wire)
         specs = [_spec(tuple(t.shape), places, wire) for t in tensors]
         pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
         shapes = _shapes(tensors, places, wire)
         specs = [_spec(shape, places, wire) for shape in shapes]
+        _agree_pieces(tensors, specs, wire)
         pieces = [t.detach() for t in tensors]
     spread = [
         tagged(piece, spec).requires_grad_(t.requires_grad)
         for t, piece, spec in zip(tensors, pieces, specs, strict=True)
     ]
     return _with(batch, iter(spread))
+
+
+def _agree_whole(tensors: list[torch.Tensor], wire: Wire) -> None:
+    """Raise on all ranks unless all have read one batch."""
+    fixes = (
+        Fix('each_rank_has="piece"', "where each rank has read its own rows"),
+        Fix("one order of rows on every rank", "the same seed, and no DistributedSampler"),
+    )
+    said = {
+        "fact": "the ranks have not read the same batch",
+        "reason": 'each_rank_has="whole": each rank keeps its part of what all of them have',
+        "fixes": fixes,
+    }
+    shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+    agree_first("distribute_batch", shapes, wire, **said)
+    key = (call_site(), "distribute_batch", "whole")
+    if _is_compared(wire, key):
+        return
+    agree("distribute_batch", f"{shapes}, checksum {_checksums(tensors)}", wire, **said)
+    remember_agreed(wire, key)
+
+
+def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
+    """Raise on all ranks unless those that are to have the same piece have read the same."""
+    key = (call_site(), "distribute_batch", "piece")
+    if _is_compared(wire, key):
+        return
+    told = wire.gather_ints(tuple(n for t in tensors for n in checksum(t.detach())))
+    coordinates = wire.mesh.coordinates()
+    for i, spec in enumerate(specs):
+        first: dict[object, int] = {}
+        for rank, at in enumerate(coordinates):
+            same = first.setdefault(spec.layout.local_region(wire.mesh, at), rank)
+            if told[rank][3 * i : 3 * i + 3] != told[same][3 * i : 3 * i + 3]:
+                raise LayoutError(
+                    f"distribute_batch: ranks {same} and {rank} have not read the same rows",
+                    place=user_line(),
+                    operands=(
+                        f"rank {same}  at {coordinates[same]}, checksum {told[same][3 * i + 2]:x}",
+                        f"rank {rank}  at {coordinates[rank]}, checksum {told[rank][3 * i + 2]:x}",
+                    ),
+                    reason=f"tensor {i}: {spec.layout.brief()} on {wire.mesh} gives both one piece",
+                    fixes=(
+                        Fix(
+                            'DistributedSampler(data, mesh.size("dp"), mesh.get_local_rank("dp"))',
+                            "with the axes that the rows are split over, not all ranks",
+                        ),
+                    ),
+                )
+    remember_agreed(wire, key)
+
+
+def _is_compared(wire: Wire, key: object) -> bool:
+    return wire.mesh.size() == 1 or isinstance(wire, TraceWire) or is_agreed(wire, key)
+
+
+def _checksums(tensors: list[torch.Tensor]) -> str:
+    return " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
 
 
 def _spec(shape: tuple[int, ...], places: Places, wire: Wire) -> Spec:

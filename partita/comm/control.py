@@ -1,0 +1,115 @@
+"""The control group of a mesh: a Gloo group of all its ranks, apart from those that carry tensors,
+on which ranks compare what they do and read values.
+
+A message on it says for what it comes, so it can meet no message of another kind, and no tensor: a
+rank that comes alone waits there, and the ranks that are elsewhere are named (`deadlock`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..layout import Fix, LayoutError
+from .deadlock import SLICE, Need, patience, wait_longer
+from .source import user_line
+
+__all__ = ["ControlGroup"]
+
+_HEAD = struct.Struct("<8sq")
+"""Why a rank comes, as a digest, and how many bytes it brings."""
+_SLICE = timedelta(seconds=SLICE)
+_INLINE = 112
+"""Bytes that travel in the message that says why a rank comes; more of them need a second one."""
+_MESSAGE = _HEAD.size + _INLINE
+
+
+class ControlGroup:
+    """One rank's end of the control group of a mesh of more than one rank.
+
+    Made by all ranks together: by `init_device_mesh`, or where they first come to an exchange.
+    """
+
+    def __init__(self, ranks: Sequence[int]):
+        self._ranks = list(ranks)
+        self._group = dist.new_group(
+            sorted(self._ranks),
+            backend="gloo",
+            timeout=patience(),
+            use_local_synchronization=True,
+            group_desc="partita control",
+        )
+        order = dist.get_process_group_ranks(self._group)
+        self._rows = [order.index(r) for r in self._ranks]  # in mesh order
+
+    def exchange(
+        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+    ) -> list[bytes]:
+        """What every rank of the mesh brings, in mesh order; each comes for the same reason.
+
+        Args:
+            why: what the ranks must come for alike: "compares from_local".
+            deadline: seconds to wait for ranks of which nothing is known; by default the timeout of
+                `init_process_group`.
+            place: a line at which all must be, where that matters.
+
+        Raises:
+            LayoutError: on all ranks, naming two that come for different reasons, or whoever does
+                not come.
+        """
+        head = _HEAD.pack(_digest(why + place), len(mine))
+        rows = self._gather((head + mine).ljust(_MESSAGE)[:_MESSAGE], why, deadline)
+        heads = [_HEAD.unpack_from(row) for row in rows]
+        if any(digest != heads[0][0] for digest, _ in heads):
+            raise self._parted(why, deadline)
+        longest = max(length for _, length in heads)
+        if longest <= _INLINE:
+            return [
+                row[_HEAD.size : _HEAD.size + n] for row, (_, n) in zip(rows, heads, strict=True)
+            ]
+        rows = self._gather(mine.ljust(longest), why, deadline)
+        return [row[:n] for row, (_, n) in zip(rows, heads, strict=True)]
+
+    def _gather(self, mine: bytes, why: str, deadline: float | None) -> list[bytes]:
+        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        out = x.new_empty((len(self._ranks), len(mine)))
+        work = self._group._allgather_base(out.view(-1), x)
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            need = Need(_located(why), self._ranks, self._group, meets=True)
+            wait_longer(work, need, error, deadline)
+        return [out[i].numpy().tobytes() for i in self._rows]
+
+    def _parted(self, why: str, deadline: float | None) -> LayoutError:
+        """What to raise where ranks come for different reasons; all of them come here."""
+        mine = _located(why).encode()
+        lengths = self._gather(struct.pack("<q", len(mine)), why, deadline)
+        longest = max(struct.unpack("<q", n)[0] for n in lengths)
+        rows = self._gather(mine.ljust(longest), why, deadline)
+        texts = [row.decode(errors="replace").rstrip() for row in rows]
+        other = next(i for i, text in enumerate(texts) if text != texts[0])
+        return LayoutError(
+            "ranks ask for different things",
+            place=user_line(),
+            operands=(f"rank 0     {texts[0]}", f"rank {other:<5} {texts[other]}"),
+            reason="every rank of a mesh must make the same moves, and read the same values, in "
+            "the same order",
+            fixes=(
+                Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
+            ),
+        )
+
+
+def _located(why: str) -> str:
+    """What a rank comes for, and the user's line."""
+    return f"{why}, at {user_line() or 'no line'}"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -1,0 +1,340 @@
+"""Ranks that wait for one another for ever: found, and told to all, through the job's store.
+
+A rank that has waited for `SLICE` seconds leaves in the store what it waits for. Where all that it
+depends on wait too, and for different things, nobody can go on: each of them raises one error. A
+rank that computes leaves nothing, so nobody is called lost that is only slow; whoever waits for it
+where ranks agree or read a value waits until a deadline, and whoever exchanges tensors with it for
+as long as the process group does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..layout import Fix, LayoutError
+from .source import user_line
+
+if TYPE_CHECKING:
+    from .wire import Ask
+
+__all__ = ["Need", "Pending", "outlast", "patience", "verdict_of_others", "wait_longer"]
+
+SLICE = 2.0
+"""Seconds that a rank waits before it tells the others."""
+STUCK = 4.0
+"""Seconds for which nothing may have changed before ranks are said to wait for ever."""
+WARN = 20.0
+"""Seconds after which a rank that waits for others to come says so."""
+_LOOK = 0.5
+_slice = timedelta(seconds=SLICE)
+_VERDICT = "partita/waits/verdict"
+_ONE_WAY = (
+    Fix("the same calls on every rank, in the same order"),
+    Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
+)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rank waits for.
+
+    Attributes:
+        text: what it does, for the other ranks: "reads a value (item) at train.py:10".
+        ranks: whom it needs, numbers in the job.
+        group: over which it waits, of which each rank counts what it has begun.
+        meets: it comes to compare or to read, where a rank that stays away is an error.
+        count: for a meeting that no group serves, its name and how many there have been.
+    """
+
+    text: str
+    ranks: Sequence[int]
+    group: dist.ProcessGroup | None = None
+    meets: bool = False
+    count: tuple[str, int] = ("", 0)
+
+
+class Pending:
+    """A collective of a Gloo group that is under way: its wait ends where ranks wait for ever.
+
+    Not for NCCL, where a wait with a time limit would block the processor.
+    """
+
+    __slots__ = ("_ask", "_group", "_work")
+
+    def __init__(self, work: Any, group: dist.ProcessGroup, ask: Ask):
+        self._work, self._group, self._ask = work, group, ask
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(_slice)
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self._group)
+            line = user_line() or "no line"
+            need = Need(f"waits in {self._ask.describe()}, at {line}", ranks, self._group)
+            wait_longer(self._work, need, error)
+
+
+def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | None = None) -> None:
+    """Go on waiting for `work` of a Gloo group, whose wait of `SLICE` seconds raised `error`.
+
+    Raises:
+        LayoutError: as `outlast`; or a rank has ended, where all had to meet.
+        RuntimeError: what else the collective failed of.
+    """
+
+    def over(seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    try:
+        if work.is_completed():  # it has failed, or has ended just now
+            work.wait()
+        else:
+            outlast(over, need, deadline)
+    except LayoutError:
+        raise
+    except RuntimeError as failure:
+        told = verdict_of_others() or (_gone(need) if need.meets else None)
+        if told is None:
+            raise
+        raise told from failure
+
+
+def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = None) -> None:
+    """Wait on, as one who has waited for `SLICE` seconds: tell the others, and see what they say.
+
+    Args:
+        over: waits for so many seconds and says whether what is needed has come.
+        deadline: seconds that one who needs ranks to come waits for some of which nothing is known.
+
+    Raises:
+        LayoutError: the ranks wait for one another, or the deadline has passed.
+    """
+    me, store = dist.get_rank(), _store()
+    mine = _post(need)
+    limit = patience().total_seconds() if deadline is None else deadline
+    begun, unchanged, before, warned = time.monotonic() - SLICE, time.monotonic(), None, False
+    store.set(_place(me), json.dumps(mine))
+    try:
+        while not over(_LOOK):
+            if (told := _told(store, me)) is not None:
+                raise told
+            posts = _posts(store, me, mine)
+            if posts != before:
+                before, unchanged = posts, time.monotonic()
+            now = time.monotonic()
+            if now - unchanged >= STUCK and (fact := _deadlocked(posts, me)):
+                raise _agreed(store, fact, posts, me)
+            if not need.meets:
+                continue
+            away = [r for r in need.ranks if r != me and not _is_at(posts.get(r), mine)]
+            if now - begun > WARN and not warned:
+                warned = True
+                warnings.warn(
+                    f"rank {me} {need.text}; {named(away)} has not come yet", stacklevel=2
+                )
+            if now - begun > limit:
+                fact = f"rank {me} waited {now - begun:.0f} s for {named(away)}"
+                raise _agreed(store, fact, dict.fromkeys(away) | posts, me)
+    finally:
+        with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
+            store.delete_key(_place(me))
+
+
+def patience() -> timedelta:
+    """The timeout of the job's process groups."""
+    # Private torch: a timeout that was given is kept by the backend only.
+    backend = dist.group.WORLD._get_backend(torch.device("cpu")) if _has_cpu() else None
+    limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return limit or timedelta(minutes=30)
+
+
+def _has_cpu() -> bool:
+    return "cpu" in dist.get_backend_config()
+
+
+# -- what ranks tell one another -------------------------------------------------------------------
+
+_number = 0
+_leaving = False
+
+
+def _store() -> Any:
+    global _leaving
+    if not _leaving:
+        _leaving = True
+        atexit.register(_leave)
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+
+def _leave() -> None:
+    """Say that this rank has ended."""
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            me = dist.get_rank()
+            post = {"text": "has ended", "ended": True, "id": -1, "ranks": []}
+            _store().set(_place(me), json.dumps(post))
+
+
+def _post(need: Need) -> dict[str, Any]:
+    global _number
+    _number += 1
+    return {
+        "text": need.text,
+        "id": _number,
+        "ranks": list(need.ranks),
+        "group": need.count[0] if need.group is None else need.group.group_name,
+        "meets": need.meets,
+        # Private torch: how many collectives of its groups a rank has begun, by the group's name.
+        "begun": dict([need.count])
+        | {g.group_name: n for g in _groups() if (n := _begun(g)) is not None},
+    }
+
+
+def _groups() -> list[Any]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _begun(group: Any) -> int | None:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
+
+
+def _posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[str, Any] | None]:
+    """What all those wait for on whom this rank depends, directly or not; of one that does not wait
+    None."""
+    found: dict[int, dict[str, Any] | None] = {me: mine}
+    ahead = list(mine["ranks"])
+    while ahead:
+        rank = ahead.pop()
+        if rank in found:
+            continue
+        post = None
+        if store.check([_place(rank)]):
+            with contextlib.suppress(Exception):  # it may go on just now
+                post = json.loads(store.get(_place(rank)))
+        found[rank] = post
+        ahead += post["ranks"] if post else []
+    return found
+
+
+def _is_at(post: dict[str, Any] | None, mine: dict[str, Any]) -> bool:
+    """Has the rank of `post` begun what `mine` waits for?"""
+    if post is None or "begun" not in post:
+        return False
+    group = mine["group"]
+    return bool(post["begun"].get(group, -1) >= mine["begun"].get(group, 0))
+
+
+def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
+    """The fact, where all wait and each for one that has not begun the same; "" otherwise."""
+    if any(post is None for post in posts.values()):
+        return ""
+    waiting = {r: p for r, p in posts.items() if p is not None and "begun" in p}
+    if not any(p["meets"] for p in waiting.values()):
+        return ""  # nobody is where ranks agree or read: the process groups' own limits hold
+    for post in waiting.values():
+        if all(_is_at(posts[r], post) for r in post["ranks"] if r in posts):
+            return ""  # it has all that it needs, which is on its way
+    ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
+    if ended:
+        return f"rank {me if me not in ended else '?'} waits for {named(ended)}, which has ended"
+    return "ranks wait for one another"
+
+
+def _agreed(store: Any, fact: str, posts: dict[int, dict[str, Any] | None], me: int) -> LayoutError:
+    """The error that all of these ranks raise, of whichever of them finds it first."""
+    lines = [
+        f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
+        for r, p in sorted(posts.items())
+    ]
+    mine = json.dumps({"fact": fact, "lines": _few(lines, posts), "ranks": sorted(posts)})
+    said = store.compare_set(_VERDICT, "", mine)
+    others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
+    store.set(f"{_VERDICT}/{me}", "heard")
+    until = time.monotonic() + 4 * _LOOK + 1
+    # Whoever holds the store must not end before the others have read what it says.
+    while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
+        time.sleep(0.05)
+    return _error(json.loads(said))
+
+
+def _few(lines: list[str], posts: dict[int, Any]) -> list[str]:
+    """One line for each thing that ranks wait for, of the first that does."""
+    seen: dict[str, str] = {}
+    for line, (_, post) in zip(lines, sorted(posts.items()), strict=True):
+        seen.setdefault("" if post is None else post["text"], line)
+    return list(seen.values())[:8]
+
+
+def _told(store: Any, me: int) -> LayoutError | None:
+    if not store.check([_VERDICT]):
+        return None
+    said = json.loads(store.get(_VERDICT))
+    if me not in said["ranks"]:
+        return None
+    store.set(f"{_VERDICT}/{me}", "heard")
+    return _error(said)
+
+
+def _error(said: dict[str, Any]) -> LayoutError:
+    return LayoutError(
+        said["fact"],
+        place=user_line(),
+        operands=tuple(said["lines"]),
+        reason="every rank of a mesh must make the same moves, and read the same values, in the "
+        "same order",
+        fixes=_ONE_WAY,
+    )
+
+
+def verdict_of_others() -> LayoutError | None:
+    """What other ranks have found, where a collective of this rank failed."""
+    with contextlib.suppress(Exception):
+        store, me = _store(), dist.get_rank()
+        for _ in range(3):
+            if (told := _told(store, me)) is not None:
+                return told
+            time.sleep(0.1)
+    return None
+
+
+def _gone(need: Need) -> LayoutError:
+    me = dist.get_rank()
+    return LayoutError(
+        f"rank {me} waited for {named([r for r in need.ranks if r != me])}, and one has ended or "
+        "cannot be reached",
+        place=user_line(),
+        operands=(f"rank {me}  {need.text}",),
+        reason="every rank of a mesh must make the same moves, and read the same values, in the "
+        "same order",
+        fixes=_ONE_WAY,
+    )
+
+
+def _place(rank: int) -> str:
+    return f"partita/waits/{rank}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`ranks 1, 2`, of at most eight."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + shown

@@ -1,0 +1,82 @@
+"""Draws of random numbers: where a place first draws, the ranks' generators are compared.
+
+Every rank draws one device's numbers from a generator of its own, so all must be in one state: else
+a dropout mask, or a weight that is made on each rank, is another one on each, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from partita.comm import TraceWire, Wire, agree, call_site, is_agreed, remember_agreed
+from partita.layout import Fix
+
+from .names import Form
+
+__all__ = ["draw_alike", "drawing"]
+
+_ALSO = frozenset(
+    """scaled_dot_product_attention feature_dropout feature_alpha_dropout rrelu binomial random
+    _standard_gamma _sample_dirichlet multi_head_attention_forward""".split()
+)
+"""Ops that draw and that torch does not tag, since they are made of others."""
+
+
+def drawing(kernel: Callable[..., Any], form: Form, wire: Wire) -> Callable[..., Any] | None:
+    """`kernel` of an op that draws, which compares the generators where a place first does so; None
+    of an op that does not draw, or where there is nobody to compare with."""
+    if not _draws(form.name) or wire.mesh.size() == 1 or isinstance(wire, TraceWire):
+        return None
+    return partial(draw_alike, kernel, form.name, wire)
+
+
+def _draws(name: str) -> bool:
+    if name in _ALSO:
+        return True
+    for packet in (getattr(torch.ops.aten, n, None) for n in (name, name + "_")):
+        if packet is not None and any(
+            torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()
+        ):
+            return True
+    return False
+
+
+def draw_alike(run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kwargs: Any) -> Any:
+    """`run(*args, **kwargs)`; raise on all ranks if it has drawn from generators that differ."""
+    # A dropout that is switched off draws nothing: its numbers tell calls of one line apart.
+    numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
+    key = (call_site(), "draw", op, numbers)
+    if is_agreed(wire, key):
+        return run(*args, **kwargs)
+    generator = kwargs.get("generator")
+    before = _state(generator, wire.device)
+    out = run(*args, **kwargs)
+    if not torch.equal(before, _state(generator, wire.device)):
+        state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()
+        seed = torch.initial_seed() if generator is None else generator.initial_seed()
+        agree(
+            op,
+            f"draws from a generator of seed {seed}, in state {state}",
+            wire,
+            fact="the ranks' random generators are not in the same state",
+            reason="each rank draws one device's numbers and keeps its part of them",
+            fixes=(
+                Fix("torch.manual_seed(seed)", "the same on every rank"),
+                Fix("with torch.random.fork_rng(): ...", "around what draws on some ranks only"),
+            ),
+        )
+    remember_agreed(wire, key)
+    return out
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    if generator is not None:
+        return generator.get_state()
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()

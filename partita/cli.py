@@ -39,6 +39,7 @@ BENCHES = {
     "memory": "partita.report.bench_memory:main",
     "zero": "partita.report.bench_zero:main",
     "checkpoint": "partita.report.bench_checkpoint:main",
+    "faults": "partita.report.bench_faults:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 

@@ -8,6 +8,7 @@ in Inductor's caches. What of this machine the code was made for, `made_for` say
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
 import os
@@ -15,6 +16,7 @@ import pickle
 import pkgutil
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -31,6 +33,7 @@ from .generated import code_of, memory_of_code
 from .light import lighter, without_compiler
 from .notes import NOTE
 from .program import Program
+from .trust import Untrusted, check_folder
 from .unfinished import without_unfinished
 
 __all__ = ["CONFIG", "compiled", "load", "made_for"]
@@ -87,6 +90,7 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
     mode = next((m for x in examples if (m := getattr(x, "fake_mode", None)) is not None), None)
     if mode is None:
         mode = torch._subclasses.FakeTensorMode()
+    _use_private_cache()
     with ExitStack() as stack:
         _quiet(stack)
         stack.enter_context(without_unfinished())
@@ -127,6 +131,7 @@ def load(payload: bytes) -> Call:
     number, result, libraries = pickle.loads(zlib.decompress(payload))
     if number != _FORMAT:
         raise ValueError(f"its format is {number}, not {_FORMAT}")
+    _use_private_cache()
     with ExitStack() as stack:
         _quiet(stack)
         stack.enter_context(_provided(libraries))
@@ -182,6 +187,25 @@ def _features() -> str:
 # -- how torch is set ------------------------------------------------------------------------------
 
 
+def _use_private_cache() -> None:
+    """Have Inductor keep its files where nobody else could have put any: it runs what is there.
+
+    Its own folder is one of a known name in /tmp, which whoever came first may have made.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.makedirs(default_cache_dir(), mode=0o700, exist_ok=True)
+    folder = cache_dir()
+    try:
+        check_folder(Path(folder))
+    except Untrusted as problem:
+        own = tempfile.mkdtemp(prefix="partita-inductor-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = own
+        warnings.warn(f"Inductor's files in {folder} are not used: {problem}", stacklevel=3)
+
+
 def _quiet(stack: ExitStack) -> None:
     stack.enter_context(torch.no_grad())
     stack.enter_context(warnings.catch_warnings())
@@ -233,7 +257,6 @@ def _provided(libraries: dict[str, bytes]) -> Iterator[None]:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    os.makedirs(cache_dir(), exist_ok=True)  # where torch has libraries, and they may be executed
     with tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True) as folder:
 
         def provide(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .trust import Untrusted, check_folder, open_trusted
+
 __all__ = ["Artifact", "Entry", "Store", "default_store", "read_limit"]
 
 MAGIC = b"partita artifact 1\n"
@@ -69,7 +71,8 @@ class Store:
 
     Args:
         folder: made by the first `put`, for this user alone: whoever can write to it can have
-            programs of this user run what they like.
+            programs of this user run what they like. So one that others can write to is not used,
+            nor a file that others could have written.
         limit: bytes of all files together; 0 to keep nothing.
     """
 
@@ -88,12 +91,13 @@ class Store:
         """The artifact of a key. None, with a warning, where its file cannot be used."""
         path = self.path(key)
         try:
-            with path.open("rb") as file:
+            check_folder(self.folder)
+            with open_trusted(path) as file:
                 artifact = _read(file, key)
             os.utime(path)  # it is of use
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except _Unusable as problem:
+        except (_Unusable, Untrusted) as problem:
             _warn_once(path, f"{path} is not used: {problem}")
             return None
         except OSError as error:
@@ -120,7 +124,11 @@ class Store:
             return False
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(self.folder)
             _write(path, parts)
+        except Untrusted as problem:
+            _warn_once(self.folder, f"{self.folder} is not written to: {problem}")
+            return False
         except OSError as error:
             _warn_once(self.folder, f"{self.folder} cannot be written: {error.strerror}")
             return False
@@ -241,8 +249,6 @@ def _write(path: Path, parts: tuple[bytes, ...]) -> None:
 
 def _header(file: BinaryIO, key: str) -> tuple[str, int, int]:
     """The digest, and how many bytes of metadata and of payload follow."""
-    if not _trusted(file):
-        raise _Unusable("it belongs to another user")
     magic = file.readline(_HEADER_BYTES)
     if magic != MAGIC:
         ours = magic.startswith(b"partita artifact ")
@@ -256,13 +262,6 @@ def _header(file: BinaryIO, key: str) -> tuple[str, int, int]:
     if match[1].decode() != key:
         raise _Unusable("it holds the program of another key")
     return match[2].decode(), int(match[3]), int(match[4])
-
-
-def _trusted(file: BinaryIO) -> bool:
-    """What is loaded is run: files of this user, or of root, are."""
-    if not hasattr(os, "geteuid"):
-        return True
-    return os.fstat(file.fileno()).st_uid in (os.geteuid(), 0)
 
 
 def _read(file: BinaryIO, key: str) -> Artifact:
@@ -279,8 +278,9 @@ def _read(file: BinaryIO, key: str) -> Artifact:
 def _entry(path: Path, check: bool) -> Entry | None:
     key = path.name.removesuffix(SUFFIX)
     try:
-        stat = path.stat()
-        with path.open("rb") as file:
+        stat = path.lstat()
+        check_folder(path.parent)
+        with open_trusted(path) as file:
             if check:
                 metadata = _read(file, key).metadata
             else:
@@ -288,7 +288,7 @@ def _entry(path: Path, check: bool) -> Entry | None:
                 metadata = json.loads(file.read(length))
     except FileNotFoundError:
         return None
-    except (_Unusable, OSError, ValueError) as error:
+    except (_Unusable, Untrusted, OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else str(error)
         with suppress(OSError):
             stat = path.lstat()

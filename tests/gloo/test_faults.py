@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import partita as pt
+from partita.report.bench_faults import RunningJob, run_trial
+from partita.train.launch import _state
 
 DYING = Path(__file__).parent / "dying"
 RUN = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch", "8"]
@@ -97,3 +100,58 @@ def test_a_rank_that_raises_alone_under_torchrun_ends_the_job_with_its_error(tmp
     assert job.code == 1 and job.took < 15
     assert "rank 1 failed in forward of step 3: Traceback" in job.err
     assert "ZeroDivisionError: this rank has had enough" in job.err
+
+
+# -- at whatever moment ----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)  # of a compilation
+@pytest.mark.parametrize(
+    ("name", "rank", "after", "compiled", "where"),
+    [
+        ("INT", 1, "start", False, "before the first step"),
+        ("STOP", 0, "start", False, "before the first step"),
+        ("STOP", 1, "step", False, r"in .+"),
+        ("KILL", 1, "ready", True, r"(in|before) .+"),
+    ],
+)
+def test_a_signal_at_whatever_moment_ends_the_job_with_the_rank_and_its_place(
+    name, rank, after, compiled, where
+):
+    trial = run_trial(name, rank, after=after, delay=0.3, compiled=compiled)
+    assert trial.faults == [], trial.said
+    assert re.fullmatch(where, trial.where)
+
+
+def test_a_process_is_known_to_be_stopped_whatever_it_does_and_to_go_on():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        assert _state(busy.pid, os.WSTOPPED) == 0
+        os.kill(busy.pid, signal.SIGSTOP)
+        while not _state(busy.pid, os.WSTOPPED):
+            time.sleep(0.01)
+        assert _state(busy.pid, os.WSTOPPED) == signal.SIGSTOP  # asking takes nothing away
+        os.kill(busy.pid, signal.SIGCONT)
+        while _state(busy.pid, os.WSTOPPED):
+            time.sleep(0.01)
+        busy.kill()
+
+
+def test_no_other_machine_can_reach_a_rank(tmp_path):
+    job = RunningJob(tmp_path, 2)
+    try:
+        job.wait_for("step")
+        sockets = {
+            link.split("[")[1][:-1]
+            for pid in (job.process.pid, *job.processes())
+            for file in Path(f"/proc/{pid}/fd").iterdir()
+            if (link := os.readlink(file)).startswith("socket:")
+        }
+        listening = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and inode in sockets:
+                    listening.append(local.split(":")[0])
+    finally:
+        job.end()
+    assert listening and set(listening) == {"0100007F"}  # 127.0.0.1, as the kernel writes it

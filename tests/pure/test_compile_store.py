@@ -118,6 +118,69 @@ def test_a_file_of_another_user_is_not_loaded(store, monkeypatch):
         assert store.get(KEY) is None
 
 
+def as_written_by_all(store):
+    store.path(KEY).chmod(0o666)
+
+
+def of_a_group(store):
+    store.path(KEY).chmod(0o660)
+
+
+def in_an_open_folder(store):
+    store.folder.chmod(0o777)
+
+
+def below_an_open_folder(store):
+    store.folder.parent.chmod(0o777)
+
+
+def as_a_link(store):
+    real = store.folder.parent / "real"
+    store.path(KEY).rename(real)
+    store.path(KEY).symlink_to(real)
+
+
+def as_a_pipe(store):
+    store.path(KEY).unlink()
+    os.mkfifo(store.path(KEY))
+
+
+@pytest.mark.parametrize(
+    ("expose", "problem"),
+    [
+        (as_written_by_all, "others may write to it: chmod go-w"),
+        (of_a_group, "others may write to it: chmod go-w"),
+        (in_an_open_folder, "others may write to it: chmod go-w"),
+        (below_an_open_folder, "anybody may write to"),
+        (as_a_link, "a symbolic link"),
+        (as_a_pipe, "no file"),
+    ],
+)
+def test_a_file_that_others_could_have_written_is_not_loaded(expose, problem, store):
+    store.put(KEY, WHAT)
+    expose(store)
+    with pytest.warns(RuntimeWarning, match=problem) as told:
+        assert store.get(KEY) is None
+        assert store.get(KEY) is None
+    assert len(told) == 1 and str(store.path(KEY)) in str(told[0].message)
+    (entry,) = store.entries()
+    assert problem in entry.problem
+
+
+def test_a_link_of_the_users_own_to_the_folder_is_followed(store, tmp_path):
+    store.put(KEY, WHAT)
+    (tmp_path / "link").symlink_to(store.folder)
+    assert Store(tmp_path / "link").get(KEY) == WHAT
+
+
+def test_nothing_is_put_where_others_can_write(store):
+    store.folder.mkdir(parents=True)
+    store.folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="is not written to: others may write to it"):
+        assert not store.put(KEY, WHAT)
+    assert not list(store.folder.iterdir())
+
+
 def test_what_cannot_be_written_is_a_warning_and_no_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file" / "partita")

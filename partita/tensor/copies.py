@@ -14,6 +14,7 @@ from partita.layout import Fix, Layout, LayoutError
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .plain import admit
+from .plain_writes import give_history, whole_alias
 from .spec import Spec, spec_of
 from .special import gradient_of, means
 from .tensor_state import OURS
@@ -28,15 +29,10 @@ T = torch.Tensor
 def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
     """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
     if not isinstance(x, DTensor):
-        raise LayoutError(
-            "copy_ of a DTensor into a plain tensor",
-            place=user_line(),
-            reason="a plain tensor has no layout that says which part it should hold",
-            fixes=(
-                Fix("t.copy_(x.full_tensor())", "the whole value"),
-                Fix("t.copy_(x.to_local())", "this rank's piece"),
-            ),
-        )
+        wire = src._spec.wire  # type: ignore[attr-defined]
+        _copy_into(whole_alias(x, wire), src, non_blocking)
+        give_history(x, wire)
+        return x
     spec = x._spec
     if spec.is_copy:
         return written_through(T.copy_, x, src, non_blocking)

@@ -17,12 +17,12 @@ from .buckets import pending_gradients, settle
 from .draws import drawing
 from .dtensor import DTensor, tagged
 from .names import Form
+from .plain_writes import write_into_plain
 from .plan import CallPlan, Target, at_path, replaced
 from .shared import (
     changes_layout,
     copies_among,
     gives_view,
-    into_plain,
     writes_copy,
     written_places,
 )
@@ -45,6 +45,10 @@ def gathered(
         LayoutError: in place, and the result has another shape.
     """
     tensors = all_tensors(args, kwargs)
+    written = written_places(form, args, kwargs)
+    plain = [path for path, t in tensors if path in written and not isinstance(t, DTensor)]
+    if plain:
+        return write_into_plain(func, form.name, plain, args, kwargs)
     waiting = pending_gradients(t for _, t in tensors)
     if waiting:  # who needs a gradient whole settles it for good
         settle(waiting)
@@ -63,7 +67,6 @@ def gathered(
             raise no_strides(form.name, out)
         return whole(out.shape)
 
-    written = written_places(form, args, kwargs)
     if writes_copy(form, args) and written == {(0,)}:
         return written_through(func, *args, **kwargs)
     copies = {}
@@ -71,8 +74,6 @@ def gathered(
     for path, t in tensors:
         after = whole(t.shape)
         if not isinstance(t, DTensor):
-            if path in written:
-                raise into_plain(form.name, t)
             targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
         elif t._spec is not after:
             if path not in written:

@@ -34,12 +34,12 @@ from .draws import drawing
 from .dtensor import DTensor
 from .names import Form
 from .padding import without_padding
+from .plain_writes import write_into_plain
 from .plan import CallPlan, Target, replaced
 from .shared import (
     changes_layout,
     copies_among,
     gives_view,
-    into_plain,
     writes_copy,
     written_places,
 )
@@ -64,7 +64,7 @@ def make_plan(
     tensors = all_tensors(args, kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
     if form.inplace and not isinstance(args[0], DTensor):
-        raise into_plain(form.name, args[0])
+        return CallPlan(form.name, wire, rewrite=partial(_write_first, func, form.name))
     if writes_copy(form, args):
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
@@ -155,6 +155,12 @@ def make_plan(
         renews=renews,
         names=names,
     )
+
+
+def _write_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(args[0], torch.Tensor):
+        raise TypeError(f"{op} in place of {type(args[0]).__name__}, which is no tensor")
+    return write_into_plain(func, op, [(0,)], args, kwargs)
 
 
 def _into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:

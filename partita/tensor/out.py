@@ -28,7 +28,7 @@ def into_out(
 
     Raises:
         RuntimeError: a gradient is wanted, or `out` cannot hold the result's dtype.
-        LayoutError: `out` is a plain tensor or has another shape than the result.
+        LayoutError: `out` has another shape than the result.
     """
     held = tensors_of(out)
     operands = [t for a in (*args, *kwargs.values()) for t in tensors_of(a)]
@@ -43,6 +43,8 @@ def into_out(
             raise RuntimeError(
                 f"result type {value.dtype} can't be cast to the desired output type {into.dtype}"
             )
+        if into.shape != value.shape and not isinstance(into, DTensor) and not into.numel():
+            into.resize_(value.shape)  # as torch does with memory for nothing
         if into.shape != value.shape:
             raise _other_shape(func.__name__, into, value)
         into.copy_(value)

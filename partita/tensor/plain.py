@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.function import BackwardCFunction
 
 from partita.comm import TraceWire, Wire, call_site, is_agreed, remember_agreed, user_line
 from partita.layout import Fix, LayoutError
@@ -18,7 +19,7 @@ from partita.layout import Fix, LayoutError
 from .agreement import no_strides
 from .checksum import checksum
 
-__all__ = ["admit", "refuse_transform"]
+__all__ = ["WHOLE", "admit", "refuse_transform"]
 
 
 def refuse_transform(name: str) -> LayoutError:
@@ -35,11 +36,19 @@ def refuse_transform(name: str) -> LayoutError:
     )
 
 
-def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ()) -> None:
+def admit(
+    value: torch.Tensor,
+    wire: Wire,
+    op: str,
+    where: tuple[Any, ...] = (),
+    with_gradient: bool = False,
+) -> None:
     """Let a plain tensor pass as a whole value, or say why not.
 
     Args:
         where: which of the op's arguments it is, where an op takes several.
+        with_gradient: the caller sees to it that the gradient comes back whole; then it may require
+            grad, unless a parameter or a DTensor is in its history.
 
     Raises:
         LayoutError: it is sparse; it requires grad (its gradient would have no layout); it differs
@@ -47,7 +56,8 @@ def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ())
     """
     if is_functorch_wrapped_tensor(value):
         raise refuse_transform("grad" if value.requires_grad else "vmap")
-    if value.requires_grad and torch.is_grad_enabled():
+    graded = value.requires_grad and torch.is_grad_enabled()
+    if graded and not (with_gradient and _is_made_of_leaves(value)):
         raise LayoutError(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",
             place=user_line(),
@@ -104,3 +114,33 @@ def admit(value: torch.Tensor, wire: Wire, op: str, where: tuple[Any, ...] = ())
                 ),
             )
     remember_agreed(wire, site)
+
+
+_MOST_NODES = 1000
+WHOLE = "partita: a whole gradient"
+"""What the metadata of a node of autograd holds that takes a whole gradient, equal on all ranks."""
+
+
+def _is_made_of_leaves(value: torch.Tensor) -> bool:
+    """Does plain `value` get its gradient from plain leaves alone that are no parameters?
+
+    What a model makes in forward, and is the same on all ranks. A parameter beside DTensors was
+    forgotten when the others were spread; and what left the DTensors has a gradient of its own.
+    """
+    if value.grad_fn is None:
+        return not isinstance(value, torch.nn.Parameter)
+    todo, seen = [value.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if WHOLE in node.metadata:
+            continue
+        leaf = getattr(node, "variable", None)
+        if len(seen) > _MOST_NODES or isinstance(node, BackwardCFunction):
+            return False
+        if leaf is not None and type(leaf) is not torch.Tensor:
+            return False
+        todo += [n for n, _ in node.next_functions if n is not None]
+    return True

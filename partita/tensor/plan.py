@@ -113,7 +113,12 @@ class CallPlan:
                     settle(pending_gradients((value,)))  # its owner's, for good
                 new[path] = _moved_once(value, target.spec, self.op)
             else:
-                admit(value, self.wire, self.op, path)
+                admit(value, self.wire, self.op, path, with_gradient=True)
+                if value.requires_grad and torch.is_grad_enabled():
+                    # Its gradient is to come back whole, as plain autograd goes on with it.
+                    names = self.wire.mesh.names
+                    whole = spec_of(Layout(tuple(value.shape), invariant=names), self.wire)
+                    value = moved(value, whole, target.plain, self.op, "implicit")
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replaced(args, kwargs, new)

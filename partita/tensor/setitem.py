@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import user_line
-from partita.layout import Fix, Layout, LayoutError
+from partita.layout import Layout
 
 from .autograd import moved
 from .dtensor import DTensor
 from .plain import admit
+from .plain_writes import give_history, whole_alias
 from .spec import Spec, spec_of
 from .view_writes import written_through
 
@@ -32,7 +32,7 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
     """`torch.Tensor.__setitem__` where x, the index or the value is a DTensor.
 
     Raises:
-        LayoutError: x is a plain tensor and the value is not.
+        LayoutError: x is a plain tensor, but no whole value that is the same on every rank.
     """
     if not isinstance(x, DTensor):
         _write_plain(x, index, value)
@@ -52,13 +52,11 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
 
 def _write_plain(x: torch.Tensor, index: Any, value: Any) -> None:
     if isinstance(value, DTensor):
-        raise LayoutError(
-            "t[...] = x: a DTensor cannot be written into a plain tensor",
-            place=user_line(),
-            operands=(f"t  plain {tuple(x.shape)}", f"x  {value._spec.layout.brief()}"),
-            reason="a plain tensor has no layout that says which part it should hold",
-            fixes=(Fix("t[...] = x.full_tensor()"), Fix("t = pt.distribute_tensor(t, mesh, ...)")),
-        )
+        wire = value._spec.wire
+        admit(x, wire, "setitem", with_gradient=True)
+        set_item(whole_alias(x, wire), index, value)
+        give_history(x, wire)
+        return
     entries = index if isinstance(index, tuple) else (index,)
     whole = tuple(e.full_tensor() if isinstance(e, DTensor) else e for e in entries)
     _write(x, whole, value)

@@ -20,7 +20,6 @@ __all__ = [
     "changes_layout",
     "copies_among",
     "gives_view",
-    "into_plain",
     "writes_copy",
     "written_places",
 ]
@@ -50,19 +49,6 @@ def written_places(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     """Where the operands stand that the op writes."""
     places = {w.path(args, kwargs) for w in form.writes} | ({(0,)} if form.inplace else set())
     return {path for path, _ in all_tensors(args, kwargs) if path[:1] in places}
-
-
-def into_plain(name: str, x: Any) -> LayoutError:
-    return LayoutError(
-        f"{name} in place: a DTensor cannot be written into a plain tensor",
-        place=user_line(),
-        operands=(f"x  plain {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"x  {x!r}",),
-        reason="a plain tensor has no layout that says which part of the result it should hold",
-        fixes=(
-            Fix("x = pt.distribute_tensor(x, mesh, placements)", "before"),
-            Fix(f"x.{name}_(y.full_tensor())"),
-        ),
-    )
 
 
 def changes_layout(name: str, x: DTensor) -> LayoutError:

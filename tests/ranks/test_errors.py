@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import partita as pt
@@ -33,12 +34,11 @@ def placements_of(fix):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_plain_tensor_that_requires_grad_is_refused_and_each_way_out_works(axes):
+def test_a_plain_parameter_is_refused_and_each_way_out_works(axes):
     weight = torch.linspace(-1, 1, 12).view(3, 4)
 
     def body(mesh, made):
-        w = weight.clone().requires_grad_()
-        w = made(w, mesh)
+        w = made(nn.Parameter(weight.clone()), mesh)
         loss = F.linear(spread(mesh), w).pow(2).sum()
         loss.backward()
         return loss.item(), w.grad.full_tensor() if isinstance(w, pt.DTensor) else None
@@ -58,7 +58,7 @@ def test_a_plain_tensor_that_requires_grad_is_refused_and_each_way_out_works(axe
         for made in (
             lambda w, mesh: pt.distribute_tensor(w, mesh),
             lambda w, mesh: pt.DTensor.from_local(w.detach(), mesh).requires_grad_(),
-            lambda w, mesh: w.detach().requires_grad_(False),
+            lambda w, mesh: w.detach(),
         ):
             try:
                 results = world.run(body, made)

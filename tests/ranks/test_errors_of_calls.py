@@ -46,30 +46,30 @@ def test_out_of_another_shape_is_refused():
 
 
 INTO_PLAIN = {
-    "an op in place": (lambda t, x: t.add_(x), lambda t, x: t.add_(x.full_tensor())),
-    "copy_": (lambda t, x: t.copy_(x), lambda t, x: t.copy_(x.full_tensor())),
-    "setitem": (
-        lambda t, x: t.__setitem__(..., x),
-        lambda t, x: t.__setitem__(..., x.full_tensor()),
-    ),
-    "out=": (lambda t, x: torch.neg(-x, out=t), lambda t, x: t.copy_(x.full_tensor())),
-    "a method without a rule": (
-        lambda t, x: t.addcdiv_(x, x + 1),
-        lambda t, x: t.addcdiv_(x.full_tensor(), (x + 1).full_tensor()),
-    ),
+    "an op in place": lambda t, x: t.add_(x),
+    "copy_": lambda t, x: t.copy_(x),
+    "setitem": lambda t, x: t.__setitem__(..., x),
+    "out=": lambda t, x: torch.neg(-x, out=t),
+    "a method without a rule": lambda t, x: t.addcdiv_(x, x + 1),
 }
 
 
 @pytest.mark.parametrize("how", INTO_PLAIN)
-def test_a_dtensor_is_not_written_into_a_plain_tensor(how):
-    bad, good = INTO_PLAIN[how]
-    error = refused(lambda mesh: bad(torch.zeros(8, 4), spread(mesh)))
-    assert "plain tensor" in error.fact
+def test_a_plain_tensor_of_the_ranks_own_takes_no_dtensor_but_the_same_one_does(how):
+    write = INTO_PLAIN[how]
+
+    def differing(mesh):
+        t = torch.full((8, 4), float(sum(mesh.get_coordinate())))
+        write(t, spread(mesh))
+
+    if how not in ("copy_", "out="):  # which leave nothing of what ranks held
+        error = refused(differing)
+        assert "plain tensor" in error.fact and "differs between ranks" in error.fact
 
     def body(mesh):
         t, one = torch.zeros(8, 4), torch.zeros(8, 4)
-        good(t, spread(mesh))
-        bad(one, T)
+        write(t, spread(mesh))
+        write(one, T)
         return t, one
 
     with pt.ranks(dp=2, tp=2) as world:

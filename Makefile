@@ -1,14 +1,16 @@
 # Needs Python 3.11 or later with pip. Each target makes .venv and installs what it lacks by itself.
 #   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
 #   make test     run the tests (ARGS="tests/pure -k layout")
+#   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
 #   make lint     style, layers and types
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
+CLIENTS := $(VENV)/.clients
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test lint style layers types format clean
+.PHONY: train test test-clients lint style layers types format clean
 .DEFAULT_GOAL := test
 
 # The pip that is there installs into the new environment: ensurepip, which some systems lack, is
@@ -18,11 +20,18 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[dev,train]'
 	touch $@
 
+$(CLIENTS): $(READY)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[clients]'
+	touch $@
+
 train: $(READY)
 	$(BIN)/partita train $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-clients: $(CLIENTS)
+	$(BIN)/python -m tests.clients.sweep $(ARGS)
 
 lint: style layers types
 

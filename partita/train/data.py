@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +55,11 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
     """The text files below `path`, or Python's standard library without its tests.
 
     Files are taken in the order of their names, so every rank on every machine reads the same. A
-    file with a zero byte in it is no text and is left out. Reading ends at 512 MiB.
+    file with a zero byte in it is no text and is left out, and so is what is no file: a
+    pipe, a device, a link to nowhere. Reading ends at 512 MiB.
 
     Raises:
-        ValueError: no such path, or fewer than `context + 2` bytes of text in it.
+        ValueError: no such path; a file that cannot be read; fewer than `context + 2` bytes.
     """
     if path is None:
         root, pattern, source = standard_library(), "*.py", "Python's standard library"
@@ -65,18 +69,18 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
         raise ValueError(f"--data: there is no {root}")
     pieces: list[bytes] = []
     total = 0
-    for file in [root] if root.is_file() else sorted(root.rglob(pattern)):
+    for file in sorted(root.rglob(pattern)) if root.is_dir() else [root]:
         if total >= LARGEST:
             break
         inside = file.relative_to(root).parts
-        if not file.is_file() or (path is None and SKIPPED.intersection(inside)):
+        if path is None and SKIPPED.intersection(inside):
             continue
         if any(part.startswith(".") for part in inside):
             continue  # .git and the like
-        content = file.read_bytes()
-        if content and b"\0" not in content:
-            pieces.append(content[: LARGEST - total])
-            total += len(pieces[-1])
+        content = _read_text(file, LARGEST - total)
+        if content:
+            pieces.append(content)
+            total += len(content)
     if total < context + 2:
         raise ValueError(
             f"--data: {source} holds {total} bytes of text; a context of {context} needs "
@@ -86,3 +90,24 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
     return Text(
         torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8), len(pieces), source
     )
+
+
+def _read_text(path: Path, most: int) -> bytes:
+    """The first `most` bytes of a file; none where it is no file, or they are no text.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        # Not to wait for who writes to a pipe.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # links to nowhere, sockets
+            return b""
+        raise ValueError(f"--data: {path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        return b""
+    with os.fdopen(handle, "rb") as file:
+        content = file.read(most)
+    return b"" if b"\0" in content else content

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from partita.comm import LOOPBACK, MEETING, join
 
 from .failures import Failure, Last, failure_of, obituary, phase_of
+from .progress import printable
 
 __all__ = ["Rank", "cores", "is_rank", "joined", "launch"]
 
@@ -258,7 +259,7 @@ def _gather_last_words(selector: selectors.BaseSelector, show: Show) -> None:
 
 
 def _last_lines(log: IO[bytes], count: int = 15) -> str:
-    log.seek(0)
+    log.seek(max(0, log.seek(0, os.SEEK_END) - (1 << 16)))
     return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
 
 
@@ -333,7 +334,8 @@ def joined(show: Show) -> Iterator[Rank]:
             tell("failed", when=time.monotonic(), **asdict(failure))
         else:
             said = f"another rank is gone ({failure.place})" if failure.lost else failure.said
-            print(f"rank {rank} failed {phase_of(at)}: {said}", file=sys.stderr, flush=True)
+            line = printable(f"rank {rank} failed {phase_of(at)}: {said}")
+            print(line, file=sys.stderr, flush=True)
         os._exit(1)  # threads of a broken process group may never end
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-__all__ = ["Progress", "make_progress"]
+__all__ = ["Progress", "make_progress", "printable"]
 
 PAUSE = 10.0  # seconds without a line after which plain progress prints one
 
@@ -41,7 +41,8 @@ class Progress:
         """Leave the terminal as it was. May be called more than once."""
 
     def say(self, line: str = "") -> None:
-        print(line, file=self.out, flush=True)
+        """Print a line; names of files and what a model writes may hold any character."""
+        print(printable(line), file=self.out, flush=True)
         self._said = time.monotonic()
 
     @property
@@ -82,12 +83,12 @@ class Progress:
 
     def _on_job(self, *, message: str) -> None:
         self.stop()
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
 
     def _on_sample(self, *, prompt: str, text: str) -> None:
         self.stop()
         self.say("\nThe model writes:\n")
-        self.say(_printable(prompt + text))
+        self.say(prompt + text)
 
     def _on_verify(
         self, *, mesh: list[float], one: list[float], difference: float, tolerance: float
@@ -124,7 +125,7 @@ class LiveProgress(Progress):
         self._task: Any = None
 
     def say(self, line: str = "") -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(printable(line), markup=False, soft_wrap=True)
         self._said = time.monotonic()
 
     def stop(self) -> None:
@@ -156,8 +157,8 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1024**rank:.{1 if rank else 0}f} {units[rank]}"
 
 
-def _printable(text: str) -> str:
-    """The text without characters that a terminal would obey."""
+def printable(text: str) -> str:
+    """The text with escapes for characters that a terminal would obey: `\\x1b` for an ESC."""
     return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

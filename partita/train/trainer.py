@@ -98,7 +98,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
             tell("at", phase="sample", step=options.steps)
             with _precision(options):
                 written = sample(model, PROMPT, options.sample, seed=options.seed)
-            tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="replace"))
+            tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="backslashreplace"))
     return losses
 
 

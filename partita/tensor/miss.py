@@ -32,6 +32,7 @@ from .autocast import as_autocast_casts
 from .choose import Choice, choose
 from .draws import drawing
 from .dtensor import DTensor
+from .empty_pieces import as_with_elements
 from .names import Form
 from .padding import without_padding
 from .plain_writes import write_into_plain
@@ -139,6 +140,8 @@ def make_plan(
                 kernel = _into_first(kernel, form)
     if wire.padded:
         kernel = without_padding(kernel, func, form, bound, choice, wire, operands, names)
+    paths_of_terms = [path for path, _ in operands]
+    kernel = as_with_elements(kernel, func, form, bound, choice, wire, paths_of_terms, names)
     kernel = drawing(kernel or form.local or func, form, wire) or kernel
     copies = gives_view(form, args) and (
         bool(targets) or args[0]._spec.is_copy or choice.partial[0] != args[0]._spec.layout.partial

@@ -1,0 +1,166 @@
+"""Pieces without elements: a rank that has no rows takes part in backward as the others do.
+
+Which collectives backward makes must not depend on a rank's own autograd graph, and torch's kernels
+may leave an operand out of the graph where there is nothing to compute, or fail there. So an op
+whose piece is empty on this rank is also run on tensors without storage that are as large as the
+first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
+zeros. Ranks whose pieces have elements do none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from partita.comm import Wire
+from partita.layout import Layout
+from partita.rules import Bound
+
+from .choose import Choice
+from .names import Form
+from .plan import Path, at_path, path_here, replaced, tensors_of
+
+__all__ = ["as_with_elements"]
+
+Shape = tuple[int, ...]
+
+
+def as_with_elements(
+    kernel: Callable[..., Any] | None,
+    func: Callable[..., Any],
+    form: Form,
+    bound: Bound,
+    choice: Choice,
+    wire: Wire,
+    paths: Sequence[Path],
+    names: Sequence[str],
+) -> Callable[..., Any] | None:
+    """What to run where one of the pieces is empty on this rank; `kernel` where none is.
+
+    Args:
+        kernel, func: what runs on pieces with elements; where there is no kernel, the function.
+        paths: where each term of the sentence stands in a call.
+    """
+    mesh, first = wire.mesh, (0,) * wire.mesh.ndim
+    largest: dict[Path, Shape] = {}
+    empty = False
+    for path, layout in zip(paths, choice.inputs, strict=True):
+        if layout is not None:
+            largest[path] = layout.local_shape(mesh, first)
+            empty = empty or (0 in layout.local_shape(mesh, wire.at) and 0 not in layout.shape)
+    if not empty or form.inplace or wire.padded:
+        return kernel
+    whole = form.local or func
+    known: dict[tuple[bool, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
+
+    def trial(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
+        there = [path_here(p, names, args, kwargs) for p in largest]
+        given = [at_path(args, kwargs, p) for p in there]
+        graded = tuple([t.requires_grad for t in given])
+        if graded not in known:
+            shapes = largest.values()
+            metas = [_meta(t, shape) for t, shape in zip(given, shapes, strict=True)]
+            known[graded] = _trial(whole, args, kwargs, dict(zip(there, metas, strict=True)))
+        return known[graded]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            out = (kernel or whole)(*args, **kwargs)
+        except (RuntimeError, IndexError):
+            tried = trial(args, kwargs)
+            if tried is None:
+                raise
+            outs = [_empty(t, i, bound, choice, wire) for i, t in enumerate(tried[0])]
+            if any(t is None for t in outs):
+                raise
+            out = outs[0] if len(outs) == 1 else tuple(outs)
+        if torch.is_grad_enabled():
+            tried = trial(args, kwargs)
+            if tried is not None:
+                operands = [at_path(args, kwargs, p) for p in tried[1]]
+                return _tied(out, operands, tried[0])
+        return out
+
+    return run
+
+
+def _meta(t: torch.Tensor, shape: Shape) -> torch.Tensor:
+    return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+
+
+def _trial(
+    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[Path]] | None:
+    """What pieces with elements give, and which operands it is differentiable in; None where it
+    cannot be told without values."""
+    args, kwargs = replaced(args, kwargs, dict(metas))
+    try:
+        with torch.enable_grad():
+            outs = tensors_of(run(*args, **kwargs))
+    except (RuntimeError, NotImplementedError):
+        return None
+    reached = _nodes_behind(outs, [m for m in metas.values() if m.requires_grad])
+    return outs, [p for p, m in metas.items() if m.requires_grad and _node(m) in reached]
+
+
+def _node(t: torch.Tensor) -> Node:
+    return get_gradient_edge(t).node
+
+
+def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> set[Node]:
+    """The nodes of what leads from `operands` to `outs`, theirs too."""
+    ends = {_node(t) for t in operands}
+    ahead = [t.grad_fn for t in outs if t.grad_fn is not None]
+    seen: set[Node] = set()
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                ahead += [n for n, _ in node.next_functions if n is not None]
+    return seen
+
+
+def _empty(
+    t: torch.Tensor, i: int, bound: Bound, choice: Choice, wire: Wire
+) -> torch.Tensor | None:
+    """This rank's piece of output i, of which the first rank has one like `t`; None if it has
+    elements."""
+    shape = bound.output_shape(i, tuple(t.shape))
+    layout = Layout(shape, choice.outputs[i], choice.partial[i], choice.invariant[i])
+    local = layout.local_shape(wire.mesh, wire.at)
+    if 0 not in local:
+        return None
+    return torch.empty(local, dtype=t.dtype, device=wire.device)
+
+
+def _tied(out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]) -> Any:
+    """`out`, each of whose tensors has all `operands` behind it that it would have elsewhere."""
+    outs = tensors_of(out)
+    if len(outs) != len(like):
+        return out
+    new = []
+    for t, there in zip(outs, like, strict=True):
+        reached = _nodes_behind([t], operands)
+        lost = [o for o in operands if _node(o) not in reached]
+        new.append(_Tie.apply(t, *lost) if lost and there.requires_grad else t)
+    if isinstance(out, torch.Tensor):
+        return new[0]
+    return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+
+
+class _Tie(torch.autograd.Function):
+    """The first tensor, with others behind it, whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        ctx.likes = [(o.shape, o.dtype, o.device) for o in operands]
+        return out.clone()  # not a view: it may be written to
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        zeros = [torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.likes]
+        return grad, *zeros

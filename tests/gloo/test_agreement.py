@@ -1,0 +1,169 @@
+"""Is a value that only some ranks read an error on all of them, whatever the others are doing?"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import partita as pt
+from partita import LayoutError, Replicate, Shard
+from tests.gloo.launch import run_ranks
+
+HERE = "tests/gloo/test_agreement.py"
+
+
+def mesh_of(rank, n=2):
+    return pt.init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))
+
+
+def heard(fn):
+    try:
+        return fn()
+    except LayoutError as error:
+        return str(error)
+
+
+READS = {
+    "item": lambda x: x.item(),
+    "print": print,
+    "float": float,
+    "bool": bool,
+    "format": lambda x: f"{x:.3f}",
+    "numpy": lambda x: x.numpy(),
+}
+
+
+def reads_alone(rank, read, others):
+    x = pt.distribute_tensor(torch.arange(8.0), mesh_of(rank), [Shard(0)])
+    loss = x.sum()
+    assert loss.item() == 28
+
+    def body():
+        if rank == 0:
+            READS[read](loss)
+        for _ in range(2):
+            if others == "waits":
+                (x * x).sum().redistribute(placements=[Replicate()])
+            elif others == "reads":
+                (x * x).sum().item()
+            elif others == "computes":
+                time.sleep(3)
+                x.full_tensor()
+        return loss
+
+    return heard(body) if rank == 0 or others != "ends" else "ended"
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_value_that_one_rank_reads_meets_no_other_read(read):
+    for text in run_ranks(reads_alone, 2, read, "reads"):
+        assert "ranks ask for different things" in text
+        assert f"reads a value ({'print' if read == 'print' else ''}" in text
+        assert text.count(HERE) == 3  # here, and where each of the two reads
+
+
+@pytest.mark.parametrize("others", ["waits", "computes"])
+def test_a_value_that_one_rank_reads_is_an_error_on_all_whatever_the_others_do(others):
+    one, other = run_ranks(reads_alone, 2, "item", others)
+    for text in (one, other):
+        assert "ranks wait for one another" in text
+        assert "rank 0     reads a value (item), at " + HERE in text
+        assert "rank 1     waits in all_" in text and text.count(HERE) == 3
+
+
+def test_a_rank_that_reads_after_the_others_have_ended_is_told_so():
+    alone, ended = run_ranks(reads_alone, 2, "item", "ends")
+    assert ended == "ended"
+    assert "rank 0 waited for rank 1, and one has ended" in alone and HERE in alone
+
+
+def reads_together(rank):
+    mesh = mesh_of(rank)
+    torch.manual_seed(0)
+    whole = torch.randn(6, 4, dtype=torch.float64)
+    x = pt.distribute_tensor(whole, mesh, [Shard(0)])
+    small, large = x.sum(), x.repeat(500, 1)
+    seen = [small.item(), bool(x.max() > 0), large.numpy().sum(), x.tolist(), str(small)]
+    seen.append((x.abs() > 1).any().item())
+    plain = whole.sum(), whole.repeat(500, 1)
+    wanted = [plain[0].item(), True, plain[1].sum().item(), whole.tolist()]
+    return seen, wanted, bool((whole.abs() > 1).any())
+
+
+def test_values_that_all_ranks_read_are_one_devices():
+    for seen, wanted, any_is in run_ranks(reads_together, 2):
+        assert seen[0] == pytest.approx(wanted[0], abs=1e-12) and seen[1] is wanted[1]
+        assert seen[2] == pytest.approx(wanted[2], abs=1e-9) and seen[3] == wanted[3]
+        assert "DTensor" in seen[4] and seen[5] is any_is
+
+
+def reads_late(rank):
+    """Rank 1 computes for longer than a rank waits before it tells the others."""
+    x = pt.distribute_tensor(torch.arange(8.0), mesh_of(rank), [Shard(0)])
+    if rank == 1:
+        time.sleep(5)
+    value = x.sum().item()
+    if rank == 0:
+        time.sleep(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return value, x.sum().redistribute(placements=[Replicate()]).item()
+
+
+def test_a_rank_that_is_only_slow_is_waited_for():
+    assert run_ranks(reads_late, 2) == [(28.0, 28.0)] * 2
+
+
+# -- what ranks bring ------------------------------------------------------------------------------
+
+
+def brings_other_rows(rank, late):
+    mesh = mesh_of(rank, 3)
+
+    def body():
+        for step in range(3):
+            short = rank == 2 and (step == 2 or not late)
+            x = pt.DTensor.from_local(torch.ones(1 if short else 3, 2), mesh, [Shard(0)])
+            total = (x * 2).sum().redistribute(placements=[Replicate()])
+        return total
+
+    return heard(body)
+
+
+def test_uneven_rows_are_refused_on_every_rank():
+    results = run_ranks(brings_other_rows, 3, False)
+    assert len(set(results)) == 1
+    assert "rank 0  [9@dp, 2]" in results[0] and "rank 2  [3@dp, 2]" in results[0]
+    assert "shape=(7, 2)" in results[0] and HERE in results[0]
+
+
+def test_a_last_batch_that_is_uneven_is_refused_where_its_line_was_compared_before():
+    for text in run_ranks(brings_other_rows, 3, True):
+        assert "ranks wait for one another" in text
+        assert "rank 2     compares 2 numbers" in text and "waits in all_reduce" in text
+
+
+def draws_from_other_seeds(rank):
+    mesh = mesh_of(rank)
+    torch.manual_seed(rank)
+    x = pt.distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    return heard(lambda: torch.nn.functional.dropout(x))
+
+
+def test_other_seeds_are_refused_on_every_rank():
+    one, other = run_ranks(draws_from_other_seeds, 2)
+    assert one == other and "of seed 0" in one and "of seed 1" in one and HERE in one
+
+
+def made_by_torch(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = pt.distribute_tensor(torch.arange(8.0), mesh["dp"], [Shard(0)])
+    return x.sum().item(), x.device_mesh.size()
+
+
+def test_a_mesh_that_torch_made_and_its_parts_agree_as_well():
+    assert run_ranks(made_by_torch, 4) == [(28.0, 2)] * 4

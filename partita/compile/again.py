@@ -17,9 +17,7 @@ from .fakes import local_of
 from .program import Program
 from .state import Slot, State
 
-__all__ = ["Again", "kind_of", "modes"]
-
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+__all__ = ["Again", "kind_of", "kind_of_number", "modes"]
 
 
 class Again:
@@ -35,8 +33,8 @@ class Again:
     Attributes:
         program: as given.
         usable: whether calls can be compared to this one. Not where one tensor is two arguments,
-            nor where a program that reads or writes gradients finds some, or is given leaves; nor
-            where a module holds what has a history, a gathered parameter, which must not be held.
+            nor where a module holds what has a history, a gathered parameter, which must not be
+            held.
     """
 
     def __init__(
@@ -53,8 +51,6 @@ class Again:
         self._held = list(tensors[:count])
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         whole = len(slots) == count and all(isinstance(t, torch.Tensor) for t in self._held)
-        asks = program.touches_gradients
-        graded = [t for t in self._held if whole and t.requires_grad]
         self._ids = {id(t) for t in self._held}
         with Local():
             self.usable = (
@@ -62,8 +58,6 @@ class Again:
                 and len(set(new)) == len(new)
                 and self._ids.isdisjoint(new)
                 and all(t.is_leaf for t in self._held)
-                and not (asks and any(_is_leaf(t) for t in arguments))
-                and not (asks and any(_grad.__get__(t) is not None for t in graded))
             )
             if not self.usable:
                 self._held = []
@@ -72,10 +66,13 @@ class Again:
                 (slot.home, slot.key, t, t.data_ptr(), t.requires_grad, t.__dict__.get("_spec"))
                 for slot, t in zip(slots, self._held, strict=True)
             ]
-        self._graded = graded if asks else []
         self._arguments = [kind_of(a) for a in arguments]
         self._modes = modes()
-        self._values = [(slot.home, slot.key, slot.value) for slot in state.values]
+        self._values = [
+            (slot.home, slot.key, slot.value)
+            for slot in state.values
+            if not isinstance(slot.value, float)
+        ]
         self._modules = [(m, m.training) for m, _ in state.parts]
         self._optimizers = [
             (o, o.state, [(p, d, len(d)) for p, d in o.state.items()], _groups(o))
@@ -99,7 +96,8 @@ class Again:
             return None
         if [kind_of(a) for a in arguments] != self._arguments:
             return None
-        return self._held + arguments
+        tensors = self._held + arguments
+        return tensors if self.program.conditions.failed(tensors) is None else None
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         """What the program's inputs are in a call whose leaves are `tensors`."""
@@ -134,28 +132,30 @@ class Again:
                     or t.__dict__.get("_spec") is not spec
                 ):
                     return False
-            return all(_grad.__get__(t) is None for t in self._graded)
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        return True
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[Any]:
     """What of an optimizer's groups is part of a program: not the parameters, nor their rates."""
     return [
-        (len(group["params"]), [(k, v) for k, v in group.items() if k not in _RATES])
+        (len(group["params"]), [(k, kind_of_number(v)) for k, v in group.items() if k != "params"])
         for group in optimizer.param_groups
     ]
 
 
-_RATES = ("params", "lr", "initial_lr")
+def kind_of_number(value: Any) -> Any:
+    """What a graph is made for, of a value in which floats are inputs of it."""
+    if isinstance(value, float):
+        return float
+    if type(value) in (tuple, list):
+        return tuple([kind_of_number(v) for v in value])
+    return value
 
 
 def kind_of(value: Any) -> tuple[Any, ...]:
     """What a graph is made for, of one leaf of a call."""
     if not isinstance(value, torch.Tensor):
-        return (type(value), value)
+        return (float,) if isinstance(value, float) else (type(value), value)
     spec = value.__dict__.get("_spec")
     with Local():
         strides = value.stride()

@@ -20,6 +20,7 @@ from partita.tensor.tensor_state import state_of
 
 from .errors import not_captured
 from .state import Slot, State
+from .symbolic import is_symbolic
 
 __all__ = ["Attributes", "check_result"]
 
@@ -74,12 +75,12 @@ class Attributes:
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
             for key in _filled(home):
-                if isinstance(home[key], torch.Tensor):
+                if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
                 elif not _is_list_of_parameters(home[key], held.get(key)):
                     raise _is_left(f"{name}.{key}")
         for slot in self._variables:
-            if _is_filled(slot.value):
+            if _is_filled(slot.value) and not is_symbolic(slot.value):
                 raise _is_left(slot.name)
         return found
 
@@ -102,10 +103,11 @@ def _filled(home: dict[str, Any]) -> list[str]:
 
 def _is_filled(value: Any) -> bool:
     """Does it hold a tensor without memory?"""
-    if isinstance(value, FakeTensor):
+    if isinstance(value, FakeTensor) or is_symbolic(value):
         return True
     if isinstance(value, (list, tuple, dict, set)):
-        return any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(value))
+        leaves = pytree.tree_leaves(value)
+        return any(isinstance(v, FakeTensor) or is_symbolic(v) for v in leaves)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return any(_is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
     return False

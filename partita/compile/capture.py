@@ -7,8 +7,8 @@ node; a redistribution becomes collectives of local tensors. Nothing is carried 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, stand_ins
-from partita.layout import Fix
+from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
 from .attributes import Attributes, check_result
+from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import not_captured
 from .finished import Trace
@@ -32,12 +33,16 @@ from .functional import functional
 from .inputs import Inputs
 from .meanwhile import call_by_call, compiling, swapped, unseen
 from .notes import Recorder
+from .numbers import NUMBER, Numbers
 from .optimizers import Stepping
-from .program import Output, Place, Program
+from .program import Input, Output, Place, Program
 from .refusals import told_of, users_line
 from .state import Slot, State
+from .symbolic import is_symbolic
 
 __all__ = ["capture"]
+
+_NO_OWNERS = ("gradient", "mark", "number", "cotangent")  # inputs that have no gradient themselves
 
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
@@ -49,25 +54,46 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
         CaptureError: the step does what a graph cannot say, naming the user's line.
     """
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
-    for marks in (True, False):
-        run = _Capture(step, args, kwargs, state, marks)
+    unmarked: set[int] = set()
+    plain = ""
+    while True:
+        run = _Capture(step, args, kwargs, state, unmarked, plain)
         try:
             program = run.program()
+        except LayoutError:
+            raise
+        except Exception as error:
+            # What is traced of numbers is not all that can be done with them.
+            if plain or not run.numbers.made:
+                raise
+            plain = str(error).strip().split("\n")[0]
+            continue
         finally:
             for wire in run.wires.values():
                 wire.forget()
         if program is not None:
             return program
-    raise AssertionError("without marks there is nothing to read")
+        unmarked |= run.read_marks
 
 
 class _Capture:
     """One run of a step over tensors without memory."""
 
-    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any, state: State, marks: bool):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        state: State,
+        unmarked: set[int],
+        plain: str,
+    ):
         self.step, self.args, self.kwargs = step, args, kwargs
-        self.slots = [*state.slots, *state.optimizer_slots()]
-        self.inputs = Inputs(self.slots, state.optimizers, args, kwargs, marks)
+        self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
+        self.inputs = Inputs(self.slots, args, kwargs, unmarked)
+        self.read_marks: set[int] = set()
+        self.unmarked = unmarked
+        self.numbers = Numbers(self.inputs.mode.shape_env, plain)
         self.stepping = Stepping(state.optimizers)
         self.attributes, self.modules = Attributes(state), state.modules.values()
         self.wires: dict[Wire, TraceWire] = {}
@@ -78,7 +104,7 @@ class _Capture:
         self.seeds: list[Seed] = []
 
     def program(self) -> Program | None:
-        """None where the step read the gradients that it was given as marks."""
+        """None where the step read gradients that it was given as marks: those in `read_marks`."""
         inputs = self.inputs
         self._line = ""
         try:
@@ -92,16 +118,32 @@ class _Capture:
         made_inputs(made.graph, self.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         made.graph.eliminate_dead_code()
-        for node, given in zip(nodes, inputs.all, strict=True):
-            if given.kind == "mark" and node.users:
-                return None
+        read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
+        self.read_marks = {given.index for given in read if given.kind == "mark"}
+        if self.read_marks:
+            return None
+        self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
         with inputs.mode:
             return self._trace().program(functional(made))
 
     def _trace(self) -> Trace:
         return Trace(
-            self.inputs, self.wires, self.outputs, self.result, self.constants, self.cleared
+            self.inputs,
+            self.wires,
+            self.outputs,
+            self.result,
+            self.constants,
+            self.cleared,
+            Conditions((*self.numbers.conditions(), *self._of_gradients())),
         )
+
+    def _of_gradients(self) -> Iterator[GradientCondition]:
+        """What the step takes for granted of the gradients that it finds."""
+        leaves = self.inputs.leaves
+        for given in self.inputs.all:
+            if given.kind not in _NO_OWNERS and given.index in self.read_gradients:
+                kind = kind_of_gradient(leaves[given.index])
+                yield GradientCondition(given.name, given.index, kind)
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -121,8 +163,9 @@ class _Capture:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self.attributes.restored())
             self._first = stack.enter_context(swapped(self.slots, stand_in))
-            stack.enter_context(self.stepping.traced(stand_in, self.inputs.rate, recorder))
-            args, kwargs = pytree.tree_map(stand_in, (self.args, self.kwargs))
+            stack.enter_context(self.stepping.traced(stand_in, self._number, recorder))
+            self._held = stack.enter_context(self._numbers_swapped())
+            args, kwargs = self._arguments()
             try:
                 result = self.step(*args, **kwargs)
             except Exception as error:
@@ -135,6 +178,41 @@ class _Capture:
             out += self._admitted()
         recorder.finish()
         return out
+
+    def _number(
+        self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
+    ) -> Any:
+        """What stands for a float."""
+        given = Input(name, "number", NUMBER, index, home, tuple(path))
+        found = self.numbers.stand_in(given, value)
+        if found is not value:
+            self.inputs.add_made(given)
+        return found
+
+    def _arguments(self) -> Any:
+        """The arguments of the step, with what stands for each."""
+        leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
+        first = len(self.inputs.leaves) - len(leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, float):
+                leaves[i] = self._number(f"argument[{i}]", leaf, index=first + i)
+            else:
+                leaves[i] = self.inputs.stand_in(leaf)
+        return pytree.tree_unflatten(leaves, structure)
+
+    @contextmanager
+    def _numbers_swapped(self) -> Iterator[list[tuple[Slot, Any]]]:
+        """Within, the variables that hold floats hold what stands for them; gives these."""
+        found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
+        try:
+            held = []
+            for slot, value in found:
+                slot.put(self._number(slot.name, value, slot.home, (slot.key,)))
+                held.append((slot, slot.value))
+            yield held
+        finally:
+            for slot, value in found:
+                slot.put(value)
 
     def _make_wires(self) -> None:
         for given in self.inputs.all:
@@ -181,10 +259,18 @@ class _Capture:
             with Local():
                 values.append(value.detach())
 
+        def give_number(kind: str, value: Any, **more: Any) -> None:
+            self.outputs.append(Output(kind, None, scalar=True, **more))
+            values.append(value)
+
         leaves, self.result = pytree.tree_flatten(result)
-        results: list[torch.Tensor] = []
+        results: list[Any] = []
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
+            if is_symbolic(leaf):
+                self.constants.append(Place("result", len(results)))
+                results.append(leaf)
+                give_number("result", leaf)
+            elif not isinstance(leaf, torch.Tensor):
                 check_result(leaf)
                 self.constants.append(leaf)
             elif (place := self.inputs.place_of(leaf)) >= 0:
@@ -195,15 +281,18 @@ class _Capture:
                 if number == len(results):
                     results.append(leaf)
                     out("result", leaf)
-        made = self.stepping.made()
+        made = self.stepping.made(self.inputs.stood_for)
         for slot, first in zip(self.slots, self._first, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
                 self._check_slot(slot)
                 out("slot", slot.value, slot=slot)
         for slot, value in made:
             out("slot", value, slot=slot)
+        for slot, first in self._held:
+            if slot.value is not first:
+                give_number("slot", slot.value, slot=slot)
         for slot in self.attributes.left():
-            out("slot", slot.value, slot=slot)
+            (give_number if is_symbolic(slot.value) else out)("slot", slot.value, slot=slot)
         for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
             if given.kind in ("mark", "gradient") or not fake.requires_grad:
                 continue

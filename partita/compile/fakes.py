@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
+
+from .symbolic import NumberEnv
 
 __all__ = ["FakeDTensor", "fake_mode", "local_of"]
 
@@ -33,12 +34,9 @@ TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
 def fake_mode() -> FakeTensorMode:
     """A mode that takes every shape as it is: another shape is another capture.
 
-    The shape environment is there for Inductor, whose cache is bypassed without one.
+    Its environment, without which Inductor's cache is bypassed too, traces Python numbers.
     """
-    return FakeTensorMode(
-        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
-        static_shapes=True,
-    )
+    return FakeTensorMode(shape_env=NumberEnv(), static_shapes=True)
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from partita.comm import TraceWire, Wire, user_line
 from partita.tensor.dtensor import tagged
 
 from .compared import compared
+from .conditions import Conditions
 from .functional import drop_unused
 from .inputs import Inputs
 from .program import Input, Output, Program, written_inputs
@@ -36,6 +37,7 @@ class Trace:
         outputs: in the graph's order; the last are the plain values that were admitted.
         result, constants: as in a `Program`.
         cleared: places of the tensors whose gradients the step leaves None.
+        conditions: what it has asked of its numbers.
     """
 
     inputs: Inputs
@@ -44,6 +46,7 @@ class Trace:
     result: pytree.TreeSpec
     constants: list[Any]
     cleared: list[int]
+    conditions: Conditions
 
     def program(self, made: fx.GraphModule) -> Program:
         """The program whose graph `made` is; that is changed in place."""
@@ -72,6 +75,7 @@ class Trace:
             sorted(set(cleared)),
             groups,
             compared=compared(made, used, admitted, user_line()),
+            conditions=self.conditions,
         )
 
     def _kept(self, graph: fx.Graph, cleared: list[int]) -> tuple[list[Output], list[Any]]:

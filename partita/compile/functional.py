@@ -15,6 +15,8 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from .notes import NOTE
+from .scalars import Scalar, call_with_scalars, has_scalars, reckon
+from .symbolic import is_symbolic
 
 __all__ = ["drop_unused", "functional"]
 
@@ -27,14 +29,23 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
     def run(*inputs: torch.Tensor) -> Any:
         return _Noting(graph).run(*inputs)
 
-    fakes = [n.meta["val"] for n in _inputs(graph.graph)]
+    fakes = [_entering(n.meta["val"]) for n in _inputs(graph.graph)]
     with torch.no_grad():
         made: fx.GraphModule = make_fx(functionalize(run, remove="mutations"))(*fakes)
     for old, new in zip(_inputs(graph.graph), _inputs(made.graph), strict=True):
-        new.meta.update({k: v for k, v in old.meta.items() if k not in new.meta or k == NOTE})
+        given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
+        new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
     _simplify(made.graph)
     made.recompile()
     return made
+
+
+def _entering(value: Any) -> torch.Tensor:
+    """An input of the graph without writes, in which numbers are tensors."""
+    if is_symbolic(value):
+        return torch.empty((), dtype=torch.float64)
+    found: torch.Tensor = value
+    return found
 
 
 class _Noting(fx.Interpreter):
@@ -45,6 +56,7 @@ class _Noting(fx.Interpreter):
         assert mode is not None
         graph = mode.tracer.graph
         before = graph._root.prev
+        self._made = n.meta.get("val")
         out = super().run_node(n)
         node = graph._root.prev
         while node is not before and n.op == "call_function":
@@ -54,17 +66,32 @@ class _Noting(fx.Interpreter):
             node = node.prev
         return out
 
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().placeholder(target, args, kwargs)
+        return Scalar(found) if is_symbolic(self._made) else found
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        values = super().output(target, args, kwargs)
+        return [v.tensor if isinstance(v, Scalar) else v for v in values]
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(target, "_opname", "")
         if name.startswith("_foreach_"):
-            return _each(name.removeprefix("_foreach_"), args, kwargs)
+            name = name.removeprefix("_foreach_")
+            if target._overloadname.startswith("Scalar"):  # of tensors they are other calls
+                name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+            return _each(name, args, kwargs, self._made)
+        if name == "_local_scalar_dense" or has_scalars(args, kwargs):
+            if not name:
+                return reckon(target, args, self._made)
+            return call_with_scalars(name, args, kwargs, self._made)
         if target is _aten.native_batch_norm.default and args[3] is not None and args[5]:
             # It writes the running statistics, and its schema does not say so; this one's does.
             return _aten._native_batch_norm_legit.default(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
-def _each(name: str, args: Any, kwargs: Any) -> list[Any]:
+def _each(name: str, args: Any, kwargs: Any, made: Any) -> list[Any]:
     """A call over lists, as one call for each place: each parameter's update is its own."""
     call = _single(name)
     if name == "norm" and len(args) > 2:
@@ -76,10 +103,15 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Any]:
     def at(value: Any, i: int) -> Any:
         return value[i] if isinstance(value, (list, tuple)) else value
 
-    return [
-        call(*[at(a, i) for a in args], **{k: at(v, i) for k, v in kwargs.items()})
-        for i in range(len(lists[0]))
-    ]
+    found = []
+    for i in range(len(lists[0])):
+        given = [at(a, i) for a in args]
+        named = {k: at(v, i) for k, v in kwargs.items()}
+        if has_scalars(given, named):
+            found.append(call_with_scalars(name, given, named, at(made, i)))
+        else:
+            found.append(call(*given, **named))
+    return found
 
 
 def drop_unused(graph: fx.Graph) -> None:

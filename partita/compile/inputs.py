@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from partita.comm import Wire, is_uneven
 
@@ -22,31 +21,33 @@ class Inputs:
     """The inputs of one capture.
 
     Attributes:
-        all: in the graph's order: coordinates, rates, tensors, gradients.
+        all: in the graph's order: coordinates, tensors, gradients, numbers.
         fakes: for each, what stands for it: a tensor without memory.
         identities: the fakes, by identity.
+        leaves: of the call, as `tensors_of_call` gives them.
+
+    Args:
+        unmarked: places of the leaves that have no gradient and are given none to read.
     """
 
     def __init__(
         self,
         slots: Sequence[Slot],
-        optimizers: dict[str, Optimizer],
         args: Any,
         kwargs: Any,
-        marks: bool,
+        unmarked: set[int],
     ):
         self.mode = fake_mode()
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
         self.identities = _Identities()
         self._standing: dict[int, torch.Tensor] = {}
-        self._rates: dict[int, torch.Tensor] = {}
         self._places: dict[tuple[Wire, str], torch.Tensor] = {}
         self._of: dict[int, Input] = {}
+        self._stood_for: dict[int, torch.Tensor] = {}
         names = names_of_call(slots, args, kwargs)
-        tensors = tensors_of_call(slots, args, kwargs)
+        self.leaves = tensors = tensors_of_call(slots, args, kwargs)
         self._add_coordinates(tensors)
-        self._add_rates(optimizers)
         for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
             if isinstance(t, torch.Tensor) and id(t) not in self._standing:
                 self._of[i] = self._add(Input(name, kind, t, i))
@@ -57,7 +58,7 @@ class Inputs:
             name = given.name + ".grad"
             if grad is not None:
                 self._add(Input(name, "gradient", grad, given.index))
-            elif marks and given.tensor.requires_grad:
+            elif given.index not in unmarked and given.tensor.requires_grad:
                 self._add(Input(name, "mark", given.tensor, given.index))
 
     def _add_coordinates(self, tensors: Sequence[Any]) -> None:
@@ -67,14 +68,6 @@ class Inputs:
                 if wire.mesh.size(axis) > 1:
                     self._add(Input(f"at {axis}", "coordinate", torch.tensor(at)))
                     self._places[(wire, axis)] = self.fakes[-1]
-
-    def _add_rates(self, optimizers: dict[str, Optimizer]) -> None:
-        for name, optimizer in optimizers.items():
-            for i, group in enumerate(optimizer.param_groups):
-                if not isinstance(group["lr"], torch.Tensor):
-                    rate = torch.tensor(float(group["lr"]), dtype=torch.float64)
-                    self._add(Input(f"{name}.lr[{i}]", "rate", rate, home=group))
-                    self._rates[id(group)] = self.fakes[-1]
 
     def _add(self, given: Input) -> Input:
         local = local_of(given.tensor)
@@ -89,7 +82,7 @@ class Inputs:
                 )
         else:
             fake = self.mode.from_tensor(local, static_shapes=True)
-        if given.kind not in ("coordinate", "rate", "mark"):
+        if given.kind not in ("coordinate", "mark"):
             self._standing[id(given.tensor)] = fake
         self.all.append(given)
         self.fakes.append(fake)
@@ -107,10 +100,12 @@ class Inputs:
         """What stands for `value`, where that is an input; itself otherwise."""
         return self._standing.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
-    def rate(self, group: dict[str, Any]) -> Any:
-        """What stands for the learning rate of a parameter group."""
-        found = self._rates.get(id(group))
-        return self.stand_in(group["lr"]) if found is None else found
+    def stood_for(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The tensor for which `fake` stands, if for any."""
+        if not self._stood_for:
+            for given in self._of.values():
+                self._stood_for[id(self._standing[id(given.tensor)])] = given.tensor
+        return self._stood_for.get(id(fake))
 
     def places(self, wire: Wire) -> dict[str, torch.Tensor]:
         """What stands for the rank's coordinate on each axis of more than one rank."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.comm import Wire, user_line
@@ -26,6 +27,7 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
 
 from .errors import not_captured, of_data
+from .scalars import taken_as_numbers
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 
@@ -34,6 +36,11 @@ _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
 
 NOTE = "partita"
 """Under which a node's `meta` has its note."""
+
+
+def _sizes(value: Any) -> Any:
+    with Local():
+        return value.shape if isinstance(value, torch.Tensor) else ()
 
 
 def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
@@ -121,8 +128,11 @@ class Recorder(TorchDispatchMode):
                 "it keeps memory for backward whose size only oneDNN knows",
                 Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
             )
+        args, kwargs = taken_as_numbers(func, args, kwargs or {})
         with Local():
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+        if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):
+            raise of_data(func._schema.name)
         newest = self.newest()
         if newest is not self._last:
             note = self._note()

@@ -1,7 +1,7 @@
 """How does a torch.optim optimizer step in a graph?
 
-Its state and its parameters are inputs like all others. A learning rate, which a schedule changes,
-is an input too: as a number in the graph it would make another graph in every step. Steps are
+Its state and its parameters are inputs like all others, and so are the numbers of its groups, which
+schedules change: as constants they would make another graph in every step. Steps are
 counted in float64 inside, so that bias corrections are as exact as the Python numbers of eager.
 """
 
@@ -45,8 +45,10 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
     """
     found: Primed = []
     for optimizer in optimizers.values():
+        if type(optimizer) is torch.optim.SGD:
+            found += _prime_momentum(optimizer)
         make = getattr(optimizer, "_init_group", None)
-        if make is None or not type(optimizer).__module__.startswith("torch.optim."):
+        if make is None or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             continue
         lists = len(inspect.signature(make).parameters) - 1
         for group in optimizer.param_groups:
@@ -64,6 +66,24 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
             for p in new:
                 _cut(p, optimizer.state[p])
             found += [(optimizer, p) for p in new]
+    return found
+
+
+def _prime_momentum(optimizer: Optimizer) -> Primed:
+    """Give SGD the momentum that it makes of its first gradient: zeros, to which that is added.
+
+    Not where it is damped, which the first gradient is not.
+    """
+    found: Primed = []
+    for group in optimizer.param_groups:
+        if not group["momentum"] or group["dampening"]:
+            continue
+        for p in group["params"]:
+            if p.requires_grad and optimizer.state.get(p, {}).get("momentum_buffer") is None:
+                state = optimizer.state[p]
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                _cut(p, state)
+                found.append((optimizer, p))
     return found
 
 
@@ -109,24 +129,23 @@ class Stepping:
         self.optimizers = optimizers
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
-        self._real: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def traced(
         self,
         stand_in: Callable[[Any], Any],
-        rates: Callable[[dict[str, Any]], Any],
+        number: Callable[..., Any],
         recorder: Recorder,
     ) -> Iterator[None]:
-        """Within, the optimizers hold what stands for their state and rates.
+        """Within, the optimizers hold what stands for their state and numbers.
 
         The tensors within their dictionaries are exchanged by the slots that they are in.
 
         Args:
             stand_in: what stands for a tensor.
-            rates: what stands for the learning rate of a parameter group.
+            number: what stands for a float, by its name, value, home and path.
         """
-        before = [(o, o.state, o.param_groups) for o in self.optimizers.values()]
+        before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
 
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             recorder.updating = True
@@ -139,20 +158,21 @@ class Stepping:
         # does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)
         try:
-            for optimizer, state, groups in before:
+            for name, optimizer, state, groups in before:
                 standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
                 self._held[optimizer] = {}
                 for p, entries in state.items():
-                    self._real[id(stand_in(p))] = p
                     standing[stand_in(p)] = self._counted(dict(entries))
                     self._held[optimizer][stand_in(p)] = dict(standing[stand_in(p)])
                 optimizer.state = standing
-                optimizer.param_groups = [self._group(g, stand_in, rates) for g in groups]
+                optimizer.param_groups = [
+                    self._group(name, i, group, stand_in, number) for i, group in enumerate(groups)
+                ]
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for optimizer, state, groups in before:
+            for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
 
     def _counted(self, entries: dict[Any, Any]) -> dict[Any, Any]:
@@ -164,21 +184,35 @@ class Stepping:
 
     def _group(
         self,
+        name: str,
+        index: int,
         group: dict[str, Any],
         stand_in: Callable[[Any], Any],
-        rates: Callable[[dict[str, Any]], Any],
+        number: Callable[..., Any],
     ) -> dict[str, Any]:
-        for p in group["params"]:
-            self._real.setdefault(id(stand_in(p)), p)
-        now = dict(group, params=[stand_in(p) for p in group["params"]], lr=rates(group))
-        # Without reading a count or a rate as a number; which kernel does it is for the compiler.
+
+        def standing(value: Any, *path: Any) -> Any:
+            if isinstance(value, float):
+                within = "".join(f"[{at}]" for at in path[1:])
+                return number(f"{name}.{path[0]}[{index}]{within}", value, group, path)
+            if type(value) in (tuple, list):
+                return type(value)(standing(v, *path, i) for i, v in enumerate(value))
+            return stand_in(value)
+
+        now = {key: standing(value, key) for key, value in group.items()}
+        # Without reading a count as a number; which kernel does it is for the compiler.
         for name, value in (("capturable", True), ("foreach", True), ("fused", False)):
             if name in group:
                 now[name] = value
         return now
 
-    def made(self) -> list[tuple[Slot, torch.Tensor]]:
+    def made(
+        self, stood_for: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> list[tuple[Slot, torch.Tensor]]:
         """After the step: what optimizers hold that they did not hold before, and where.
+
+        Args:
+            stood_for: for which tensor one of the trace stands.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
@@ -189,7 +223,7 @@ class Stepping:
         for name, optimizer in self.optimizers.items():
             for p, entries in optimizer.state.items():
                 held = self._held[optimizer].get(p, {})
-                real = self._real.get(id(p))
+                real = stood_for(p)
                 if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
                     raise not_captured(
                         f"{name} has a state of a tensor that it does not update",

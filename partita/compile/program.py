@@ -17,6 +17,7 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
 
+from .conditions import Conditions
 from .fakes import local_of
 from .state import Slot
 from .uneven import Border, border_of
@@ -42,8 +43,8 @@ class Input:
 
     Attributes:
         name: as a person would say it.
-        kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "rate" (a
-            learning rate), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
+        kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "number" (a
+            Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
             a result, which backward is given), "saved" (by forward, for backward), "kept" (an
             input of forward that backward reads too) or, only while a step is captured, "mark" (a
             gradient that is not there, to see whether the step reads it).
@@ -51,7 +52,8 @@ class Input:
             always is.
         index: where it stands among the tensors of a call; for a gradient, where its tensor does;
             for a cotangent the number of its result.
-        home: of a rate the parameter group that has it.
+        home, path: of a number where it stands, `home[path[0]][path[1]]...`, unless it is a leaf
+            of the call itself.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Input:
     tensor: torch.Tensor
     index: int = -1
     home: Any = None
+    path: tuple[Any, ...] = ()
 
     @property
     def spec(self) -> Spec | None:
@@ -81,14 +84,23 @@ class Input:
         """What it is in a call."""
         if self.kind == "coordinate":
             return self.tensor
-        if self.kind == "rate":
-            return torch.tensor(float(self.home["lr"]), dtype=torch.float64)
+        if self.kind == "number":
+            return torch.tensor(float(self.number(tensors)), dtype=torch.float64)
         found: torch.Tensor = tensors[self.index]
         if self.kind == "gradient":
             grad = found.grad
             assert grad is not None
             return local_of(grad)
         return local_of(found)
+
+    def number(self, tensors: Sequence[Any]) -> Any:
+        """What a number is in a call."""
+        if self.index >= 0:
+            return tensors[self.index]
+        found = self.home
+        for key in self.path:
+            found = found[key]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +114,7 @@ class Output:
         slot: which it becomes the value of.
         index: where the tensor whose gradient it is stands among the tensors of a call.
         number: of a result or slot with a history: among all of these. Else -1.
+        scalar: it is a Python number to the program.
     """
 
     kind: str
@@ -109,6 +122,7 @@ class Output:
     slot: Slot | None = None
     index: int = -1
     number: int = -1
+    scalar: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,7 @@ class Program:
         cleared: places of the tensors whose gradients the step leaves None.
         compared: plain values that stand next to DTensors, which ranks compare before the first
             run.
+        conditions: what it takes for granted of Python numbers.
         key: equal for equal programs.
         changes: what each pass did to the graph.
         call: what runs it, over its inputs.
@@ -163,6 +178,7 @@ class Program:
     groups: dict[str, tuple[Wire, tuple[str, ...]]]
     call: Call | None = None
     compared: Compared | None = None
+    conditions: Conditions = field(default_factory=Conditions)
     key: str = ""
     changes: list[Any] = field(default_factory=list)
     built: Built | None = None
@@ -196,12 +212,6 @@ class Program:
     def runs(self) -> Program:
         """What runs when it is called: itself."""
         return self
-
-    @property
-    def touches_gradients(self) -> bool:
-        """Does it read or write the `.grad` of a tensor?"""
-        kinds = {i.kind for i in self.inputs} | {o.kind for o in self.outputs}
-        return bool("gradient" in kinds or self.cleared)
 
     def example(self) -> list[torch.Tensor]:
         """Tensors without memory like the inputs, for a compiler."""
@@ -259,10 +269,12 @@ class Program:
         found = self.made(tensors, inputs)
         for i in self.cleared:
             tensors[i].grad = None
-        leaves: list[torch.Tensor] = []
+        leaves: list[Any] = []
         for output, value in zip(self.given, found, strict=True):
             if output.spec is not None:
                 value = tagged(value, output.spec)
+            if output.scalar:
+                value = value.item()
             if output.kind == "result":
                 leaves.append(value)
             elif output.kind == "gradient":

@@ -140,9 +140,13 @@ class History:
         """Why such a call needs a program of its own."""
         return reason_of(description, self._kept.values())
 
-    def captured(self, signature: Any, description: Description, keep: int) -> None:
-        """A program was made for this signature; of `keep` that are kept."""
-        reason = self.reason(description)
+    def captured(self, signature: Any, description: Description, keep: int, why: str = "") -> None:
+        """A program was made for this signature; of `keep` that are kept.
+
+        Args:
+            why: where only a condition did not hold.
+        """
+        reason = why or self.reason(description)
         if hash(signature) in self._dropped:
             reason += " (captured before, and dropped)"
             self._warn(reason, keep)

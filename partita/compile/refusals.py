@@ -27,11 +27,16 @@ def told_of(error: Exception, line: str) -> Exception:
     if isinstance(error, DynamicOutputShapeException):
         return of_data(error.func._schema.name, place=line)
     text = str(error).strip().split("\n")[0]
-    if "_local_scalar_dense" in str(error) or "data-dependent" in str(error).lower():
+    if (
+        "_local_scalar_dense" in str(error)
+        or "data-dependent" in str(error).lower()
+        or any(f"passed to {name}." in text for name in ("SymFloat", "SymInt", "SymBool"))
+    ):
         return not_captured(
             "the step reads a value",
-            "while it is captured there are no values: .item(), float(x) and a branch on x "
-            "ask for one; return the tensor and read it outside",
+            "while it is captured there are no values: float(x), a branch on x and text that x is "
+            "put into ask for one; what .item() gives may be reckoned with, and be returned",
+            Fix("return the tensor", "and read it outside"),
             place=line,
         )
     if "a leaf Variable that requires grad is being used in an in-place" in text:

@@ -8,34 +8,29 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils import _pytree as pytree
 
-from .again import modes
+from .again import kind_of_number, modes
 from .state import State
 
 __all__ = ["signature_of"]
 
 
-def signature_of(
-    state: State, tensors: list[Any], call: Any, by_gradients: bool
-) -> tuple[Any, ...]:
+def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
     """All that a graph is made for, as a hashable value: name and value of each part.
 
     Args:
         tensors: the leaves of the call and of what the step reaches.
         call: its arguments.
-        by_gradients: do the tensors' gradients, which are there or not, make a difference?
     """
     first: dict[int, int] = {}
     arguments, structure = pytree.tree_flatten(call)
     parts: list[Any] = [("structure", str(structure))]
-    asks = by_gradients
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
-            parts.append((f"value {i}", _hashable(t)))
+            parts.append((f"value {i}", _hashable(kind_of_number(t))))
             continue
         same = first.setdefault(id(t), i)
-        grad = t.grad if asks and t.requires_grad and t.is_leaf else None
-        parts.append((f"tensor {i}", same, _kind(t), None if grad is None else _kind(grad)))
-    parts += [(name, _hashable(value)) for name, value in state.settings()]
+        parts.append((f"tensor {i}", same, _kind(t)))
+    parts += [(name, _hashable(kind_of_number(value))) for name, value in state.settings()]
     parts.append(("strides", *_strides(tensors, len(tensors) - len(arguments))))
     parts.append(("modes", *modes()))
     return tuple(parts)

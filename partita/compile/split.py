@@ -53,13 +53,17 @@ def split(program: Program) -> Halves:
     program.graph.recompile()
     late.intersection_update(graph.nodes)
     needs = _read_by(program, late, given)
-    # A rate is no tensor of the call, and an input that forward writes is another afterwards.
-    inside = [n for n in needs if n not in given or given[n].index < 0 or _is_written(n)]
+    # A number is no tensor of the call, and an input that forward writes is another afterwards.
+    inside = [n for n in needs if n not in given or _is_no_tensor(given[n]) or _is_written(n)]
     return Halves(
         _forward(program, given, late, inside),
         _backward(program, given, late, needs, inside),
         [-1 if n in inside else given[n].index for n in needs],
     )
+
+
+def _is_no_tensor(given: Input) -> bool:
+    return given.index < 0 or given.kind == "number"
 
 
 def _results(program: Program) -> list[tuple[Output, fx.Node]]:

@@ -120,9 +120,7 @@ class State:
         for name, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    if key not in ("params", "lr", "initial_lr") and not isinstance(
-                        value, torch.Tensor
-                    ):
+                    if key != "params" and not isinstance(value, torch.Tensor):
                         yield f"{name}.{key}[{i}]", value
                 yield f"{name}.params[{i}]", len(group["params"])
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])

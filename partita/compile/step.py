@@ -56,12 +56,11 @@ class CompiledStep(Last):
         self.without, self.passes, self.keep = without, passes, max(1, keep)
         self.budget = budget
         self._history = History(self.title)
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._programs: OrderedDict[Any, list[Program]] = OrderedDict()
         self._eager: set[Any] = set()
         self._state: State | None = None
         self._last: Program | None = None
         self._again: Again | None = None
-        self._by_gradients, self._touched = True, False
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -111,12 +110,17 @@ class CompiledStep(Last):
             state = self._state = state_of(self.step, self._given, args, kwargs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
-        signature = signature_of(state, tensors, (args, kwargs), self._by_gradients)
+        signature = signature_of(state, tensors, (args, kwargs))
         if signature in self._eager:
             return None, []
-        program = self._programs.get(signature)
+        why, program = "", None
+        for known in self._programs.get(signature, ()):
+            failed = known.conditions.failed(tensors)
+            if failed is None:
+                program = known
+            why = failed or why
         if program is None:
-            return self._first(signature, args, kwargs)
+            return self._first(signature, args, kwargs, why)
         self._programs.move_to_end(signature)
         self._last = program
         again = Again(state, slots, tensors, (args, kwargs), program)
@@ -167,13 +171,15 @@ class CompiledStep(Last):
 
         return watcher.applied(self, tuple(tensors), {}, run)
 
-    def _first(self, signature: Any, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
-        """Capture."""
+    def _first(
+        self, signature: Any, args: Any, kwargs: Any, why: str
+    ) -> tuple[Program | None, list[Any]]:
+        """Capture; `why` says which condition of the programs for such calls does not hold."""
         from .made import kept_within, make_program  # what makes graphs takes seconds to import
 
         self._again = None
         state = self._state = state_of(self.step, self._given, args, kwargs)
-        self._call_roll(state, args, kwargs)
+        self._call_roll(state, args, kwargs, why)
         how: dict[str, Any] = {
             "without": self.without,
             "passes": self.passes,
@@ -195,22 +201,30 @@ class CompiledStep(Last):
         unprime(primed, lambda t: id(t) in inputs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
-        self._touched = self._by_gradients = self._touched or program.touches_gradients
-        signature = signature_of(state, tensors, (args, kwargs), self._by_gradients)
+        signature = signature_of(state, tensors, (args, kwargs))
         program.compare(tensors)
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         described_call = described(state, tensors, names, (args, kwargs))
-        self._history.captured(signature, described_call, self.keep)
-        while len(self._programs) >= self.keep:
-            self._history.dropped(self._programs.popitem(last=False)[0])
+        self._history.captured(signature, described_call, self.keep, why)
+        self._drop_oldest()
         call_of = functools.partial(self._call_of, wires=program.wires)
         program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
-        self._programs[signature] = self._last = program
+        self._programs.setdefault(signature, []).append(program)
+        self._last = program
         if program.scope is not None and program.scope.busy:
             self._tell(program, tensors)
         return program, tensors
 
-    def _call_roll(self, state: State, args: Any, kwargs: Any) -> None:
+    def _drop_oldest(self) -> None:
+        """Make room for one program."""
+        while sum(map(len, self._programs.values())) >= self.keep:
+            signature, programs = next(iter(self._programs.items()))
+            programs.pop(0)
+            if not programs:
+                self._programs.popitem(last=False)
+                self._history.dropped(signature)
+
+    def _call_roll(self, state: State, args: Any, kwargs: Any, why: str) -> None:
         """Go on when all ranks are about to capture.
 
         Raises:
@@ -222,7 +236,7 @@ class CompiledStep(Last):
         if not wires:
             return
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
-        why = self._history.reason(described(state, tensors, names, (args, kwargs)))
+        why = why or self._history.reason(described(state, tensors, names, (args, kwargs)))
         for wire in wires:
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")

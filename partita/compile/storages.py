@@ -146,7 +146,7 @@ def held_by(program: Program) -> Iterator[Held]:
     written = set(program.written)
     seen: set[int] = set()
     for i, (given, fake) in enumerate(zip(program.inputs, program.example(), strict=True)):
-        if given.kind == "rate":  # a number, which becomes a tensor when the step is called
+        if given.kind == "number":  # which becomes a tensor when the step is called
             continue
         storage = fake.untyped_storage()
         nbytes = 0 if storage._cdata in seen else storage.nbytes()
@@ -157,13 +157,13 @@ def held_by(program: Program) -> Iterator[Held]:
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
     """What a call makes of its inputs before the step begins, and keeps until it ends.
 
-    The tensors of learning rates; and copies of inputs whose memory cannot hold their padding, on
+    The tensors of Python numbers; and copies of inputs whose memory cannot hold their padding, on
     ranks with smaller pieces.
     """
     examples = program.example()
     for i, given in enumerate(program.inputs):
-        if given.kind == "rate":
-            yield Buffer(given.name, examples[i].nbytes, 0, places, made_by="rate")
+        if given.kind == "number":
+            yield Buffer(given.name, examples[i].nbytes, 0, places, made_by="number")
     for i, border in program.entering.items():
         if not border.in_place:
             given = program.inputs[i]

@@ -26,6 +26,7 @@ _PLAIN_VALUES = frozenset(
     (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 _HASHABLE = _PLAIN_VALUES - {bool}
+_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers in a step that is captured
 _NUMBERS = frozenset((int, float, bool, complex))
 
 RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
@@ -40,7 +41,7 @@ def operand_kind(value: Any) -> Any:
     """What stands in the key for something in an operand's place that is no DTensor."""
     if value is None:
         return None
-    if type(value) in _NUMBERS:
+    if type(value) in _NUMBERS or issubclass(type(value), _SYMBOLIC):
         return NUMBER
     return frozen(value)
 
@@ -67,6 +68,8 @@ def frozen(value: Any) -> Any:
         return (dict, *((k, frozen(v)) for k, v in value.items()))
     if t is float or t is complex:
         return t
+    if issubclass(t, _SYMBOLIC):
+        return float if issubclass(t, torch.SymFloat) else t
     if value is Ellipsis:
         return value
     index = getattr(value, "__index__", None)

@@ -1,0 +1,109 @@
+"""Python numbers in a graph: floats that a step reads are inputs, not constants.
+
+While a step is captured a float is a `torch.SymFloat`: what is computed of it becomes part of the
+graph, and what the step branches on (`weight_decay != 0`) a condition, under which the program may
+be used for other values. Where only a number will do (an `eps`), the condition is its value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.utils._sympy.printers import PythonPrinter
+
+from partita.comm import user_line
+
+from .conditions import Condition
+from .program import Input
+from .symbolic import NumberEnv
+
+__all__ = ["NUMBER", "Numbers"]
+
+NUMBER = torch.zeros((), dtype=torch.float64)
+"""Like what a number is in a graph."""
+
+
+class Numbers:
+    """The floats of one capture.
+
+    Args:
+        env: that of the tensors without memory.
+        plain: leave them Python numbers, which must be the same whenever the program runs.
+    """
+
+    def __init__(self, env: NumberEnv, plain: str):
+        self.env, self.plain = env, plain
+        self.made: list[Input] = []
+        self._symbols: dict[str, Input] = {}
+        self._values: list[tuple[Input, float]] = []
+
+    def stand_in(self, given: Input, value: float) -> Any:
+        """What stands for a float while the step is traced: an input of the graph.
+
+        Args:
+            given: the input that it is going to be.
+        """
+        if self.plain or not math.isfinite(value):
+            self._values.append((given, value))
+            return value
+        mode = get_proxy_mode()
+        assert mode is not None
+        found = self.env.symbolic(f"{given.name} {len(self.made)}", float(value))
+        graph = mode.tracer.graph
+        inputs = graph.find_nodes(op="placeholder")
+        with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
+            node = graph.placeholder(f"number_{len(self.made)}")
+        track_tensor_tree(found, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
+        node.meta["val"] = found
+        self.made.append(given)
+        self._symbols[str(found.node.expr)] = given
+        self._values.append((given, value))
+        return found
+
+    def conditions(self) -> list[Condition]:
+        """What the step has asked of them."""
+        found = []
+        values = {id(given): value for given, value in self._values}
+        symbolic = {id(given) for given in self.made}
+        for i, guard in enumerate(self.env.guards):
+            names = sorted(map(str, guard.expr.free_symbols))
+            if not names or any(name not in self._symbols for name in names):
+                continue  # of what is read out of a tensor, which torch decides by itself
+            numbers = tuple(self._symbols[name] for name in names)
+            code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
+            said = _said(guard.expr, {n: g.name for n, g in self._symbols.items()})
+            found.append(
+                Condition(
+                    said,
+                    self.env.lines.get(i, ""),
+                    numbers,
+                    tuple(values[id(g)] for g in numbers),
+                    code,
+                    tuple(names),
+                )
+            )
+        for given, value in self._values:
+            if id(given) not in symbolic:
+                text = f"a Python number is read ({self.plain or 'it is not finite'})"
+                found.append(Condition(text, user_line(), (given,), (value,), None))
+        return found
+
+
+def _said(expr: Any, names: dict[str, str]) -> str:
+    """A condition in words."""
+    kind = type(expr).__name__
+    if kind == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol:
+        return f"{_named(expr.lhs, names)} is read as a number"
+    sign = {"Equality": "==", "Unequality": "!="}.get(kind, getattr(expr, "rel_op", ""))
+    text = f"{_named(expr.lhs, names)} {sign} {_named(expr.rhs, names)}" if sign else str(expr)
+    return f"the program asks whether {_named(text, names)}"
+
+
+def _named(expr: Any, names: dict[str, str]) -> str:
+    text = re.sub(r"\b\d+\.\d+(e[+-]?\d+)?", lambda found: repr(float(found[0])), str(expr))
+    return re.sub(r"\bzf\d+\b", lambda found: names.get(found[0], found[0]), text)

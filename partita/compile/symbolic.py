@@ -1,0 +1,73 @@
+"""Symbolic Python numbers: what stands for a float while a step is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from partita.comm import user_line
+
+__all__ = ["NumberEnv", "is_symbolic"]
+
+
+def is_symbolic(value: Any) -> bool:
+    """Is it a Python number that stands for one that is known when the graph runs?"""
+    return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
+
+
+class NumberEnv(ShapeEnv):
+    """Knows what a step that is captured asks of its numbers, and at which line of the user's.
+
+    Private torch: `ShapeEnv`, which is what can trace a Python number.
+    """
+
+    def __init__(self) -> None:
+        # A value that is read out of a tensor is one more number that is known when the graph runs.
+        super().__init__(
+            allow_scalar_outputs=True,
+            allow_dynamic_output_shape_ops=False,
+            specialize_zero_one=False,
+        )
+        self.lines: dict[int, str] = {}
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        before = len(self.guards)
+        found = super().evaluate_expr(*args, **kwargs)
+        for i in range(before, len(self.guards)):
+            self.lines[i] = user_line()
+        return found
+
+    def symbolic(self, name: str, value: float) -> torch.SymFloat:
+        """What stands for the float `value`."""
+        source = ConstantSource(name)
+        symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        made = self.create_symfloatnode(symbol, hint=value, source=source)
+        return SymbolicFloat(made.node)
+
+
+class SymbolicFloat(torch.SymFloat):
+    """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float."""
+
+    __class__ = property(lambda self: float)  # type: ignore[assignment]
+
+
+def _plain(value: Any) -> Any:
+    """What torch's methods of symbolic numbers know, who take a float for a constant."""
+    return torch.SymFloat(value.node) if type(value) is SymbolicFloat else value
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        return getattr(_plain(self), name)(*map(_plain, others))
+
+    return method
+
+
+_OWN = ("__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "__doc__")
+for _name, _found in list(vars(torch.SymFloat).items()):
+    if _name.startswith("__") and callable(_found) and _name not in _OWN:
+        setattr(SymbolicFloat, _name, _method(_name))

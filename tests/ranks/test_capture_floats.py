@@ -1,0 +1,298 @@
+"""Which Python numbers may change between the calls of a compiled step without another capture?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+import partita as pt
+
+S = pt.Shard
+x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def graph_of(step, **options):
+    return pt.compile(step, backend="graph", **options)
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, pt.DTensor) else value
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def decaying(optimizer, call):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1 * (call + 1)
+
+
+def ending(optimizer, call):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1 if call < 2 else 0.0
+
+
+def by(make):
+    """A schedule, which is made before the first step."""
+
+    def begin(optimizer):
+        scheduler = make(optimizer)
+        return lambda optimizer, call: scheduler.step()
+
+    return begin
+
+
+Of, T = lr_scheduler, torch.optim
+SCHEDULES = {  # optimizer, what changes after each step, captures
+    "one cycle": (T.AdamW, {}, by(lambda o: Of.OneCycleLR(o, 0.1, total_steps=60)), 1),
+    "cyclic": (T.SGD, {"momentum": 0.9}, by(lambda o: Of.CyclicLR(o, 0.01, 0.1, 5)), 1),
+    "weight decay": (T.AdamW, {}, decaying, 1),
+    "decay that ends": (T.Adam, {"weight_decay": 0.1}, ending, 2),
+    "momentum": (T.SGD, {"momentum": 0.9, "nesterov": True}, None, 1),
+    "dampening": (T.SGD, {"momentum": 0.9, "dampening": 0.5}, None, 2),
+    "averaging": (T.ASGD, {}, None, 1),
+    "orthogonal": (T.Muon, {}, by(lambda o: Of.LinearLR(o, total_iters=9)), 1),
+}
+
+
+SCHEDULERS = ("one cycle", "cyclic", "orthogonal")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_any_number_of_an_optimizer_needs_one_graph(name):
+    make, options, change, captures = SCHEDULES[name]
+
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+        model = model.double() if mesh is None else pt.parallelize(model.double(), mesh)
+        optimizer = make(model.parameters(), lr=0.01, **options)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        changed = change(optimizer) if name in SCHEDULERS else change
+        fast = step if mesh is None else graph_of(step)
+        batch = x.double() if mesh is None else pt.distribute_tensor(x.double(), mesh, [S(0)])
+        for call in range(6):
+            fast(batch)
+            if changed is not None:
+                changed(optimizer, call)
+        return [whole(p).detach() for p in model.parameters()], getattr(fast, "reasons", [])
+
+    want, _ = run(None)
+    with pt.ranks(dp=2) as world:
+        (found, reasons), (_, others) = world.run(run)
+    assert reasons == others and len(reasons) == captures, reasons
+    for p, q in zip(found, want, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def test_a_step_that_clears_gradients_is_captured_once_though_it_finds_some():
+    def run(mesh):
+        model = pt.parallelize(nn.Linear(6, 2), mesh)
+        optimizer = T.SGD(model.parameters(), lr=0.1)
+        batch = pt.distribute_tensor(x, mesh, [S(0)])
+        model(batch).sum().backward()
+
+        def step(x):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        fast = graph_of(step)
+        for _ in range(3):
+            fast(batch)
+        return fast.reasons
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [["the first call"]] * 2
+
+
+def test_gradients_that_a_step_adds_to_are_part_of_its_program():
+    def run(mesh):
+        model = nn.Linear(6, 2) if mesh is None else pt.parallelize(nn.Linear(6, 2), mesh)
+        nn.init.ones_(model.weight)
+        batch = x if mesh is None else pt.distribute_tensor(x, mesh, [S(0)])
+
+        def step(x):
+            model(x).square().sum().backward()
+
+        fast = step if mesh is None else graph_of(step)
+        for call in range(4):
+            fast(batch)
+            if call == 2:
+                model.zero_grad()
+        return whole(model.weight.grad), getattr(fast, "reasons", [])
+
+    torch.manual_seed(0)
+    want, _ = run(None)
+    with pt.ranks(dp=2) as world:
+        for found, reasons in world.run(lambda mesh: (torch.manual_seed(0), run(mesh))[1]):
+            torch.testing.assert_close(found, want)
+            assert len(reasons) == 2 and "gradient none became there" in reasons[1]
+
+
+# -- numbers of the step ---------------------------------------------------------------------------
+
+
+def ema(x, decay):
+    slow = torch.ones_like(x)
+    slow.mul_(decay).add_(x, alpha=1 - decay)
+    return slow.lerp_(x, decay), torch.addcmul(x, x, x, value=decay)
+
+
+def places(x, value):
+    y = x.clone()
+    y[:, 0] = value
+    return y.masked_fill(y > value, value), torch.where(y > value, y, value)
+
+
+INPUTS = {
+    "arithmetic": lambda x, a: (x * a + a - x / a + a / x, a**2 * x, (a - x) ** a),
+    "rounding": lambda x, a: (x // a, x % a, torch.div(x, a, rounding_mode="trunc")),
+    "comparison": lambda x, a: (x > a, x.long() >= a, x.clamp(-a, a), x.clamp_min(a)),
+    "integers": lambda x, a: (x.argmax(1) * a, x.long() + a),
+    "few bits": lambda x, a: (x.bfloat16() * a, x.half() + a, torch.add(x.half(), x, alpha=a)),
+    "no dimensions": lambda x, a: (x.sum() * a, x.sum() > a, x.double().sum() - a),
+    "moving average": ema,
+    "filling": lambda x, a: (torch.full((3,), a), torch.full_like(x, a), x.clone().fill_(a)),
+    "places": places,
+    "result": lambda x, a: (x * a, a * 2, a),
+    "type": lambda x, a: x * (a if isinstance(a, float) else 100.0),
+    "choice": lambda x, a: x * max(a, 0.05) * min(a, 10.0) * abs(a),
+    "base": lambda x, a: a**x,
+}
+
+
+def check(step, numbers, captures):
+    def run(mesh):
+        fast = graph_of(step)
+        batch = pt.distribute_tensor(x, mesh, [S(0)])
+        found = [[whole(t) for t in listed(fast(batch, a))] for a in numbers]
+        return found, fast.reasons
+
+    want = [listed(step(x, a)) for a in numbers]
+    with pt.ranks(dp=2) as world:
+        (found, reasons), (_, others) = world.run(run)
+    assert reasons == others and len(reasons) == captures, reasons
+    for one, other in zip(found, want, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert type(a) is type(b)
+            if isinstance(b, str):
+                assert a == b
+            else:
+                torch.testing.assert_close(a, b, equal_nan=True)
+    return reasons
+
+
+def listed(value):
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_float_is_an_input_of_the_graph(name):
+    check(INPUTS[name], [0.1, 0.2, 0.7], 1)
+
+
+def test_a_float_that_is_no_number_or_has_a_sign_is_another_value_of_the_input():
+    check(lambda x, a: torch.full((6,), a).copysign(torch.full((6,), a)), [0.0, -0.0, 2.0], 1)
+    check(lambda x, a: x * a, [0.5, math.inf, math.nan], 1)
+
+
+BRANCHES = {
+    "a > b": (lambda x, a: x * a if a > 0.25 else x / a, "0.1 became 0.3, and the program asks"),
+    "an eps": (lambda x, a: F.layer_norm(x, (6,), eps=a), "is read as a number"),
+    "math": (lambda x, a: x * math.sqrt(a), "is read as a number"),
+    "text": (lambda x, a: (x, f"{a:.2f}"), "a Python number is read"),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_number_that_is_branched_on_or_read_is_another_capture_that_names_it(name):
+    step, reason = BRANCHES[name]
+    reasons = check(step, [0.1, 0.3, 0.1], 2)
+    assert "argument[1]: 0.1 became 0.3" in reasons[1] and reason in reasons[1]
+    assert "test_capture_floats.py:" in reasons[1]
+
+
+def test_an_int_is_no_float():
+    check(lambda x, a: x.argmax(1) * a, [2, 2.0, 2], 2)
+
+
+def test_floats_in_a_closure_and_in_containers_of_arguments_are_inputs():
+    decay = 0.5
+
+    def step(x, more):
+        return x * decay + more["k"][0]
+
+    def run(mesh):
+        nonlocal decay
+        fast = graph_of(step)
+        batch = pt.distribute_tensor(x, mesh, [S(0)])
+        found = []
+        for i in range(3):
+            decay = 0.1 * i
+            found.append(whole(fast(batch, {"k": [0.5 * i]})))
+        return found, fast.reasons
+
+    with pt.ranks(dp=1) as world:
+        ((found, reasons),) = world.run(run)
+    assert reasons == ["the first call"]
+    for i, value in enumerate(found):
+        torch.testing.assert_close(value, x * (0.1 * i) + 0.5 * i)
+
+
+# -- values read out of tensors --------------------------------------------------------------------
+
+
+def metrics(x, _):
+    loss = x.square().mean()
+    return loss, {"loss": loss.item() * 2, "at": x.argmax().item()}, (x > 0).any().item()
+
+
+def test_what_item_gives_is_delivered_as_a_number():
+    def run(mesh):
+        fast = graph_of(metrics)
+        batch = pt.distribute_tensor(x, mesh, [S(0)])
+        return [fast(batch * k, 0)[1:] for k in (1, 2)], fast.reasons
+
+    want = [metrics(x * k, 0)[1:] for k in (1, 2)]
+    with pt.ranks(dp=2) as world:
+        for found, reasons in world.run(run):
+            assert len(reasons) == 1
+            for (one, some), (other, any_) in zip(found, want, strict=True):
+                assert some is any_ and type(one["at"]) is int and one["at"] == other["at"]
+                assert type(one["loss"]) is float
+                assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_what_item_gives_may_be_reckoned_with():
+    check(lambda x, a: x / x.norm().item() * a + x.argmax().item(), [1.0, 2.0], 1)
+
+
+READERS = {
+    "a branch": lambda x: x if x.sum().item() > 0 else -x,
+    "float": lambda x: float(x.sum()),
+    "a shape": lambda x: torch.zeros(x.argmax().item()),
+    "text": lambda x: f"{x.sum().item():.3f}",
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_value_that_python_must_know_is_refused_with_its_line(name):
+    def run(mesh):
+        graph_of(READERS[name])(pt.distribute_tensor(x, mesh, [S(0)]))
+
+    match = "reads a value.*test_capture_floats"
+    with pt.ranks(dp=2) as world, pytest.raises(pt.CaptureError, match=match):
+        world.run(run)

@@ -38,7 +38,7 @@ __all__ = ["Rank", "cores", "is_rank", "joined", "launch"]
 
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
-PATIENCE = 4.0  # seconds that a rank may be stopped (SIGSTOP): it may go on before the others fail
+PATIENCE = 2.0  # seconds that a rank may be stopped (SIGSTOP) before the job ends of it
 Show = Callable[[str, dict[str, Any]], None]
 _START = str(Path(__file__).with_name("start_rank.py"))
 _ENDING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
@@ -128,7 +128,8 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
                 for child in children:
                     child.look()
                 if any(child.died() or child.has_stopped() for child in children):
-                    _gather_last_words(selector, told)
+                    if any(child.died() for child in children):  # of one that is stopped they wait
+                        _gather_last_words(selector, told)
                     message = obituary([child.last() for child in children], saved)
                     show("job", {"message": message})
                     return 1

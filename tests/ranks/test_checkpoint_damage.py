@@ -192,3 +192,48 @@ def test_what_torch_has_saved_is_read_once_before_anything_is_changed(by_torch):
 def test_a_value_that_may_not_be_read_leaves_the_tensors_as_they_were(saved):
     pt.save({**WHOLE, "step": Fraction(1, 3)}, saved)
     assert "step holds more than tensors and Python's own types" in refused(saved)
+
+
+# -- one file of the whole model -------------------------------------------------------------------
+
+
+def test_any_byte_of_a_safetensors_file_that_is_flipped_or_cut_off_is_an_error(tmp_path):
+    path = tmp_path / "m.safetensors"
+    state = {"a": torch.arange(5.0), "b": torch.arange(3).bfloat16(), "none": torch.ones(0, 2)}
+    pt.save_safetensors(state, path)
+    content = path.read_bytes()
+
+    def load() -> dict[str, torch.Tensor]:
+        into = {name: torch.full_like(x, 9) for name, x in state.items()}
+        try:
+            pt.load_safetensors(into, path)
+        except ValueError:
+            assert all(x.eq(9).all() for x in into.values())
+            raise
+        return into
+
+    assert all(torch.equal(x, state[name]) for name, x in load().items())
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        with pytest.raises(ValueError, match=r"m\.safetensors (is|does)"):
+            load()
+        path.write_bytes(content[:at])
+        with pytest.raises(ValueError, match=r"m\.safetensors (is|does)"):
+            load()
+
+
+def test_ranks_share_the_checking_of_a_safetensors_file_and_all_raise(tmp_path):
+    path = tmp_path / "m.safetensors"
+    pt.save_safetensors({name: torch.ones(4) for name in "abc"}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"!")
+
+    def program(mesh: Any) -> str:
+        model = {name: pt.zeros(4, device_mesh=mesh, placements=[pt.Shard(0)]) for name in "abc"}
+        with pytest.raises(ValueError, match="is damaged: the checksum of c is wrong") as caught:
+            pt.load_safetensors(model, path)
+        assert all(x.to_local().eq(0).all() for x in model.values())
+        return str(caught.value)
+
+    with pt.ranks(dp=2) as world:
+        assert len(set(world.run(program))) == 1

@@ -3,13 +3,16 @@
 The file is eight bytes with the length of a header, the header (JSON: of each name the dtype, the
 shape and the place of its bytes) and the bytes (https://github.com/huggingface/safetensors). It is
 written tensor by tensor, which the safetensors package does not offer, and read with the package.
+What is written here has checksums in its header's metadata: a CRC-32 of each tensor, and one of the
+header, all in hexadecimal digits.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,8 +23,9 @@ from partita.comm import everyone, user_line
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
+from .checksums import crc_of_file
 from .fitting import Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import Replacement
+from .folder import Replacement, reading
 from .staging import bytes_of
 from .state import opened, opened_module
 
@@ -45,6 +49,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_CHECKSUMS = "partita_crc32"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -76,9 +81,16 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         # Wide elements first: each tensor then lies at a multiple of its own element's size.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         file = _File(new[0].written if new else None)
-        file.write(_header({name: tensors[name] for name in order}))
+        header = _header({name: tensors[name] for name in order})
+        file.write(header)
+        crcs = []
         for name in order:
-            file.write(bytes_of(_whole(tensors[name])))
+            content = bytes_of(_whole(tensors[name]))
+            file.write(content)
+            if new:
+                crcs.append(zlib.crc32(content))
+        if new:
+            file.rewrite(_with_checksums(header, crcs))
         file.close()
 
         def finished(brought: list[None]) -> list[None]:
@@ -108,8 +120,16 @@ def load_safetensors(
     Raises:
         LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
         OSError: there is no such file.
-        ValueError: it is no safetensors file; a tensor of `model` is pending.
+        ValueError: it is no safetensors file, or is damaged, where `save_safetensors` wrote it; a
+            tensor of `model` is pending. Nothing has changed.
     """
+    with reading(Path(os.path.abspath(path))):
+        return _load(model, path, strict)
+
+
+def _load(
+    model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], strict: bool
+) -> Loaded:
     from safetensors import SafetensorError, safe_open
 
     ranks, line = everyone(), user_line()
@@ -120,6 +140,7 @@ def load_safetensors(
         there = {name: _described(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
         found: Misfits | Exception = misfits(tensors, there, strict)
         pieces = {name: piece_held(x) for name, x in tensors.items() if name in there}
+        _check(Path(path), ranks.rank, ranks.size)
     except SafetensorError as error:
         found = ValueError(f"{os.fspath(path)} is no safetensors file: {error}")
     except Exception as error:
@@ -159,6 +180,13 @@ class _File:
             file = self._file
             self._try(lambda: file.write(data))
 
+    def rewrite(self, data: bytes) -> None:
+        """Write this over what was written first."""
+        if self._file is not None:
+            file = self._file
+            self._try(lambda: file.seek(0))
+            self._try(lambda: file.write(data))
+
     def close(self) -> None:
         """Bring it to the disk."""
         if self._file is not None:
@@ -176,7 +204,8 @@ class _File:
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    blank = "0" * 8 * (len(tensors) + 1)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _CHECKSUMS: blank}}
     end = 0
     for name, x in tensors.items():
         start, end = end, end + x.numel() * x.element_size()
@@ -188,6 +217,45 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
+    """The header with what stands where it was left blank, and is not in its own checksum."""
+    blank = b"0" * 8 * (len(crcs) + 1)
+    digits = b"".join(b"%08x" % crc for crc in crcs)
+    digits += b"%08x" % zlib.crc32(header.replace(blank, digits + b"0" * 8, 1))
+    return header.replace(blank, digits, 1)
+
+
+def _check(path: Path, turn: int, turns: int) -> None:
+    """Compare the file with its checksums, if it has any: the header, and every so many-eth tensor.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        header = start + file.read(int.from_bytes(start, "little"))
+    names = json.loads(header[8:])
+    about = names.pop("__metadata__", {})
+    key = next((k for k in about if "partita" in k or "crc32" in k), None)
+    if key is None:  # of others
+        return
+    digits = about[key].encode()
+    last = len(digits) - 8
+    own = header.replace(digits, digits[:last] + b"0" * 8, 1) if digits else b""
+    if (
+        key != _CHECKSUMS
+        or len(digits) != 8 * (len(names) + 1)
+        or b"%08x" % zlib.crc32(own) != digits[last:]
+    ):
+        raise ValueError(f"{path} is damaged: the checksum of its header is wrong")
+    mine = [one for i, one in enumerate(enumerate(names)) if i % turns == turn]
+    spans = [names[name]["data_offsets"] for _, name in mine]
+    found = crc_of_file(path, [(len(header) + at, end - at) for at, end in spans])
+    for (i, name), crc in zip(mine, found, strict=True):
+        if crc is None or b"%08x" % crc != digits[8 * i : 8 * i + 8]:
+            raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
 
 
 def _described(there: Any) -> str:

@@ -11,7 +11,8 @@ from .agreement import (
     is_agreed,
     remember_agreed,
 )
-from .checks import check_ranks, strict
+from .checks import ON_CHECK, check_ranks, strict
+from .collectives import look_before_collectives
 from .dry import DryWire, dry_mesh
 from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
@@ -34,6 +35,7 @@ from .wire import Ask, Wire
 __all__ = [
     "LOOPBACK",
     "MEETING",
+    "ON_CHECK",
     "Aside",
     "Ask",
     "Decide",
@@ -66,6 +68,7 @@ __all__ = [
     "is_uneven",
     "join",
     "ledger",
+    "look_before_collectives",
     "message",
     "missed_call",
     "neutral",

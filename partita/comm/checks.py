@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from ..layout import Fix, LayoutError
 from .ledger import scope
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..redistribute import Move
     from .groups import GroupWire
 
-__all__ = ["Check", "check_ranks", "refuse_implicit", "strict"]
+__all__ = ["ON_CHECK", "Check", "check_ranks", "listening", "refuse_implicit", "strict"]
 
 
 @contextmanager
@@ -81,14 +81,29 @@ class Check:
             raise
 
 
+ON_CHECK: list[Callable[[], AbstractContextManager[Any]]] = []
+"""What else is entered with `check_ranks()`: the tensors' room compares numbers given to ops."""
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Within, this thread compares what `ON_CHECK` compares."""
+    with ExitStack() as entered:
+        for enter in ON_CHECK:
+            entered.enter_context(enter())
+        yield
+
+
 @contextmanager
 def check_ranks(timeout: float = 60.0) -> Iterator[None]:
     """Before each collective on process groups, compare what the ranks ask for.
 
     Ranks that differ in move, axes, shapes, dtype, op or source line all raise LayoutError naming
-    both, where they would otherwise hang or mix up data. So do ranks that go on while another
-    leaves the region, in order or with an error. Costs one small collective per move; within
-    `ranks` it costs and adds nothing, since ranks of one process are always compared.
+    both, where they would otherwise hang or mix up data. What is compared the first time at each
+    place otherwise (pieces, batches, generators, an optimizer's settings, plain tensors) is
+    compared each time, and so are the numbers that ops on DTensors take. So do ranks that go on
+    while another leaves the region, in order or with an error. Costs one small collective per move
+    and per op that takes numbers; moves of ranks of one process (`ranks`) are compared anyhow.
 
     Args:
         timeout: seconds to wait for the other ranks.
@@ -97,7 +112,8 @@ def check_ranks(timeout: float = 60.0) -> Iterator[None]:
     before, check = here.check, Check(timeout)
     here.set(check=check)
     try:
-        yield
+        with listening():
+            yield
     except BaseException as error:
         here.set(check=before)
         _leave(check, f"left check_ranks() with {type(error).__name__}: {error}", quiet=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..layout import LayoutError, Mesh
+from .checks import listening
 from .handle import MeshHandle
 from .ledger import Scope, enter_rank_thread, scope
 from .meeting import Call, Payload, Verdict, brief, is_from_verdict
@@ -133,7 +134,8 @@ class World:
         enter_rank_thread(self._scopes[r])
         torch.set_rng_state(self._generator[r])
         try:
-            with carried.restored():
+            checked = self._scopes[r].check is not None
+            with carried.restored(), listening() if checked else nullcontext():
                 results[r] = fn(self._handles[r], *args)
         except BaseException as error:
             self._failures[r] = error

@@ -11,6 +11,7 @@ from . import (  # noqa: F401
     memory_view,
     methods,
     module_hooks,
+    number_check,
 )
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import (

@@ -22,7 +22,7 @@ from torch.jit import _builtins
 from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 
-from partita.comm import user_line
+from partita.comm import look_before_collectives, user_line
 from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
@@ -205,6 +205,36 @@ def _make_dual(*_: Any, **__: Any) -> Any:
 
 
 SPECIAL[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def refuse_collective(name: str, given: Any) -> None:
+    """Raise where a collective of torch.distributed would take a DTensor's piece for its value."""
+    if not _holds_dtensor(given):
+        return
+    raise LayoutError(
+        f"torch.distributed: {name} cannot take a DTensor",
+        place=user_line(),
+        operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in _dtensors(given))[:2],
+        reason="it would exchange the ranks' pieces as if each were the whole value",
+        fixes=(
+            Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
+            Fix("x.full_tensor()", "the whole value, on every rank"),
+            Fix(f"{name}(x.to_local(), ...)", "if it is meant for the pieces"),
+        ),
+    )
+
+
+def _dtensors(value: Any) -> list[DTensor]:
+    if isinstance(value, DTensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value
+    return [t for v in parts if _holds_dtensor(v) for t in _dtensors(v)]
+
+
+look_before_collectives(refuse_collective)
 
 
 # -- what can mean the right thing -----------------------------------------------------------------

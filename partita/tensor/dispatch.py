@@ -21,6 +21,7 @@ from .dtensor import DTensor
 from .engine import in_backward
 from .foreach import run_foreach, run_fused
 from .gathered import gathered
+from .library import is_collective
 from .miss import make_plan
 from .names import form_of
 from .op import Op, Run
@@ -37,6 +38,8 @@ def _run_of(op: Op) -> Run | None:
     """What to do with a function instead of looking a plan up; None for an op with a rule."""
     if op.func in SPECIAL or passes(op.func):
         return _meaning(SPECIAL.get(op.func))
+    if is_collective(op.func):
+        return _refuse_collective
     if op.form.name.startswith("_fused_"):
         return run_fused
     if op.form.operator is not None and op.form.operator.is_torchs:
@@ -44,6 +47,13 @@ def _run_of(op: Op) -> Run | None:
     if op.form.rule is None:
         return _without_rule(op.func)
     return run_foreach if op.form.foreach else None
+
+
+def _refuse_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    from .bypass import refuse_collective
+
+    refuse_collective(op.form.name, (args, kwargs))
+    raise AssertionError("a collective was dispatched without a DTensor")
 
 
 def _meaning(special: Callable[..., Any] | None) -> Run:

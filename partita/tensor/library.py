@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .dtensor import DTensor
 
-__all__ = ["Operator", "on_pieces", "operator_of", "overloads_of"]
+__all__ = ["Operator", "is_collective", "on_pieces", "operator_of", "overloads_of"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ def overloads_of(func: Any) -> list[OpOverload]:
     if isinstance(func, OpOverloadPacket):
         return [getattr(func, name) for name in func.overloads()]
     return []
+
+
+def is_collective(func: Any) -> bool:
+    """Is it an operator of torch.distributed's, functional or not?"""
+    return any("c10d" in overload.namespace for overload in overloads_of(func))
 
 
 def operator_of(func: Callable[..., Any]) -> Operator | None:

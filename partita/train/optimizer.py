@@ -13,12 +13,15 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from partita.comm import agree
+from partita.layout import Fix
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.settled import settled_spec, update_spec
 from partita.tensor.tensor_state import state_of
@@ -63,6 +66,7 @@ def _before_step(
     spread = [p for p in params if isinstance(p, DTensor)]
     if not spread:
         return None
+    agree_settings(optimizer, spread)
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in ELEMENTWISE and closure is None
@@ -83,6 +87,33 @@ def _before_step(
     for owner in owners:
         owner.updated()
     return _idle(optimizer, args, kwargs)
+
+
+_agreed: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers whose settings were compared before their first step."""
+
+
+def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+    """Raise on all ranks unless they bring the same learning rates and the like to a first step,
+    and to each under `check_ranks()`."""
+    check = params[0]._spec.wire.scope.check
+    if (optimizer in _agreed and check is None) or HERE.capturing:
+        return
+    groups = []
+    for group in optimizer.param_groups:
+        said = [f"{len(group['params'])} parameters"]
+        said += [f"{k}={v}" for k, v in group.items() if isinstance(v, (int, float, str, tuple))]
+        groups.append(" ".join(said))
+    for wire in dict.fromkeys(p._spec.wire for p in params):
+        agree(
+            f"{type(optimizer).__name__}.step",
+            "; ".join(groups),
+            wire,
+            fact="the ranks' optimizers have other settings",
+            reason="each rank updates its part of one value, or its copy of it",
+            fixes=(Fix("the same lr, betas, weight_decay, ...", "on every rank"),),
+        )
+    _agreed.add(optimizer)
 
 
 def _idle(

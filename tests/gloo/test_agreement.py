@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 import partita as pt
 from partita import LayoutError, Replicate, Shard
@@ -167,3 +168,40 @@ def made_by_torch(rank):
 
 def test_a_mesh_that_torch_made_and_its_parts_agree_as_well():
     assert run_ranks(made_by_torch, 4) == [(28.0, 2)] * 4
+
+
+# -- collectives of torch.distributed --------------------------------------------------------------
+
+
+def collectives(rank):
+    x = pt.distribute_tensor(torch.arange(8.0), mesh_of(rank), [Shard(0)])
+    t, group = torch.zeros(8), dist.group.WORLD
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_gather": lambda: dist.all_gather([t, t], x),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(t, x),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, t),
+        "all_to_all_single": lambda: dist.all_to_all_single(t, x),
+        "send": lambda: dist.send(x, 1 - rank),
+        "batch_isend_irecv": lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank)]),
+        "broadcast_object_list": lambda: dist.broadcast_object_list([{"a": [x]}], 0),
+        "all_gather_object": lambda: dist.all_gather_object([None, None], {"w": x}),
+        "functional all_reduce": lambda: functional.all_reduce(x, "sum", group),
+        "functional all_gather_tensor": lambda: functional.all_gather_tensor(x, 0, group),
+        "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(x, "sum", 0, group),
+        "functional in place": lambda: torch.ops._c10d_functional.all_reduce_(x, "sum", "0"),
+        "differentiable": lambda: functional.all_gather_tensor_autograd(x, 0, group),
+    }
+    told = {name: str(heard(call)) for name, call in calls.items()}
+    piece = x.to_local().clone()
+    dist.all_reduce(piece)
+    return told, piece, x.full_tensor()
+
+
+def test_collectives_of_torch_refuse_a_dtensor_and_take_its_piece():
+    for told, piece, whole in run_ranks(collectives, 2):
+        for name, text in told.items():
+            assert "cannot take a DTensor" in text and "to_local()" in text, (name, text)
+            assert HERE in text
+        assert piece.tolist() == [4, 6, 8, 10] and torch.equal(whole, torch.arange(8.0))

@@ -170,3 +170,86 @@ def test_a_rank_without_rows_draws_as_many_numbers_as_the_others():
 
     one, other = each_rank(body, dp=2)
     assert one == other
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_numbers_that_ops_take_are_compared_under_check_ranks():
+    def body(mesh, factor):
+        x = pt.distribute_tensor(T, mesh, [Shard(0)])
+        with pt.check_ranks():
+            y = x * 2.0
+            y = torch.clamp(y, min=factor(mesh.get_rank()), max=50)
+        return y.sum().item()
+
+    refused(lambda mesh: body(mesh, lambda r: 1.0 + r), "clamp", "1.0", "2.0", dp=2)
+    whole = torch.clamp(T * 2, min=1.0, max=50).sum().item()
+    assert each_rank(lambda mesh: body(mesh, lambda r: 1.0), dp=2) == [whole] * 2
+
+
+def test_a_whole_step_passes_check_ranks():
+    def body(mesh):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        pt.distribute_module(model, mesh)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with pt.check_ranks():
+            for _ in range(2):
+                loss = model(pt.distribute_batch(T, mesh)).square().mean()
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+        return loss.item()
+
+    one, other, third = each_rank(body, dp=3)
+    assert one == other == third
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_learning_rates_that_differ_are_refused_at_the_first_step(kind):
+    def body(mesh):
+        w = torch.nn.Parameter(pt.distribute_tensor(T, mesh, [Replicate()]))
+        optimizer = kind([w], lr=0.1 * (1 + mesh.get_rank()))
+
+        def loss():
+            total = w.square().sum()
+            total.backward()
+            return total
+
+        loss()
+        optimizer.step(loss)
+
+    refused(body, "the ranks' optimizers have other settings", "lr=0.1", "lr=0.2", dp=2)
+
+
+# -- what is saved ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", ["save", "async_save"])
+def test_a_value_that_ranks_hold_differently_is_not_saved(save, tmp_path):
+    def body(mesh, change):
+        w = pt.distribute_tensor(T, mesh, [Shard(0), Replicate()])
+        large = pt.distribute_tensor(torch.zeros(1 << 19), mesh, [Replicate(), Replicate()])
+        (w if change == "w" else large).to_local().add_(mesh.get_local_rank("tp"))
+        outcome = getattr(pt, save)({"w": w, "large": large}, tmp_path / change)
+        return outcome if save == "save" else outcome.result()
+
+    for change in ("w", "large"):
+        error = refused(
+            lambda mesh, change=change: body(mesh, change),
+            "the ranks hold different values by one name",
+            dp=2,
+            tp=2,
+        )
+        assert error.operands[0].startswith(change) and "(ranks 0 and 1)" in error.operands[0]
+
+
+# -- collectives of torch.distributed --------------------------------------------------------------
+
+
+def test_operators_of_torch_distributed_refuse_a_dtensor():
+    def body(mesh):
+        x = pt.distribute_tensor(T, mesh, [Shard(0)])
+        return torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+
+    refused(body, "all_reduce cannot take a DTensor", "x.full_tensor()", dp=2)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _CheckpointFrame
@@ -296,3 +298,19 @@ def test_dynamo_asks_a_tensor_for_one_attribute_before_it_traces_it():
     frames = torch._C._dynamo.eval_frame
     frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     assert callable(frames.set_code_exec_strategy)
+
+
+def test_a_group_tells_its_timeout_and_how_many_collectives_it_has_begun():
+    if dist.is_initialized():
+        pytest.skip("another test's groups are up")
+    limit = timedelta(seconds=33)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        group = dist.group.WORLD
+        assert group._get_backend(torch.device("cpu")).options._timeout == limit
+        assert group in dist.distributed_c10d._world.pg_map
+        before = group._get_sequence_number_for_group()
+        group.allreduce([torch.ones(1)]).wait(timedelta(seconds=1))
+        assert group._get_sequence_number_for_group() == before + 1
+    finally:
+        dist.destroy_process_group()

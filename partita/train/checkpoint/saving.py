@@ -34,10 +34,12 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         state: nested dicts and lists of tensors and values. A module, an optimizer, or anything
             else with `state_dict` and `load_state_dict` stands for its state; an optimizer is saved
             by the names that a module in `state` gives its parameters. A pending tensor is reduced
-            first. Plain tensors and values must be equal on all ranks that have them.
+            first. Plain tensors and values must be equal on all ranks that have them, and so must
+            what a layout says that several ranks hold: it is read once, to compare it.
 
     Raises:
-        ValueError: ranks differ in a plain value, shape or dtype; some part of a tensor is on no
+        LayoutError: ranks differ in what several of them hold by one name.
+        ValueError: ranks differ in a shape or dtype; some part of a tensor is on no
             rank; a value cannot be saved; there is something at `path` that is no checkpoint.
         OSError: the disk. Whatever the error, every rank raises it, and `path` is as it was.
     """
@@ -53,7 +55,8 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
     """`save`, of which only the copy to memory happens now; the rest goes on in another thread.
 
     The memory, as much as this rank writes, is kept for the next time and freed by `save`. A save
-    that has not ended is waited for first.
+    that has not ended is waited for first. Of large tensors that several ranks hold, a sample of
+    the elements is compared.
 
     Returns:
         A future: `result()` waits until the checkpoint is there, or raises what `save` would. Call

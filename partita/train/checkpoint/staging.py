@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Piece
 from partita.layout import Replicate
 from partita.tensor import DTensor
+from partita.tensor.checksum import checksum
 from partita.tensor.pieces import holders, piece_held
 from partita.tensor.spec import Spec
 
@@ -43,6 +44,8 @@ class Staged:
         plain: names of the tensors that every rank has whole.
         texts: by name, a value as text that is equal if the values are.
         copies: values of Python's own types, copied, which `finish` writes.
+        marks: by name and place, of what several ranks are said to hold alike, what tells whether
+            they do. Taken at once, since those that do not write it keep no copy.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -51,6 +54,7 @@ class Staged:
     plain: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     copies: dict[str, Any] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)
 
     def finish(self) -> None:
         """Have all values written and told as text, also in another thread."""
@@ -71,7 +75,7 @@ class Staged:
     def fingerprints(self) -> dict[str, str]:
         """By name, what must be equal on all ranks that have it, since one of them writes it."""
         found = {name: _digest(self.pieces[name].local) for name in self.plain}
-        return found | {
+        return (found | self.marks) | {
             n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()
         }
 
@@ -112,6 +116,9 @@ def staged(state: State, memory: Memory | None) -> Staged:
             axes, mine, count = holders(value)
             known[spec] = written.setdefault((spec.wire, axes), [0] * count), mine
         so_far, mine = known[spec]
+        if len(so_far) > 1:
+            place = f" at {[offset for offset, _ in spec.region]}" if spec.is_sharded else ""
+            out.marks[name + place] = _mark(value, sampled=memory is not None)
         turn = min(range(len(so_far)), key=so_far.__getitem__)
         so_far[turn] += spec.largest * value.dtype.itemsize
         if turn == mine:
@@ -119,6 +126,19 @@ def staged(state: State, memory: Memory | None) -> Staged:
     if memory is not None:
         _copy(out, memory)
     return out
+
+
+_SAMPLED = 1 << 18
+"""Elements of a tensor that are compared while training waits for a copy only."""
+
+
+def _mark(x: DTensor, sampled: bool) -> str:
+    """What differs where a value does; `sampled`, of a large one where it does on the whole."""
+    with Local(), torch.no_grad():
+        local = x.detach()
+        if sampled and local.numel() > _SAMPLED:
+            local = local.reshape(-1)[:: local.numel() // _SAMPLED]
+        return " ".join(f"{n:x}" for n in checksum(local))
 
 
 def settled(x: DTensor) -> DTensor:

@@ -12,6 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ class World:
         """The mesh as rank `rank` gets it; the same object in each run."""
         return self._handles[rank]
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `fn(mesh, *args)` once per rank and return the results in rank order.
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(mesh, *args, **kwargs)` once per rank and return the results in rank order.
 
         All ranks start with the caller's CPU generator state, grad mode and context variables; each
         has a generator of its own from there on, and the caller continues with that of rank 0.
@@ -100,7 +101,7 @@ class World:
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._rank, r, fn, args, results, carried),
+                args=(self._rank, r, partial(fn, **kwargs), args, results, carried),
                 name=f"rank {r}",
                 daemon=True,
             )

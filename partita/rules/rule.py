@@ -130,6 +130,12 @@ def _teach(function: Callable[..., Any], taught: Rule) -> None:
         forget()
 
 
+def _name_of(function: Any) -> str:
+    """Its name; what `torch.library.custom_op` makes has only that of its operator."""
+    name = getattr(function, "__name__", None) or getattr(function, "_name", "")
+    return str(name or function)
+
+
 def rule(*what: Any) -> Any:
     """Teach partita an op.
 
@@ -142,13 +148,13 @@ def rule(*what: Any) -> Any:
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]
         for f in functions:
-            _teach(f, Rule(f.__name__, text))
+            _teach(f, Rule(_name_of(f), text))
         return None
 
     def register(derive: Callable[..., Any]) -> Callable[..., Any]:
         params = tuple(inspect.signature(derive).parameters.values())
         for f in what:
-            _teach(f, Rule(f.__name__, derive=derive, params=params))
+            _teach(f, Rule(_name_of(f), derive=derive, params=params))
         return derive
 
     return register

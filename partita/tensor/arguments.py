@@ -8,14 +8,24 @@ from typing import Any
 import torch
 
 from partita.comm import Wire
+from partita.layout import Layout
 from partita.rules import parse
 
+from .autograd import moved
 from .dtensor import DTensor
 from .names import Form, parameter_names
 from .plan import Path
-from .spec import two_meshes
+from .spec import Spec, spec_of, two_meshes
 
-__all__ = ["all_tensors", "declared", "in_order", "one_wire", "operands_of_call", "parameters"]
+__all__ = [
+    "all_tensors",
+    "declared",
+    "in_order",
+    "numbers_elsewhere",
+    "one_wire",
+    "operands_of_call",
+    "parameters",
+]
 
 
 def in_order(
@@ -104,6 +114,32 @@ def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path
 def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path, Any]]:
     found = _tensors_at(tuple(range(len(args))), args)
     return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
+
+
+def numbers_elsewhere(op: str, tensors: Sequence[tuple[Path, Any]]) -> dict[Path, torch.Tensor]:
+    """The 0-d DTensors that live on another mesh than the others, as plain tensors; by path.
+
+    A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
+    without a gradient, which would have to go back to its own mesh.
+    """
+    spread = [(path, t) for path, t in tensors if isinstance(t, DTensor)]
+    if len({t._spec.wire for _, t in spread}) < 2:
+        return {}
+    home = next((t for _, t in spread if not _is_number(t)), spread[0][1])._spec.wire
+    away = [(path, t) for path, t in spread if t._spec.wire is not home]
+    if not all(_is_number(t) for _, t in away):
+        return {}
+    with torch.no_grad():
+        return {path: moved(t, t._spec, _whole(t._spec), op, "implicit") for path, t in away}
+
+
+def _is_number(t: DTensor) -> bool:
+    return not (t._spec.shape or (t.requires_grad and torch.is_grad_enabled()))
+
+
+def _whole(spec: Spec) -> Spec:
+    layout = spec.layout
+    return spec_of(Layout(layout.shape, invariant=layout.invariant), spec.wire)
 
 
 def one_wire(op: str, tensors: Sequence[Any]) -> Wire:

@@ -26,6 +26,8 @@ def checksum(value: torch.Tensor) -> tuple[int, int, int]:
         if value.numel() == 0 or value.is_meta:
             return value.dim(), shape, 0
         flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        if flat.stride(0) != 1:  # of one element, which is contiguous whatever its stride says
+            flat = flat.as_strided(flat.shape, (1,))
         if flat.storage_offset() * flat.element_size() % 8:
             flat = flat.clone()  # words are read where words may begin
         data = flat.view(torch.uint8)

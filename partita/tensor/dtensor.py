@@ -91,6 +91,10 @@ class DTensor(torch.Tensor):
 
     ndimension = dim
 
+    def __round__(self, ndigits: int | None = None) -> Any:
+        """`round(x)`, which a plain tensor does not have: `torch.round`."""
+        return torch.round(self, decimals=ndigits or 0)
+
     def __len__(self) -> int:
         if not self._spec.shape:
             raise TypeError("len() of a 0-d tensor")

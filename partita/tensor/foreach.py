@@ -8,6 +8,7 @@ kinds of the lists' elements: bias corrections and learning rates are numbers an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache as once
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 
 from partita.comm import Wire
+from partita.layout import Layout
 
 from . import cache
 from .autograd import moved
@@ -26,7 +28,7 @@ from .names import form_of
 from .op import Op
 from .plain import admit
 from .plan import CallPlan, replaced
-from .spec import Spec
+from .spec import Spec, spec_of
 
 __all__ = ["run_foreach"]
 
@@ -47,10 +49,11 @@ class _ListPlan:
         self.hits = 0
         self.places, self.wires = places, wires
         self.specs: list[Spec] | None = None
-        self.clean = not wires and all(
-            p is not None and not p.targets and p.kernel is None and not (p.rewrite or p.renews)
-            for p in places
-        )
+        self.clean = not wires and all(p is not None and _is_clean(p) for p in places)
+
+
+def _is_clean(plan: CallPlan) -> bool:
+    return not (plan.targets or plan.kernel or plan.rewrite or plan.renews)
 
 
 def run_foreach(
@@ -64,11 +67,12 @@ def run_foreach(
     plan = op.plans.get(key) or op.plans.recall(key)
     if plan is None:
         cache.note_miss()
-        wires = [_wire_of_place(i, args) for i in range(len(args[0]))]
+        count = len(next(a for a in args if type(a) in (list, tuple)))
+        wires = [_wire_of_place(i, args) for i in range(count)]
         if len(set(wires)) > 1:
             plan = _ListPlan([], wires)
         else:
-            plan = _ListPlan([_plan_of(i, func, args, kwargs, op) for i in range(len(args[0]))])
+            plan = _ListPlan([_plan_of(i, func, args, kwargs, op) for i in range(count)])
         op.plans.remember(key, plan)
     plan.hits += 1
     if not plan.clean:
@@ -112,6 +116,8 @@ def _by_wire(
         )
         for i, out in zip(mine, outs or (), strict=False):
             found[i] = out
+    if func.__name__.endswith("_"):
+        return args[0]
     return None if outs is None else found
 
 
@@ -135,17 +141,59 @@ def _place(i: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
 
+def _function_named(name: str) -> Callable[..., Any] | None:
+    return getattr(torch.Tensor, name, None) or getattr(torch, name, None)
+
+
 def _single(op: Op) -> Callable[..., Any]:
-    name = op.form.name + ("_" if op.form.inplace else "")
-    return getattr(torch.Tensor, name, None) or getattr(torch, name)  # type: ignore[no-any-return]
+    """The op for one place. Of some (`maximum`) there is no form in place but of lists."""
+    name = op.form.name
+    function = _NUMBERS_TOO.get(name) or _function_named(name)
+    if not op.form.inplace:
+        assert function is not None
+        return function
+    return _function_named(name + "_") or _written(function)
+
+
+def _with_number(function: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: torch.Tensor, other: Any) -> torch.Tensor:
+        return (function if isinstance(other, torch.Tensor) else clamp)(x, other)
+
+    return run
+
+
+# What lists may be given numbers for, where the op itself takes none in that place.
+_NUMBERS_TOO: dict[str, Callable[..., Any]] = {
+    "maximum": _with_number(torch.maximum, torch.clamp_min),
+    "minimum": _with_number(torch.minimum, torch.clamp_max),
+    "pow": torch.pow,
+}
+
+
+@once
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
 def _plan_of(
     i: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
 ) -> CallPlan | None:
-    single = _single(op)
+    single, place = _single(op), _place(i, args, kwargs)
     own = form_of(single)
-    return None if own.rule is None else make_plan(own, single, _place(i, args, kwargs), kwargs)
+    if own.rule is not None:
+        return make_plan(own, single, place, kwargs)
+    if not op.form.inplace or _function_named(op.form.name) is None:
+        return None
+    # The native kernel serves where nothing moves, and the result lies as what it is written into.
+    function = _function_named(op.form.name)
+    assert function is not None
+    plan = make_plan(form_of(function), function, place, kwargs)
+    if plan is None or plan.choice is None or not isinstance(place[0], DTensor):
+        return None
+    choice, layout = plan.choice, place[0]._spec.layout
+    lies = (choice.outputs[0], choice.partial[0], choice.invariant[0])
+    alike = lies == (layout.shards, layout.partial, layout.invariant)
+    return plan if alike and _is_clean(plan) else None
 
 
 def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,26 +204,31 @@ def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op
     single, outs = _single(op), []
     if op.form.name in ("addcdiv", "addcmul"):  # the op itself takes its number by name only
         single = _with_value(single)
+        if len(args) == 4 and isinstance(args[3], torch.Tensor):  # a number for each place
+            args = (*args[:3], args[3].tolist())
     for i, place in enumerate(plan.places):
         mine = _place(i, args, kwargs)
         if place is None:
             outs.append(single(*mine, **kwargs))
         else:
             outs.append(place.run(single, mine, kwargs))
-    return None if op.form.inplace else outs
+    return args[0] if op.form.inplace else outs
 
 
 def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     """Run a fused optimizer kernel: elementwise over lists, all in the parameters' layouts."""
-    new = {}
+    new, shares = {}, []
     for j, values in enumerate(args):
         if type(values) not in (list, tuple):
             continue
         for i, value in enumerate(values):
-            target = args[0][i]._spec
+            target = _settled(args[0][i]._spec)
             if isinstance(value, DTensor):
                 if value._spec is not target and value._spec.shape == target.shape:
                     new[(j, i)] = moved(value, value._spec, target, op.form.name, "implicit")
+                    if args[0][i]._spec is not target:  # a share is no value to step from
+                        new[(j, i)] = tagged(new[(j, i)].clone(), target)
+                        shares.append((value, new[(j, i)]))
             elif value.dim() > 0:
                 admit(value, target.wire, op.form.name, (j, i))
     args, kwargs = replaced(args, kwargs, new)
@@ -184,4 +237,14 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         # These kernels do not count what they change, and we keep what is made of tensors by count.
         lists = [a for a in args if type(a) in (list, tuple)]
         increment_version([x for a in lists for x in a if isinstance(x, torch.Tensor)])
-        return out
+    for value, stepped in shares:
+        value.copy_(stepped)
+    return out
+
+
+def _settled(spec: Spec) -> Spec:
+    """`spec` without what is pending."""
+    layout = spec.layout
+    if not layout.partial:
+        return spec
+    return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)

@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Layout
 
 from .agreement import no_strides
-from .arguments import all_tensors, one_wire
+from .arguments import all_tensors, numbers_elsewhere, one_wire
 from .autograd import moved
 from .buckets import pending_gradients, settle
 from .draws import drawing
@@ -45,6 +45,10 @@ def gathered(
         LayoutError: in place, and the result has another shape.
     """
     tensors = all_tensors(args, kwargs)
+    numbers = numbers_elsewhere(form.name, tensors)
+    if numbers:
+        args, kwargs = replaced(args, kwargs, numbers)
+        return func(*args, **kwargs)
     written = written_places(form, args, kwargs)
     plain = [path for path, t in tensors if path in written and not isinstance(t, DTensor)]
     if plain:

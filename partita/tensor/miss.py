@@ -27,7 +27,14 @@ from partita.rules import (
     parse,
 )
 
-from .arguments import all_tensors, declared, one_wire, operands_of_call, parameters
+from .arguments import (
+    all_tensors,
+    declared,
+    numbers_elsewhere,
+    one_wire,
+    operands_of_call,
+    parameters,
+)
 from .autocast import as_autocast_casts
 from .choose import Choice, choose
 from .draws import drawing
@@ -63,6 +70,9 @@ def make_plan(
     rule = form.rule
     assert rule is not None
     tensors = all_tensors(args, kwargs)
+    if numbers_elsewhere(form.name, tensors):
+        home = next(t._spec.wire for _, t in tensors if isinstance(t, DTensor))
+        return CallPlan(form.name, home, rewrite=partial(_with_numbers, func, form.name))
     wire = one_wire(form.name, [t for _, t in tensors])
     if form.inplace and not isinstance(args[0], DTensor):
         return CallPlan(form.name, wire, rewrite=partial(_write_first, func, form.name))
@@ -158,6 +168,12 @@ def make_plan(
         renews=renews,
         names=names,
     )
+
+
+def _with_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+    numbers = numbers_elsewhere(op, all_tensors(args, kwargs))
+    given, named = replaced(args, kwargs, numbers)
+    return func(*given, **named)
 
 
 def _write_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from partita.rules import RULES, Rule
 
-from .library import Operator, on_pieces, operator_of
+from .library import Operator, on_pieces, operator_of, overloads_of
 from .written import Written, written_by
 
 __all__ = ["Form", "form_of", "parameter_names", "rule_named"]
@@ -151,7 +151,9 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
         rule = rule_named(op) or rule_named(name)
         reshapes, writes = name in _RESHAPING, written_by(func)
         return Form(func, op, rule, op != name, reshapes, operator=operator, writes=writes)
-    same = (func, operator.packet)
+    same = [func, operator.packet]
+    if func is operator.packet:
+        same += overloads_of(func)
     rule = next((r for f, r in RULES.items() if getattr(f, "_opoverload", f) in same), None)
     local, writes = on_pieces(func), written_by(func)
     return Form(func, name, rule, local=local, operator=operator, writes=writes)

@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from types import EllipsisType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,11 +60,14 @@ class Outputs:
     """Where what a module's `forward` returns lives: a tensor, or a tuple or list of tensors.
 
     Args:
-        places: one for each tensor that is returned, in order; None leaves one as it is.
+        places: one for each tensor that is returned, in order; None leaves one as it is, and ...
+            at the end what follows, however many there are.
     """
 
-    def __init__(self, *places: Places | None):
-        self.places, self.named = places, {}
+    def __init__(self, *places: Places | EllipsisType | None):
+        self.open = bool(places) and places[-1] is ...
+        self.places = cast("tuple[Places | None, ...]", places[:-1] if self.open else places)
+        self.named: dict[str, Places] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outputs) and _content(self) == _content(other)
@@ -72,12 +76,17 @@ class Outputs:
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        return f"Outputs({', '.join(str(p and dict(p)) for p in self.places)})"
+        said = [str(p and dict(p)) for p in self.places] + ["..."] * self.open
+        return f"Outputs({', '.join(said)})"
 
 
 def _content(door: Inputs | Outputs) -> Any:
     listed = [None if p is None else list(p.items()) for p in door.places]
-    return listed, {name: list(p.items()) for name, p in door.named.items()}
+    return (
+        listed,
+        getattr(door, "open", False),
+        {name: list(p.items()) for name, p in door.named.items()},
+    )
 
 
 # -- a module's doors ------------------------------------------------------------------------------
@@ -92,7 +101,7 @@ def watch(module: nn.Module, name: str, door: Inputs | Outputs, mesh: Any) -> No
     name = name or type(module).__name__
     if isinstance(door, Outputs):
         asked = tuple(None if p is None else tuple(p.items()) for p in door.places)
-        module.register_forward_hook(_Gives(name, asked, mesh))
+        module.register_forward_hook(_Gives(name, asked, mesh, door.open))
     else:
         asked_of = tuple(
             (i, key, f"{name}({key or f'argument {i}'})", tuple(places.items()))
@@ -158,11 +167,13 @@ class _Gives:
     name: str
     asked: tuple[Pairs | None, ...]
     mesh: Any
+    open: bool = False
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         many = isinstance(out, (tuple, list))
         each = list(out) if many else [out]
-        if len(each) != len(self.asked):
+        fits = len(each) >= len(self.asked) if self.open else len(each) == len(self.asked)
+        if not fits:
             raise LayoutError(
                 f"{self.name} returned {len(each)} values; its plan speaks of {len(self.asked)}",
                 place=user_line(),

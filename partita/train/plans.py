@@ -61,7 +61,8 @@ def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, An
             reduce-scatter after. Else both are whole: an all-reduce after.
     """
     around = {axis: Shard(SEQUENCE) if sequence else Replicate()}
-    return {name: [Inputs({axis: Replicate()}), Outputs(around)] for name in names}
+    # An attention may return its weights or its cache beside: they stay as they are.
+    return {name: [Inputs({axis: Replicate()}), Outputs(around, ...)] for name in names}
 
 
 def outer(*names: str, axis: str = "tp") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,18 +27,17 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
 def _renormed(lookup: Kernel) -> Rewrite:
     """First bring the rows that are read to `max_norm`, in the table itself; then `lookup`."""
 
-    def run(
-        input: Any,
-        weight: Any,
-        third: Any = None,  # padding_idx, or the offsets of bags
-        max_norm: Any = None,
-        norm_type: float = 2.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    takes = inspect.signature(lookup)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = takes.bind(*args, **kwargs)
+        given.apply_defaults()
+        call = given.arguments
         with torch.no_grad():
-            torch.embedding_renorm_(weight.detach(), input, max_norm, norm_type)
-        return lookup(input, weight, third, None, norm_type, *args, **kwargs)
+            weight, input = call["weight"].detach(), call["input"]
+            torch.embedding_renorm_(weight, input, call["max_norm"], call["norm_type"])
+        call["max_norm"] = None
+        return lookup(**call)
 
     return Rewrite(run)
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Wire
+from partita.comm import Wire, user_line
+from partita.layout import Fix, LayoutError, Partial, Placement, Replicate, Shard
 from partita.redistribute import Plan, plan
 
 from .autocast import without_autocast
@@ -19,7 +20,7 @@ from .origin import current
 from .spec import Spec, two_meshes
 from .watch import HERE
 
-__all__ = ["carry_all", "convert_gradient", "moved"]
+__all__ = ["ask_gradient", "carry_all", "convert_gradient", "cut_otherwise", "moved"]
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
@@ -85,16 +86,91 @@ class _ConvertGradient(torch.autograd.Function):
     """The identity, whose gradient arrives as `given` and leaves as `wanted`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, given: Spec, wanted: Spec) -> torch.Tensor:
-        ctx.given, ctx.wanted = given, wanted
+    def forward(ctx: Any, x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
+        ctx.given, ctx.wanted, ctx.op = given, wanted, op
+        ctx.line = "" if given.layout.shards == wanted.layout.shards else user_line()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return moved(grad, ctx.given, ctx.wanted, "to_local", "gradient"), None, None
+        if ctx.given.layout.shards != ctx.wanted.layout.shards:
+            raise cut_otherwise(ctx.wanted, ctx.given, ctx.op, ctx.line)
+        return moved(grad, ctx.given, ctx.wanted, ctx.op, "gradient"), None, None, None
 
 
-def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec) -> torch.Tensor:
+def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
     """An alias of local `x` whose incoming gradient is laid out as `given`; it is made `wanted`."""
     with Local():
-        return _ConvertGradient.apply(x, given, wanted)
+        return _ConvertGradient.apply(x, given, wanted, op)
+
+
+def cut_otherwise(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
+    """Each rank has the gradient of what it has: a gradient that is split otherwise cannot be."""
+    return LayoutError(
+        f"{op}: grad_placements cut the gradient otherwise than the value is",
+        place=line,
+        operands=(
+            f"value     {wanted.layout.brief()} on {wanted.wire.mesh}",
+            f"gradient  {given.layout.brief()}",
+        ),
+        reason="each rank has the gradient of what it has",
+        fixes=(Fix("Shard where the value has Shard, and nowhere else"),),
+    )
+
+
+class _AskGradient(torch.autograd.Function):
+    """The identity, whose gradient may mean two things: it raises and says which."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spec: Spec, op: str, line: str) -> torch.Tensor:
+        ctx.spec, ctx.op, ctx.line = spec, op, line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise _two_meanings(ctx.spec, ctx.op, ctx.line)
+
+
+def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
+    """An alias of local `x`, a value of `spec` that leaves or enters the typed world as Replicate.
+
+    If a gradient arrives, it is either each rank's part of it or the same whole on all of them. By
+    duality it would be the first, in torch.distributed.tensor it is the second, and only the user
+    knows. Where nothing is to be asked this is a plain alias.
+    """
+    with Local():
+        if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
+            return x.view_as(x)
+        return _AskGradient.apply(x, spec, op, user_line())
+
+
+def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
+    def call(gradient: Placement) -> str:
+        asked = spec.used_differently
+        given = [gradient if a in asked else p.dual() for a, p in spec.by_axis()]
+        text = ", ".join(map(_constructor, given))
+        if op == "to_local":
+            return f"x.to_local(grad_placements=[{text}])"
+        return f"from_local(x, mesh, placements, grad_placements=[{text}])"
+
+    axes = " and ".join(spec.used_differently)
+    whose = (
+        "a gradient came back to what left as Replicate"
+        if op == "to_local"
+        else "a gradient goes to a local tensor that was taken for Replicate"
+    )
+    return LayoutError(
+        f"{op}: {whose} on axis {axes}, and it may mean two things",
+        place=line,
+        operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
+        reason="each rank may have its own part of the gradient, or all of them the whole one",
+        fixes=(
+            Fix(call(Partial()), "each rank's part: they add up, as after other rows of a batch"),
+            Fix(call(Replicate()), "all ranks the same: as torch.distributed.tensor takes it"),
+        ),
+    )
+
+
+def _constructor(p: Placement) -> str:
+    """As a user writes it: repr names the fields."""
+    return f"Shard({p.dim})" if isinstance(p, Shard) else f"{type(p).__name__}()"

@@ -19,7 +19,7 @@ from partita.comm import user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 from .agreement import agree_pieces, compare, no_strides
-from .autograd import convert_gradient, moved
+from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
 from .origin import current
 from .pieces import piece_held
 from .spec import Spec, laid_out, placed
@@ -111,6 +111,7 @@ class DTensor(torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """Take each rank's local tensor as its piece of one global tensor. Differentiable.
 
@@ -123,9 +124,14 @@ class DTensor(torch.Tensor):
                 fit together. Costs two small collectives. Nothing is overwritten.
             shape: the global shape in elements. Without it every rank of a sharded axis is taken
                 to hold as much as this one.
-            stride: as in torch; must go with `shape`. A DTensor's strides are its shard's own.
+            stride: as in torch; what the pieces say is kept: strides follow from theirs.
+            grad_placements: how the gradient is given to `local_tensor`. By default as the gradient
+                of the DTensor is placed. Where that is Replicate it must be given if a gradient
+                arrives: Partial for each rank's part, Replicate for the whole, summed.
 
         Raises:
+            LayoutError: in backward, if a gradient goes to a local tensor that was taken for
+                Replicate and `grad_placements` was not given; naming this line.
             LayoutError: the local shape is not what `shape` and `placements` give this rank; with
                 `run_check`, on every rank when any rank's does not fit.
         """
@@ -150,27 +156,35 @@ class DTensor(torch.Tensor):
             compare(local_tensor, spec)
         else:
             agree_pieces(local_tensor, spec)
-        with Local():
-            return tagged(local_tensor.view_as(local_tensor), spec)
+        if grad_placements is None:
+            return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
+        given = laid_out(spec.wire, spec.layout.shape, grad_placements)
+        if given.local_shape != spec.local_shape:
+            raise cut_otherwise(spec, given, "from_local", user_line())
+        return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, as a plain tensor that shares its memory. Differentiable.
 
         Args:
             grad_placements: how the gradient of the result will be placed. By default as the
-                gradient of this tensor is: Shard for Shard, Partial for Replicate, Replicate for
-                Partial.
+                gradient of this tensor is: Shard for Shard, Replicate for Partial, Invariant for
+                Invariant. Of a Replicate value it must be given if a gradient arrives: Partial
+                where each rank computed its own part of it, Replicate where all computed the same.
+
+        Raises:
+            LayoutError: in backward, if a gradient arrives at what left as Replicate on an axis of
+                several ranks and `grad_placements` was not given; naming this line.
         """
         spec, x = self._spec, current(self)
         spec.wire.show_piece(spec.layout, "to_local")
+        if grad_placements is None:
+            return ask_gradient(x, spec, "to_local")
+        given = laid_out(spec.wire, spec.layout.shape, grad_placements)
         with Local():
-            if grad_placements is None:
-                return x.view_as(x)  # type: ignore[no-any-return]
-            wire = spec.wire
-            given = laid_out(wire, spec.layout.shape, grad_placements)
             if given is spec.gradient:
                 return x.view_as(x)  # type: ignore[no-any-return]
-            return convert_gradient(x, given, spec.gradient)
+            return convert_gradient(x, given, spec.gradient, "to_local")
 
     def redistribute(
         self,
@@ -226,7 +240,7 @@ class DTensor(torch.Tensor):
         if grad_placements is None:
             return out
         given = laid_out(wire, spec.layout.shape, grad_placements)
-        return convert_gradient(out, given, spec.whole)
+        return convert_gradient(out, given, spec.whole, "full_tensor")
 
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
 

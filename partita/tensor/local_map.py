@@ -76,6 +76,8 @@ def local_map(
                     )
                 arg = arg.redistribute(placements=wanted)
             grads = in_grad_placements[i] if in_grad_placements is not None else None
+            # By default the dual: nothing is asked, since `func` is said to compute on pieces.
+            grads = [p.dual() for p in arg.placements] if grads is None else grads
             ins.append(arg.to_local(grad_placements=grads))
         out = func(*ins, **kwargs)
         even = all(_is_even(t._spec) for t in tensors if isinstance(t, DTensor))
@@ -112,4 +114,5 @@ def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
             )
             for dim, axes in enumerate(layout.shards)
         ]
-    return DTensor.from_local(out, wire.device_mesh, placements, shape=shape)
+    duals = [p.dual() for p in placements] if out.requires_grad else None
+    return DTensor.from_local(out, wire.device_mesh, placements, shape=shape, grad_placements=duals)

@@ -70,6 +70,17 @@ class Spec:
         return not any(p.is_shard() or p.is_partial() for p in map(self.layout.placement, parted))
 
     @cached_property
+    def used_differently(self) -> tuple[str, ...]:
+        """The axes of several ranks on which the value is Replicate."""
+        return tuple(
+            a for a, p in self.by_axis() if p.is_replicate() and self.wire.mesh.size(a) > 1
+        )
+
+    def by_axis(self) -> list[tuple[str, Placement]]:
+        """Each axis of the mesh with its placement."""
+        return list(zip(self.wire.mesh.names, self.placements, strict=True))
+
+    @cached_property
     def largest(self) -> int:
         """The elements of the first rank's piece, which no rank's exceeds."""
         mesh = self.wire.mesh

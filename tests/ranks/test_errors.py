@@ -310,7 +310,7 @@ def test_a_tensor_with_a_history_is_not_spread_but_taken():
 
     def body(mesh):
         leaf, t = history()
-        pt.DTensor.from_local(t, mesh).sum().backward()
+        pt.DTensor.from_local(t, mesh, grad_placements=[pt.Partial()]).sum().backward()
         return leaf.grad
 
     # Along a Replicate axis gradients are shares: theirs add up to one device's.

@@ -12,6 +12,7 @@ from .tensor import (
     distribute_module,
     distribute_tensor,
     empty,
+    from_torch,
     full,
     local_map,
     ones,
@@ -19,6 +20,7 @@ from .tensor import (
     randn,
     random_mode,
     set_cache_limit,
+    to_torch,
     zeros,
 )
 from .train import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
@@ -85,6 +87,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "from_torch",
     "full",
     "full_state_dict",
     "init_device_mesh",
@@ -114,6 +117,7 @@ __all__ = [
     "save_safetensors",
     "set_cache_limit",
     "strict",
+    "to_torch",
     "zero",
     "zeros",
 ]

@@ -27,6 +27,7 @@ from .pieces import neutral
 from .ranks import World, ranks
 from .roll_call import missed_call, roll_call
 from .source import call_site, user_line
+from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, torch_mesh
 from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins
 from .under_way import UnderWay
@@ -68,7 +69,9 @@ __all__ = [
     "is_uneven",
     "join",
     "ledger",
+    "local_of_torch",
     "look_before_collectives",
+    "made_of_torch",
     "message",
     "missed_call",
     "neutral",
@@ -79,7 +82,9 @@ __all__ = [
     "saved_as",
     "stand_ins",
     "strict",
+    "taken_from_torch",
     "teach_state_dicts",
+    "torch_mesh",
     "uneven",
     "user_line",
     "wire_of",

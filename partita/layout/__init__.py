@@ -4,6 +4,7 @@ from .errors import Fix, LayoutError
 from .layout import Layout, chunk
 from .mesh import Coordinate, Mesh
 from .placement import Invariant, Partial, Placement, Replicate, Shard
+from .torch_placements import own_placement, split_factors
 
 __all__ = [
     "Coordinate",
@@ -17,4 +18,6 @@ __all__ = [
     "Replicate",
     "Shard",
     "chunk",
+    "own_placement",
+    "split_factors",
 ]

@@ -10,6 +10,7 @@ from functools import lru_cache
 from .errors import Fix, LayoutError
 from .mesh import Coordinate, Mesh
 from .placement import Invariant, Partial, Placement, Replicate, Shard
+from .torch_placements import own_placement, own_placements
 
 __all__ = ["Layout", "chunk"]
 
@@ -73,8 +74,8 @@ class Layout:
         Raises:
             LayoutError: wrong number of placements, or a shard dimension out of range.
         """
-        if isinstance(placements, Placement):
-            placements = (placements,)
+        if isinstance(own_placement(placements), Placement):
+            placements = (own_placement(placements),)
         if len(placements) != mesh.ndim:
             raise LayoutError(
                 f"{len(placements)} placements for mesh {mesh}, which has {mesh.ndim} axes",
@@ -82,6 +83,8 @@ class Layout:
                 reason="give one placement for each axis of the mesh, in its order",
                 fixes=(_instead([*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]),),
             )
+        given = placements
+        placements, order = own_placements(mesh, placements, order)
         shards: list[list[str]] = [[] for _ in shape]
         partial, invariant = [], []
         by_axis = dict(zip(mesh.names, placements, strict=True))
@@ -105,7 +108,7 @@ class Layout:
             elif not isinstance(p, Replicate):
                 raise LayoutError(
                     f"{p!r} on axis {axis} is no placement",
-                    operands=(f"placements  {list(placements)} on mesh {mesh}",),
+                    operands=(f"placements  {list(given)} on mesh {mesh}",),
                     fixes=(_instead([_in_range(q, len(shape)) for q in placements]),),
                 )
         return Layout(
@@ -128,6 +131,7 @@ class Layout:
 
     def put(self, axis: str, placement: Placement) -> Layout:
         """This layout with `axis` changed; a new shard goes innermost on its dimension."""
+        placement = own_placement(placement)
         shards = tuple(tuple(a for a in dim if a != axis) for dim in self.shards)
         partial = tuple(p for p in self.partial if p[0] != axis)
         invariant = tuple(a for a in self.invariant if a != axis)

@@ -27,6 +27,7 @@ from .construct import (
 from .dtensor import DTensor
 from .local_map import local_map
 from .random import random_mode
+from .torch_doors import from_torch, to_torch
 
 __all__ = [
     "CacheInfo",
@@ -36,6 +37,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "from_torch",
     "full",
     "local_map",
     "ones",
@@ -43,5 +45,6 @@ __all__ = [
     "randn",
     "random_mode",
     "set_cache_limit",
+    "to_torch",
     "zeros",
 ]

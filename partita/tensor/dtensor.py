@@ -135,6 +135,23 @@ class DTensor(torch.Tensor):
             LayoutError: the local shape is not what `shape` and `placements` give this rank; with
                 `run_check`, on every rank when any rank's does not fit.
         """
+        spec = DTensor._spec_of_local(local_tensor, device_mesh, placements, shape, run_check)
+        if grad_placements is None:
+            return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
+        given = laid_out(spec.wire, spec.layout.shape, grad_placements)
+        if given.local_shape != spec.local_shape:
+            raise cut_otherwise(spec, given, "from_local", user_line())
+        return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
+
+    @staticmethod
+    def _spec_of_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any,
+        placements: Sequence[Placement] | None,
+        shape: Sequence[int] | None,
+        run_check: bool = False,
+    ) -> Spec:
+        """Of what each rank's local tensor is a piece. Arguments and errors are `from_local`'s."""
         if isinstance(local_tensor, DTensor):
             raise LayoutError(
                 "from_local of a DTensor: it has a layout already",
@@ -156,12 +173,7 @@ class DTensor(torch.Tensor):
             compare(local_tensor, spec)
         else:
             agree_pieces(local_tensor, spec)
-        if grad_placements is None:
-            return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
-        given = laid_out(spec.wire, spec.layout.shape, grad_placements)
-        if given.local_shape != spec.local_shape:
-            raise cut_otherwise(spec, given, "from_local", user_line())
-        return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
+        return spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, as a plain tensor that shares its memory. Differentiable.
@@ -185,6 +197,13 @@ class DTensor(torch.Tensor):
             if given is spec.gradient:
                 return x.view_as(x)  # type: ignore[no-any-return]
             return convert_gradient(x, given, spec.gradient, "to_local")
+
+    def _piece(self) -> torch.Tensor:
+        """As `to_local`, for a program that computes on pieces: the gradient is the dual's."""
+        self._spec.wire.show_piece(self._spec.layout, "to_local")
+        x = current(self)
+        with Local():
+            return x.view_as(x)  # type: ignore[no-any-return]
 
     def redistribute(
         self,

@@ -1,4 +1,4 @@
-"""How does a user run a kernel, or an `autograd.Function`, of their own on the shards?"""
+"""Functions of local tensors on DTensors: a kernel or an `autograd.Function` of one's own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils import _pytree as pytree
 
 from partita.comm import Wire, user_line, wire_of
-from partita.layout import Fix, LayoutError, Placement
+from partita.layout import Fix, LayoutError, Placement, own_placement
 
 from .arguments import one_wire
-from .dtensor import DTensor
-from .plan import tensors_of
+from .dtensor import DTensor, tagged
 from .spec import Spec, laid_out
 
 __all__ = ["local_map"]
@@ -23,8 +24,8 @@ Placements = Sequence[Placement] | None
 
 
 def local_map(
-    func: Callable[..., Any],
-    out_placements: Any,
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
     in_placements: tuple[Placements, ...] | None = None,
     in_grad_placements: tuple[Placements, ...] | None = None,
     device_mesh: Any = None,
@@ -33,60 +34,114 @@ def local_map(
 ) -> Callable[..., Any]:
     """A function of DTensors that runs `func` on their local tensors. As torch's `local_map`.
 
+    Arguments and results may be nested in lists, tuples and dicts; placements speak of the tensors
+    and values in them, in order. Without `func`, a decorator. Without a DTensor among the arguments
+    and without `device_mesh`, `func` runs as it is.
+
     Args:
         out_placements: the placements of the result (one list), or a tuple of lists for several
             results; None for a result that is no tensor.
         in_placements: for each positional argument the placements that it must have; None: any,
-            or no tensor.
+            or no tensor. Of keyword arguments any.
         in_grad_placements: for each argument how the gradient that `func` computes is placed;
             by default the dual of the argument's placement.
         redistribute_inputs: move arguments that have other placements, instead of raising.
 
     Raises:
-        LayoutError: an argument has other placements than `in_placements` says.
+        LayoutError: an argument has other placements than `in_placements` says; placements for
+            more or fewer arguments or results than there are.
     """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    name = getattr(func, "__name__", str(func))
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for a in args for t in tensors_of(a)]
+        flat, shape_of_args = pytree.tree_flatten(args)
+        named, shape_of_kwargs = pytree.tree_flatten(kwargs)
+        tensors = [t for t in (*flat, *named) if isinstance(t, DTensor)]
         if device_mesh is not None:
             wire = wire_of(device_mesh)
-        else:
+        elif tensors:
             wire = one_wire("local_map", tensors)
-        ins = []
-        for i, arg in enumerate(args):
-            if not isinstance(arg, DTensor):
-                ins.append(arg)
-                continue
-            wanted = in_placements[i] if in_placements is not None else None
-            if wanted is not None and tuple(wanted) != arg.placements:
-                if not redistribute_inputs:
-                    raise LayoutError(
-                        f"local_map: argument {i} of {getattr(func, '__name__', func)} has other "
-                        f"placements than in_placements says",
-                        place=user_line(),
-                        operands=(
-                            f"has     {', '.join(map(str, arg.placements))}",
-                            f"wanted  {', '.join(map(str, wanted))}",
-                        ),
-                        fixes=(
-                            Fix("local_map(..., redistribute_inputs=True)"),
-                            Fix(f"x.redistribute(placements={list(wanted)})"),
-                        ),
-                    )
-                arg = arg.redistribute(placements=wanted)
-            grads = in_grad_placements[i] if in_grad_placements is not None else None
-            # By default the dual: nothing is asked, since `func` is said to compute on pieces.
-            grads = [p.dual() for p in arg.placements] if grads is None else grads
-            ins.append(arg.to_local(grad_placements=grads))
-        out = func(*ins, **kwargs)
-        even = all(_is_even(t._spec) for t in tensors if isinstance(t, DTensor))
-        if isinstance(out, (tuple, list)):
-            made = [_typed(o, p, wire, even) for o, p in zip(out, out_placements, strict=True)]
-            return type(out)(made)
-        return _typed(out, out_placements, wire, even)
+        else:
+            return func(*args, **kwargs)
+        wanted = _one_each(in_placements, flat, "in_placements", name)
+        grads = _one_each(in_grad_placements, flat, "in_grad_placements", name)
+        for i, x in enumerate(flat):
+            if isinstance(x, DTensor):
+                x = _placed_as(x, wanted[i], i, name, redistribute_inputs)
+                flat[i] = _local(x, grads[i])
+        named = [_local(x, None) if isinstance(x, DTensor) else x for x in named]
+        out = func(
+            *pytree.tree_unflatten(flat, shape_of_args),
+            **pytree.tree_unflatten(named, shape_of_kwargs),
+        )
+        results, shape_of_results = pytree.tree_flatten(out)
+        given = _one_each(_listed(out_placements), results, "out_placements", name)
+        even = all(_is_even(t._spec) for t in tensors)
+        made = [_typed(o, p, wire, even) for o, p in zip(results, given, strict=True)]
+        return pytree.tree_unflatten(made, shape_of_results)
 
     return run
+
+
+def _listed(placements: Any) -> Any:
+    """`out_placements` for each result, where they are given for the only one."""
+    if placements is None or isinstance(own_placement(placements), Placement):
+        return (placements,)
+    several = all(p is None or isinstance(p, (list, tuple)) for p in placements)
+    return placements if several else (placements,)
+
+
+def _one_each(given: Any, values: list[Any], what: str, name: str) -> Sequence[Placements]:
+    """For each value its placements."""
+    if given is None:
+        return [None] * len(values)
+    if len(given) != len(values):
+        raise LayoutError(
+            f"local_map: {what} has {len(given)} entries, and {name} {len(values)} "
+            + ("results" if what == "out_placements" else "arguments"),
+            place=user_line(),
+            reason="one entry for each tensor or value, also in lists and dicts; None for a value",
+            fixes=(Fix(f"{what}=({', '.join(['[...]'] * len(values))},)"),),
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _placed_as(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
+    if wanted is None:
+        return x
+    asked = laid_out(x._spec.wire, x._spec.layout.shape, wanted)
+    if asked.layout == x._spec.layout:
+        return x
+    if not move:
+        raise LayoutError(
+            f"local_map: argument {i} of {name} has other placements than in_placements says",
+            place=user_line(),
+            operands=(
+                f"has     {', '.join(map(str, x.placements))}",
+                f"wanted  {', '.join(map(str, asked.placements))}",
+            ),
+            fixes=(
+                Fix("local_map(..., redistribute_inputs=True)"),
+                Fix(f"x.redistribute(placements={list(asked.placements)})"),
+            ),
+        )
+    return x.redistribute(placements=wanted)
+
+
+def _local(x: DTensor, grads: Placements) -> torch.Tensor:
+    if grads is None:  # the dual: nothing is asked, since `func` is said to compute on pieces
+        return x._piece()
+    return x.to_local(grad_placements=grads)
 
 
 def _is_even(spec: Spec) -> bool:
@@ -102,9 +157,9 @@ def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
     """A result of `func` as a DTensor. Where pieces may be uneven the ranks tell their sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out
+    probe = laid_out(wire, out.shape, placements)
     shape = None
-    if not even and any(p.is_shard() for p in placements):
-        layout = laid_out(wire, out.shape, placements).layout
+    if not even and probe.is_sharded:
         told = dict(zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True))
         shape = [
             sum(
@@ -112,7 +167,8 @@ def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
                 for at, sizes in told.items()
                 if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
             )
-            for dim, axes in enumerate(layout.shards)
+            for dim, axes in enumerate(probe.layout.shards)
         ]
-    duals = [p.dual() for p in placements] if out.requires_grad else None
-    return DTensor.from_local(out, wire.device_mesh, placements, shape=shape, grad_placements=duals)
+    spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
+    with Local():
+        return tagged(out.view_as(out), spec)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from partita.comm import Wire, user_line, wire_of
-from partita.layout import Fix, Layout, LayoutError, Placement, Shard
+from partita.layout import Fix, Layout, LayoutError, Placement, Shard, own_placement
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.plain import admit
@@ -233,6 +233,7 @@ def in_range(placement: Placement, shape: Sequence[int], axis: str) -> Placement
     Raises:
         LayoutError: a tensor of this shape has no such dimension.
     """
+    placement = own_placement(placement)
     if not isinstance(placement, Shard):
         return placement
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim

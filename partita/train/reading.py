@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from partita.comm import Wire, user_line
-from partita.layout import Layout, LayoutError, Partial, Placement
+from partita.layout import Layout, LayoutError, Partial, Placement, own_placement
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import state_of
 
@@ -94,7 +94,7 @@ class Reading:
         for axis, placement in places.items():
             if axis not in self.wire.mesh.names:
                 self.wrong.append(f"{pattern!r}: the mesh ({self.wire.mesh}) has no axis {axis!r}")
-            if not isinstance(placement, Placement):
+            if not isinstance(own_placement(placement), Placement):
                 self.wrong.append(f"{pattern!r}: {placement!r} on {axis!r} is no placement")
         return len(self.wrong) == before
 
@@ -126,6 +126,7 @@ class Reading:
     def _layout(self, held: Held, pattern: str, places: Places) -> Layout | None:
         layout = _start(held)
         for axis, placement in places.items():
+            placement = own_placement(placement)
             if isinstance(placement, Partial):
                 self.wrong.append(
                     f"{pattern!r}: {held.name} cannot be {placement!r} on {axis!r}: a parameter "

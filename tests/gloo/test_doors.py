@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.tensor as theirs
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,6 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import partita as pt
+from partita.layout import Layout
+from partita.tensor.autograd import moved
+from partita.tensor.dtensor import tagged
+from partita.tensor.spec import spec_of
 
 from .launch import run_ranks
 
@@ -216,3 +221,84 @@ def test_safetensors_writes_whole_values_or_nothing(mode, tmp_path):
         assert "pt.full_state_dict(model)" in error
     run_ranks(written, 2, mode, str(tmp_path), True)
     assert_same(load_file(tmp_path / "model.safetensors"), dict(expected(tied=False)[0]))
+
+
+# -- torch's own DTensor and placements ------------------------------------------------------------
+
+T = torch.arange(48.0).view(8, 6) / 7
+LAYOUTS = {
+    "[8@(dp tp), 6]": (theirs.Shard(0), theirs.Shard(0)),
+    "[8@(tp dp), 6]": (
+        theirs.placement_types._StridedShard(0, split_factor=2),
+        theirs.Shard(0),
+    ),
+    "[8@tp, 6@dp]": (theirs.Shard(1), theirs.Shard(0)),
+    "[8@dp, 6]": (theirs.Shard(0), theirs.Replicate()),
+    "[8, 6]": (theirs.Replicate(), theirs.Replicate()),
+    "[8, 6@tp] {sum dp}": (theirs.Partial(), theirs.Shard(1)),
+    "[8, 6] {max tp}": (theirs.Replicate(), theirs.Partial("max")),
+    "[8, 6] {inv tp}": (theirs.Replicate(), theirs.Replicate()),
+}
+
+
+def to_torch_and_back(rank):
+    mesh = pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = pt.distribute_tensor(T, mesh)
+    for text, placements in LAYOUTS.items():
+        wanted = spec_of(Layout.parse(text), whole._spec.wire)
+        if "max" in text:
+            x = pt.DTensor.from_local(T, mesh, [pt.Replicate(), pt.Partial("max")])
+        else:
+            x = tagged(moved(whole, whole._spec, wanted, "test", "explicit"), wanted)
+        y = pt.to_torch(x)
+        assert type(y) is theirs.DTensor and y.placements == placements, text
+        assert y.shape == T.shape and y.stride() == T.stride() == x.stride()
+        assert y.to_local().data_ptr() == x.to_local().data_ptr()
+        torch.testing.assert_close(y.full_tensor(), T)
+        back = pt.from_torch(y)
+        assert back.to_local().data_ptr() == x.to_local().data_ptr()
+        assert str(back._spec.layout) == text.replace(" {inv tp}", "")
+        torch.testing.assert_close(back.full_tensor(), T)
+        ours = pt.distribute_tensor(T, mesh, placements) if "max" not in text else x
+        torch.testing.assert_close(ours.full_tensor(), T)
+        assert "max" in text or "inv" in text or ours._spec is x._spec
+    average = theirs.DTensor.from_local(
+        T * (1 + rank // 2), mesh, (theirs.Partial("avg"), theirs.Replicate())
+    )
+    torch.testing.assert_close(pt.from_torch(average).full_tensor(), T * 1.5)
+    product = theirs.DTensor.from_local(T, mesh, (theirs.Partial("product"), theirs.Replicate()))
+    with pytest.raises(pt.LayoutError, match="no placement"):
+        pt.from_torch(product)
+    uneven = spec_of(Layout.parse("[7@(tp dp)]"), whole._spec.wire)
+    with pytest.raises(pt.LayoutError, match="uneven"):
+        pt.to_torch(tagged(torch.zeros(uneven.local_shape), uneven))
+
+
+def gradients_through_doors(rank):
+    mesh = pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for mine in ([pt.Shard(0), pt.Shard(1)], [pt.Replicate(), pt.Shard(0)], [pt.Invariant()] * 2):
+        x = pt.distribute_tensor(T, mesh, mine).requires_grad_()
+        y = pt.to_torch(x)
+        rows = theirs.distribute_tensor(T, mesh, (theirs.Shard(0), theirs.Replicate()))
+        (pt.from_torch(y * rows) * T).sum().backward()
+        found.append(x.grad.full_tensor())
+        z = theirs.distribute_tensor(T, mesh, [theirs.Shard(1), theirs.Replicate()])
+        z.requires_grad_()
+        (pt.from_torch(z).square() * T).sum().backward()
+        found.append(z.grad.full_tensor() / 2)
+        w = theirs.distribute_tensor(T, mesh, [theirs.Replicate(), theirs.Partial()])
+        w.requires_grad_()
+        (pt.from_torch(w) * pt.distribute_tensor(T * T, mesh, mine)).sum().backward()
+        found.append(w.grad.full_tensor())
+    return found
+
+
+def test_a_tensor_becomes_one_of_torchs_and_comes_back_without_a_copy():
+    run_ranks(to_torch_and_back, 4)
+
+
+def test_gradients_cross_the_doors_to_torchs_dtensor():
+    for grads in run_ranks(gradients_through_doors, 4):
+        for grad in grads:
+            torch.testing.assert_close(grad, T * T)

@@ -211,7 +211,9 @@ class World:
             except Exception as error:
                 what = f"{first.ask.describe()} failed: {brief(error)}"
                 verdict = Verdict(what, (), error)
+            by_rank.clear()
         for c in calls:
+            c.payload = ()  # this rank may wait here for long while the others go on
             self._state[c.rank], self._verdict[c.rank] = READY, verdict
         if verdict is not None:  # the rest would be left alone a little later
             for i, state in enumerate(self._state):

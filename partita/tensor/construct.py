@@ -15,6 +15,7 @@ from partita.rules.pieces import part as cut
 from .agreement import no_strides
 from .draws import draw_alike
 from .dtensor import DTensor, tagged
+from .parameter import can_hold, hold_value
 from .spec import Spec, placed
 
 __all__ = [
@@ -132,31 +133,39 @@ def distribute_module(
 
     As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
     """
-    made: dict[torch.Tensor, DTensor] = {}  # a parameter that two modules share stays shared
+    buffers: dict[torch.Tensor, DTensor] = {}
     for name, part in module.named_modules():
-        for key, p in list(part.named_parameters(recurse=False)):
-            if p in made:
-                part.register_parameter(key, made[p])  # type: ignore[arg-type]
         before = dict(part.named_parameters(recurse=False))
         if partition_fn is not None:
             partition_fn(name, part, device_mesh)
         for key, p in list(part.named_parameters(recurse=False)):
-            if not isinstance(p, DTensor):
-                new = distribute_tensor(p.detach(), device_mesh)
-                p = torch.nn.Parameter(new, p.requires_grad)
-                part.register_parameter(key, p)
-            if key in before:
-                made[before[key]] = p
+            _put_on_mesh(part, key, before.get(key, p), device_mesh)
         for key, b in list(part.named_buffers(recurse=False)):
             if not isinstance(b, DTensor):
-                if b not in made:
-                    made[b] = distribute_tensor(b, device_mesh)
-                part._buffers[key] = made[b]
+                if b not in buffers:
+                    buffers[b] = distribute_tensor(b, device_mesh)
+                part._buffers[key] = buffers[b]
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, args: input_fn(m, args, device_mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda m, args, out: output_fn(m, out, device_mesh))
     return module
+
+
+def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:
+    """Let the parameter that `part` had `before` be the one it has, as a DTensor."""
+    now: Any = part._parameters[key]
+    value = now if isinstance(now, DTensor) else distribute_tensor(now.detach(), device_mesh)
+    if now is before and value is now:
+        return
+    if not can_hold(before, value) or before.shape != value.shape:
+        part.register_parameter(key, torch.nn.Parameter(value.detach(), now.requires_grad))
+        return
+    grad = hold_value(before, value)
+    before.requires_grad_(now.requires_grad)
+    if grad is not None:
+        before.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, device_mesh)
+    part.register_parameter(key, before)
 
 
 # -- factories -------------------------------------------------------------------------------------

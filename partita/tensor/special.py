@@ -35,6 +35,7 @@ __all__ = [
     "passes",
     "refusal",
     "seeded",
+    "type_hook",
 ]
 
 T = torch.Tensor
@@ -249,21 +250,31 @@ def _autograd_grad(
     return tuple(result)
 
 
-@means(T.register_hook)
-def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
-    """The hook gets a typed gradient and may return one."""
-    spec = x._spec
+def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+    """`hook` as it is hung on the DTensor `x`: it gets a typed gradient and may return one."""
+    # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
+    known = weakref.ref(x) if x.is_leaf else None
+    spec: Spec | None = getattr(x, "_spec", None)
 
     def typed(grad: torch.Tensor) -> Any:
-        wanted = spec.gradient
+        leaf = None if known is None else known()
+        now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
+        wanted = now.gradient
         out = hook(tagged(grad.view_as(grad), wanted))
         if isinstance(out, torch.Tensor):
             plain = not isinstance(out, DTensor)
             before = _whole_gradient(out, wanted, "hook") if plain else out._spec
             grad = moved(out, before, wanted, "hook", "gradient")
-            return spec.wire.fill_padding(grad, wanted.layout, 0)
+            return now.wire.fill_padding(grad, wanted.layout, 0)
         return out
 
+    return typed
+
+
+@means(T.register_hook)
+def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
+    """The hook gets a typed gradient and may return one."""
+    typed = type_hook(x, hook)
     with Local():
         return x.register_hook(typed)
 

@@ -80,6 +80,7 @@ class TensorState:
         reopens: the hook that makes a settled gradient shares again.
         written_unseen: may it have been written through `.data`, which torch does not count?
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
+        was_plain: was it a plain parameter when an optimizer may have made its state for it?
         given_up: its name in the model that holds another in its place now, and who replaced it.
     """
 
@@ -90,6 +91,7 @@ class TensorState:
     reopens: ReopenHook | None = None
     written_unseen: bool = False
     gathered_from: tuple[torch.Tensor, int] | None = None
+    was_plain: bool = False
     given_up: tuple[str, str] | None = None
 
 

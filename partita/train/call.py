@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.tensor.autograd import moved
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward
 
@@ -88,8 +89,16 @@ class Call:
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of the gathered parameters, in the order of the flats."""
-        unit, zero, at = self.unit, self.unit.zero, 0
+        unit = self.unit
         unit.calls.discard(self)
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            self._reduce_with_history(grads)
+        else:
+            with torch.no_grad():
+                self._reduce(grads)
+
+    def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        unit, zero, at = self.unit, self.unit.zero, 0
         for k, flat in enumerate(unit.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
@@ -105,6 +114,23 @@ class Call:
                 unit.held[k] = shares
             else:
                 zero.reduce(unit, k, shares)
+
+    def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """The same where the gradients are to be differentiated again (`create_graph=True`)."""
+        unit, zero = self.unit, self.unit.zero
+        order = [
+            (i, flat) for flat, some in zip(unit.flats, unit.groups, strict=True) for i in some
+        ]
+        for (i, flat), g in zip(order, grads, strict=True):
+            if g is None:
+                continue
+            p = unit.shards()[i]
+            summed = zero.precision.reduce_dtype or p.dtype
+            g = g.to(zero.precision.grad_dtype or flat.dtype).to(summed)
+            whole = zero.whole(p._spec)
+            zero.add_with_history(
+                p, moved(g, whole.gradient, p._spec.gradient, unit.name, "gradient").to(p.dtype)
+            )
 
 
 class Gathered(torch.autograd.Function):
@@ -124,7 +150,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        with Local(), torch.no_grad():
+        with Local():
             ctx.call.came("parameters")  # frees what was gathered, before its gradients are copied
             ctx.call.reduce(grads)
         return torch.empty(0), None

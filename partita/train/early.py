@@ -8,6 +8,7 @@ Should anything change one meanwhile, what was sent for it is dropped, and it is
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,16 +35,43 @@ _BUCKET_BYTES = 25 << 20
 
 
 class _Bucket:
-    """Parameters of one dtype, of one block or of small ones; how far their gradients are."""
+    """Parameters of one dtype, of one block or of small ones; how far their gradients are.
+
+    Attributes:
+        ready: of the parameters whose gradients came, these and their versions. A step need not use
+            all parameters: what came in an earlier one is no gradient of this one's.
+    """
 
     def __init__(self, params: list[DTensor], flat: Flat):
         self.params, self.flat = params, flat
-        self.ready: set[int] = set()
+        self.ready: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.sent: list[tuple[torch.Tensor, int]] = []
         self.wait: Callable[[], list[torch.Tensor]] = list
 
-    def grads(self) -> list[torch.Tensor]:
-        return [_grad(p) for p in self.params]  # type: ignore[misc]
+    def grads(self) -> list[torch.Tensor | None]:
+        return [_grad(p) for p in self.params]
+
+    def came(self, i: int) -> list[torch.Tensor] | None:
+        """Parameter `i` has its gradient. All gradients, if that was the last one to come."""
+        grad = _grad(self.params[i])
+        assert grad is not None
+        self.ready[i] = weakref.ref(grad), grad._version
+        if len(self.ready) < len(self.params):
+            return None
+        found = []
+        for k, (p, g) in enumerate(zip(self.params, self.grads(), strict=True)):
+            known, version = self.ready[k]
+            is_pending = not isinstance(g, DTensor) or g._spec is p._spec.gradient
+            if g is None or g.requires_grad:  # of a graph of its own: it stays what it is
+                del self.ready[k]
+            elif known() is g and g._version == version and is_pending:
+                found.append(g)
+            else:
+                del self.ready[k]
+        if len(found) < len(self.params):
+            return None
+        self.ready.clear()
+        return found
 
 
 class Early:
@@ -104,20 +132,18 @@ class Early:
 
     def _hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
-            bucket.ready.add(i)
-            if len(bucket.ready) == len(bucket.params):
-                bucket.ready.clear()
-                if not self.waits:
-                    self._send(bucket)
+            with Local():
+                grads = bucket.came(i)
+            if grads is not None and not self.waits:
+                self._send(bucket, grads)
 
         return ready
 
     # -- on their way ------------------------------------------------------------------------------
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
         with Local(), torch.no_grad():
             self.finish()
-            grads = bucket.grads()
             bucket.sent = [(g, g._version) for g in grads]
             if self.stage == 2:
                 shares = bucket.flat.shares(grads, bucket.flat.dtype)
@@ -132,10 +158,10 @@ class Early:
         if bucket is None:
             return
         with Local(), torch.no_grad():
-            sums, grads = bucket.wait(), bucket.grads()
+            sums, grads = bucket.wait(), [sent for sent, _ in bucket.sent]
             current = all(
                 g is sent and g._version == version
-                for g, (sent, version) in zip(grads, bucket.sent, strict=True)
+                for g, (sent, version) in zip(bucket.grads(), bucket.sent, strict=True)
             )
             bucket.wait, bucket.sent = list, []
             if not current:

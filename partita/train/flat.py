@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import UnderWay, Wire
 from partita.layout import Layout
 from partita.redistribute import Move
+from partita.tensor.engine import holders
 from partita.tensor.spec import Spec
 
 from .released import take_from_views
@@ -38,6 +40,8 @@ class Piece:
         place: its first element in what is gathered, aligned as an allocation is: how a kernel
             sums may depend on it.
         length: its elements in a rank's flat shard, padding included.
+        spans: where each rank's shard lies in the gathered parameter: (first element, elements).
+            None where each but the last ones fills its `length`, one after the other.
     """
 
     whole: Spec
@@ -46,6 +50,23 @@ class Piece:
     start: int
     place: int
     length: int
+    spans: tuple[tuple[int, int], ...] | None
+
+    def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
+        """What lies where: pairs of parts of `flat`, the parameter, and `rows`, one a rank."""
+        if self.spans is not None:
+            return [
+                (flat[at : at + count], rows[r, :count])
+                for r, (at, count) in enumerate(self.spans)
+                if count
+            ]
+        if not self.length:
+            return []
+        full, rest = divmod(flat.numel(), self.length)
+        found = [(flat[: full * self.length].view(full, self.length), rows[:full])]
+        if rest:
+            found.append((flat[full * self.length :], rows[full, :rest]))
+        return found
 
 
 _ALIGNED = 64  # bytes
@@ -54,6 +75,32 @@ _ALIGNED = 64  # bytes
 def _padded(shape: Sequence[int], n: int) -> int:
     """The elements of the largest of n pieces of a tensor of `shape`, split along dimension 0."""
     return -(-shape[0] // n) * math.prod(shape[1:])
+
+
+def _spans(
+    whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
+) -> tuple[tuple[int, int], ...] | None:
+    """`Piece.spans`. Axes that cut one after the other cut unevenly in the middle, too."""
+    if len(axes) == 1:
+        return None
+    mesh, shape = whole.wire.mesh, whole.local_shape
+    row = math.prod(shape[1:])
+    first = whole.region[0][0]
+    spans = []
+    for at in product(*(range(mesh.size(a)) for a in axes)):
+        there = list(whole.wire.at)
+        for a, k in zip(axes, at, strict=True):
+            there[mesh.index(a)] = k
+        start, count = shard.layout.local_region(mesh, tuple(there))[0]
+        spans.append(((start - first) * row, count * row))
+    total = shape[0] * row
+    even = [
+        (min(r * length, total), min(length, max(0, total - r * length))) for r in range(len(spans))
+    ]
+    same = all(
+        a[1] == b[1] and (not a[1] or a[0] == b[0]) for a, b in zip(spans, even, strict=True)
+    )
+    return None if same else tuple(spans)
 
 
 class Flat:
@@ -89,7 +136,8 @@ class Flat:
             shape = whole.local_shape
             length = _padded(shape, self.n)
             strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-            self.pieces.append(Piece(whole, shard, strides, start, place, length))
+            spans = _spans(whole, shard, axes, length)
+            self.pieces.append(Piece(whole, shard, strides, start, place, length, spans))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
             longest += _padded(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
@@ -105,6 +153,7 @@ class Flat:
         self._full = torch.empty(0, dtype=dtype, device=device)
         self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
         self.here = False
+        self._holders = 2
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +168,7 @@ class Flat:
             return
         with Local(), torch.no_grad():
             mine = self._end_to_end(shards)
-            if len(self.pieces) == 1:
+            if self._arrives_in_place:
                 self._allocate()
                 out = self._full[: self.n * self.length]
             else:
@@ -146,33 +195,27 @@ class Flat:
         if self._arriving is None:
             return
         out = self._arrived()
-        if len(self.pieces) > 1:
+        if not self._arrives_in_place:
             self._allocate()
             with torch.no_grad():
-                torch._foreach_copy_(
-                    [
-                        self._full[p.place : p.place + self.n * p.length].view(self.n, -1)
-                        for p in self.pieces
-                    ],
-                    [self._of_each(out, p) for p in self.pieces],
-                )
+                pairs = [pair for p in self.pieces for pair in self._in_full(out, p)]
+                torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
+                del pairs
+        del out
+        # A device's transport may have what has arrived in hand for a while.
+        self._holders = 2 if self.device.type == "cpu" else holders(self._full.untyped_storage())
         self.here = True
 
     def finish_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Wait, and write each parameter into memory of the caller's; nothing is kept here."""
         out = self._arrived()
-        to, come = [], []
-        for w, p in zip(wholes, self.pieces, strict=True):
-            if p.length:
-                rows = self._of_each(out, p)
-                full, rest = divmod(w.numel(), p.length)
-                flat = w.view(-1)
-                to.append(flat[: full * p.length].view(full, p.length))
-                come.append(rows[:full])
-                if rest:
-                    to.append(flat[full * p.length :])
-                    come.append(rows[full, :rest])
-        torch._foreach_copy_(to, come)
+        pairs = [
+            pair
+            for w, p in zip(wholes, self.pieces, strict=True)
+            for pair in p.blocks(w.view(-1), self._of_each(out, p))
+        ]
+        torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
+        del out, pairs  # views of what is released
         self.release()
 
     def _arrived(self) -> torch.Tensor:
@@ -192,7 +235,7 @@ class Flat:
             self._arrived()
         self.here = False
         held = self._full.untyped_storage().nbytes()
-        if not held or take_from_views(self._full, self._name_at):
+        if not held or take_from_views(self._full, self._holders, self._name_at):
             self._full.untyped_storage().resize_(0)
         else:
             self.wire.note_kept(self.name, held)
@@ -206,7 +249,7 @@ class Flat:
     def alive(self) -> int:
         """Bytes that are held gathered, or on their way, now."""
         held = self._full.untyped_storage().nbytes()
-        if self._arriving is not None and len(self.pieces) > 1:
+        if self._arriving is not None and not self._arrives_in_place:
             held += self._arriving[2].nbytes
         return held
 
@@ -227,6 +270,17 @@ class Flat:
         storage.resize_(self.nbytes)
         self._full.set_(storage, 0, (self._room,))
 
+    @property
+    def _arrives_in_place(self) -> bool:
+        return len(self.pieces) == 1 and self.pieces[0].spans is None
+
+    def _in_full(self, out: torch.Tensor, p: Piece) -> list[tuple[Any, Any]]:
+        rows = self._of_each(out, p)
+        room = self._full[p.place : p.place + self.n * p.length]
+        if p.spans is None:  # with its padding: one copy
+            return [(room.view(self.n, -1), rows)]
+        return p.blocks(room, rows)
+
     def _of_each(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
 
@@ -240,7 +294,7 @@ class Flat:
     ) -> torch.Tensor:
         """Gradients of what was gathered as (n, length), a row for each rank; added to `held`."""
         fits = all(
-            g is not None and g.numel() == self.n * p.length
+            g is not None and g.numel() == self.n * p.length and p.spans is None
             for g, p in zip(grads, self.pieces, strict=True)
         )
         if fits and held is None and len(grads) == 1:
@@ -255,14 +309,9 @@ class Flat:
         for g, p in zip(grads, self.pieces, strict=True):
             if g is None or not p.length:
                 continue
-            place = self._of_each(sums, p)
-            flat = g.reshape(-1)
-            full, rest = divmod(flat.numel(), p.length)
-            to.append(place[:full])
-            come.append(flat[: full * p.length].view(full, p.length))
-            if rest:
-                to.append(place[full, :rest])
-                come.append(flat[full * p.length :])
+            for part, place in p.blocks(g.reshape(-1), self._of_each(sums, p)):
+                to.append(place)
+                come.append(part)
         if held is None:
             torch._foreach_copy_(to, come)
         else:

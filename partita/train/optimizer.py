@@ -22,9 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partita.comm import agree
 from partita.layout import Fix
+from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.settled import settled_spec, update_spec
-from partita.tensor.tensor_state import state_of
+from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
 from .gradients import reduce_gradients
@@ -67,6 +68,7 @@ def _before_step(
     if not spread:
         return None
     agree_settings(optimizer, spread)
+    _lay_out_state(optimizer, spread)
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in ELEMENTWISE and closure is None
@@ -114,6 +116,19 @@ def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
             fixes=(Fix("the same lr, betas, weight_decay, ...", "on every rank"),),
         )
     _agreed.add(optimizer)
+
+
+def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+    """Give state that was made while a parameter was plain the layout of its update."""
+    for p in params:
+        if not state_of(p).was_plain:
+            continue
+        own_state(p).was_plain = False
+        for name, value in optimizer.state.get(p, {}).items():
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if whole and value.ndim and value.shape == p.shape:
+                spec = update_spec(p)
+                optimizer.state[p][name] = tagged(piece_of(value, spec), spec)
 
 
 def _idle(

@@ -15,6 +15,8 @@ from torch import nn
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
+from partita.tensor.dtensor import DTensor
+from partita.tensor.parameter import can_hold, hold_value
 from partita.tensor.settled import is_watched
 from partita.tensor.tensor_state import OURS, own_state, state_of
 
@@ -74,12 +76,17 @@ def has_hooks(p: torch.Tensor) -> bool:
 def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
     """Let all that hold a tensor hold `new` instead, with its attributes and requires_grad.
 
+    A parameter stays the object that it is, unless its device changes.
+
     Args:
         new: a leaf that needs no gradient yet and that nobody else holds. Where `zero` has sharded
             the old one's state, it has the old one's layout.
         by: who does it, for the optimizer that holds the old one.
     """
     old = held.tensor
+    if isinstance(old, nn.Parameter) and isinstance(new, DTensor) and can_hold(old, new):
+        hold_value(old, new)
+        return
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     for key, value in old.__dict__.items():

@@ -54,16 +54,16 @@ class _Released:
         return self is other
 
 
-def take_from_views(full: torch.Tensor, name_of: Callable[[int], str]) -> bool:
+def take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
     """May the memory of `full` be freed? Those who keep views of it are told when they read them.
 
     Args:
+        known: how many hold it where no one keeps a view.
         name_of: of the weight that lies at an element of `full`, for whoever reads it.
     """
     storage = _storage_of(full)
-    # Any but `full` itself, and the storage that we have in hand.
-    kept = holders(storage) - 2
-    if not kept:
+    kept = holders(storage) - known
+    if kept <= 0:
         return True
     views = [t for t in gc.get_objects() if t is not full and _lies_in(t, storage)]
     typed = [t for t in views if isinstance(t, DTensor)]

@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import saving_hooks
+from partita.tensor.engine import in_backward, saving_hooks
 from partita.tensor.spec import Spec
 
 from .call import Call, Gathered
@@ -55,6 +55,16 @@ class Saving:
         return packed.tensor()
 
 
+def _keep_from_the_next_graph(unit: Unit) -> None:
+    """Within a node of a backward pass that makes a graph: what it saves is packed, too.
+
+    The engine gives each node the thread's state as it was when the pass began, hooks included: no
+    one has to take these off.
+    """
+    if in_backward() and torch.is_grad_enabled():
+        Saving(Call(unit, False))
+
+
 class _Stood:
     """Where a view of a gathered parameter stood."""
 
@@ -65,6 +75,7 @@ class _Stood:
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
+        _keep_from_the_next_graph(self.unit)
         if self.unit.versions != self.versions:
             offset, n = self.place[1], self.flat.n
             for i, piece in enumerate(self.flat.pieces):
@@ -104,6 +115,7 @@ class _Cast:
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
+        _keep_from_the_next_graph(self.unit)
         if self.unit.versions != self.versions:
             i = self.number
             for flat in self.unit.flats:

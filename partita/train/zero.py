@@ -22,6 +22,7 @@ from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import after_backward, backward_pass, in_backward
+from partita.tensor.parameter import hold_value
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
 from partita.tensor.tensor_state import Rest, own_state, state_of
@@ -98,6 +99,7 @@ class Zero:
         self._before: dict[Unit, Unit] = {}
         self._under_way: list[_Reducing] = []
         self._passes: dict[int, list[Unit]] = {}
+        self._with_history: dict[DTensor, torch.Tensor] = {}
         self.units = [Unit(self, block) for block in blocks if block.slots]
         BROKEN_OFF.watchers.add(self)
         # Around those of the units, of which the model itself may be one.
@@ -219,6 +221,16 @@ class Zero:
                 found[p] = found[p] + g if p in found else g
         return found
 
+    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
+        """The gradient of `p`, in a backward pass that makes a graph: it is of that graph."""
+        before = self._with_history.get(p)
+        self._with_history[p] = grad if before is None else before + grad
+
+    def take_with_history(self, units: Sequence[Unit]) -> dict[DTensor, torch.Tensor]:
+        """What was added for the parameters of `units`."""
+        mine = [p for p in _graded(units) if p in self._with_history]
+        return {p: self._with_history.pop(p) for p in mine}
+
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
         own_state(new).rest = state_of(old).rest
@@ -252,6 +264,7 @@ class Zero:
     def settle(self) -> None:
         """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
         self._passes.clear()
+        self._with_history.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.wait()
@@ -328,13 +341,10 @@ def zero(
     axes = tuple(wire.mesh.names[i] for i in places)
     if isinstance(precision, torch.dtype):
         precision = MixedPrecision(precision)
-    seen: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for attr, p in list(module._parameters.items()):
-            if p is not None:  # a 0-d one stays whole: its gradient settles with the others
-                if p not in seen:
-                    seen[p] = _placed(p, mesh, axes if stage == 3 and p.ndim else ())
-                setattr(module, attr, seen[p])
+    grads: dict[nn.Parameter, torch.Tensor | None] = {}
+    for p in model.parameters():  # a 0-d one stays whole: its gradient settles with the others
+        value = _placed(p, mesh, axes if stage == 3 and p.ndim else ())
+        grads[p] = hold_value(p, value)
     for module in model.modules():
         for attr, b in list(module._buffers.items()):
             if b is not None and not isinstance(b, DTensor):
@@ -343,7 +353,7 @@ def zero(
     if stage == 3:
         state: Zero | Early = Zero(model, axes, precision or MixedPrecision(), found)
         state.persistent = persistent
-        for p in seen.values():
+        for p in grads:
             own_state(p).rest = Rest(p._spec, p._spec, state)
     else:
 
@@ -356,6 +366,9 @@ def zero(
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
         state = Early(parts, axes, stage, shard)
     model.__dict__["_zero"] = state
+    for p, grad in grads.items():
+        if grad is not None:
+            p.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, mesh)
     return model
 
 
@@ -404,12 +417,12 @@ def _sharded(spec: Spec, axes: tuple[str, ...]) -> Spec:
     return spec_of(layout, spec.wire)
 
 
-def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> nn.Parameter:
+def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
     value = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
     spec = value._spec
     after = _sharded(spec, axes)
     local = moved(value, spec, after, "zero", "explicit")
-    return nn.Parameter(tagged(local.contiguous(), after), p.requires_grad)
+    return tagged(local.contiguous(), after)
 
 
 def _graded(units: Sequence[Unit]) -> list[DTensor]:
@@ -426,7 +439,10 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        with Local(), torch.no_grad():
-            found = ctx.zero.collect(ctx.units)
-            ctx.zero.release()
+        with Local():
+            with torch.no_grad():
+                found = ctx.zero.collect(ctx.units)
+                ctx.zero.release()
+            for p, g in ctx.zero.take_with_history(ctx.units).items():
+                found[p] = found[p] + g if p in found else g
         return None, None, *[found.pop(p, None) for p in ctx.shards]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
+from partita.tensor.engine import saving_hooks
 from partita.train.zero import zero_state
 
 STAGES = (0, 1, 2, 3)
@@ -33,7 +34,9 @@ def train(model, step_of, batch, make):
     said = []
     for i in range(STEPS):
         optimizer.zero_grad()
-        loss = step_of(model, batch, i)
+        with pt.ledger() as ledger:
+            loss = step_of(model, batch, i)
+        assert not ledger.count("kept")  # no graph holds what was gathered
         found = {"loss": value(loss)}
         for n, p in model.named_parameters():
             assert isinstance(p, nn.Parameter), n
@@ -339,3 +342,210 @@ def test_torchs_checkpoint_may_stand_in_a_block(reentrant, how, shape):
             return self.root(self.first(x))
 
     agree(First, lambda m, x, i: backward(m(x).square().mean()), batch_of(*shape))
+
+
+# -- other parameters each step --------------------------------------------------------------------
+
+
+class Drops(nn.Module):
+    """Each step leaves out another layer, and uses one of two experts in a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+        self.experts = nn.ModuleDict({k: nn.Linear(4, 4) for k in "ab"})
+
+    def forward(self, x, i):
+        for k, block in enumerate(self.blocks):
+            if k != i % 3:
+                x = block(x)
+        return x + self.experts["ab"[i % 2]](x)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_each_step_may_use_other_parameters(to_none, make):
+    def step(model, x, i):
+        for p in model.parameters():
+            if i and p.grad is not None and not to_none:
+                p.grad.zero_()
+        return backward(model(x, i).square().mean())
+
+    agree(Drops, step, batch_of(4, 4), make=make)
+
+
+def test_a_gan_trains_its_two_halves_in_turn():
+    class Gan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.halves = nn.ModuleList([Part(), nn.Linear(4, 1)])
+
+        def forward(self, x, part):
+            return self.halves[part](x)
+
+    def step(model, x, i):
+        fake = model(x, 0)
+        backward(model(fake.detach(), 1).square().mean() - model(x, 1).mean())
+        return backward(model(fake, 1).mean())
+
+    agree(Gan, step, batch_of(4, 4))
+
+
+def test_gradients_of_two_passes_that_use_other_parameters_add_up():
+    def step(model, x, i):
+        backward(model(x, i).square().mean())
+        return backward(model(x * 2, i + 1).square().mean())
+
+    agree(Drops, step, batch_of(4, 4))
+
+
+# -- double backward -------------------------------------------------------------------------------
+
+
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 6), nn.Linear(6, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return x + self.b(torch.nn.functional.gelu(self.a(self.norm(x)))) * self.b.weight.mean()
+
+
+def penalty_of_inputs(model, x, i):
+    x = x.detach().requires_grad_()
+    y = model(x)
+    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return backward(y.mean() + (g.norm(dim=-1) - 1).square().mean())
+
+
+def penalty_of_parameters(model, x, i):
+    y = model(x)
+    params = [p for p in model.parameters() if p.ndim > 1]
+    grads = torch.autograd.grad(y.square().mean(), params, create_graph=True)
+    return backward(y.mean() + sum(g.square().sum() for g in grads))
+
+
+def penalty_of_grads(model, x, i):
+    y = model(x)
+    y.square().mean().backward(create_graph=True)
+    return backward(y.mean() + sum(p.grad.square().sum() for p in model.parameters()))
+
+
+def penalty_of_the_penalty(model, x, i):
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(torch.tanh(model(x)).sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+    return backward(h.square().mean())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize(
+    "step", [penalty_of_inputs, penalty_of_parameters, penalty_of_grads, penalty_of_the_penalty]
+)
+def test_a_gradient_may_be_differentiated_again(step):
+    agree(lambda: Root(Smooth), step, batch_of(4, 4))
+    assert saving_hooks() is None
+
+
+# -- the parameter stays the object that it is -----------------------------------------------------
+
+
+class Known(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.tied = self.first
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.tied(x)))
+
+
+def shards(name, module, mesh):
+    for key, p in list(module.named_parameters(recurse=False)):
+        value = pt.distribute_tensor(p.detach(), mesh, [pt.Shard(0)])
+        module.register_parameter(key, nn.Parameter(value, p.requires_grad))
+
+
+MOVES = {
+    **{f"stage {k}": partial(pt.zero, stage=k) for k in STAGES},
+    "distribute_module": pt.distribute_module,
+    "distribute_module, sharded": lambda model, mesh: pt.distribute_module(model, mesh, shards),
+    "parallelize": lambda model, mesh: pt.parallelize(
+        model, mesh, {"*.weight": {"dp": pt.Shard(0)}}
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_an_optimizer_hooks_and_gradients_from_before_a_model_was_spread_go_on(move):
+    hung = not move.startswith("parallelize")  # which refuses gradients and hooks
+
+    def run(mesh):
+        model, seen = built(Known), []
+        optimizer = adamw(model.parameters())
+        objects = list(model.parameters())
+        model.first.bias.note = "mine"
+        x = batch_of(4, 3)
+        backward(model(x).square().mean())
+        optimizer.step()
+        if hung:
+            p = model.first.weight
+            p.register_hook(lambda g: (seen.append(value(g.norm())), g * 0.5)[1])
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(value(p.grad.norm())))
+            backward(model(x).mean())
+        else:
+            optimizer.zero_grad()
+        if mesh is not None:
+            MOVES[move](model, mesh)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        for _ in range(2):
+            backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(p is q for p, q in zip(model.parameters(), objects, strict=True))
+        assert model.tied.weight is model.first.weight and model.first.bias.note == "mine"
+        return [*seen, *map(value, model.parameters())]
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, run(None), rtol=1e-9, atol=1e-9)
+
+
+def test_an_optimizer_from_before_a_model_was_spread_trains_it_in_a_compiled_step():
+    def run(mesh):
+        model = built(Known)
+        optimizer = adamw(model.parameters())
+        x = batch_of(4, 3)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=3)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = backward(model(x).square().mean())
+            optimizer.step()
+            return loss
+
+        if mesh is not None:
+            step = pt.compile(step, backend="graph")
+        return [value(step(x)) for _ in range(3)] + list(map(value, model.parameters()))
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, run(None), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}])
+def test_rows_that_several_axes_cut_unevenly_go_where_the_layout_says(mesh):
+    def build():
+        return nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 2))
+
+    def run(mesh, stage):
+        model = pt.zero(built(build), mesh, ("dp", "tp"), stage=stage)
+        x = pt.distribute_tensor(batch_of(4, 3), mesh, [pt.Shard(0), pt.Shard(0)])
+        return train(model, lambda m, x, i: backward(m(x).square().mean()), x, adamw)
+
+    one = train(built(build), lambda m, x, i: backward(m(x).square().mean()), batch_of(4, 3), adamw)
+    with pt.ranks(**mesh) as world:
+        for stage in (1, 3):
+            compare(one, world.run(run, stage)[-1], f"stage {stage}")

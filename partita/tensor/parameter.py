@@ -1,0 +1,57 @@
+"""Parameters: how one comes onto a mesh and stays the object that optimizers and users hold.
+
+A model's parameter is known by identity: to the optimizer that was made for it, to its hooks, to
+whoever tied it to another module. So it is never exchanged for another; its value is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from .dtensor import DTensor
+from .special import type_hook
+from .tensor_state import OURS, own_state
+
+__all__ = ["can_hold", "hold_value"]
+
+_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+
+
+def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
+    """May `p` take `value`? Not from a device without memory to one with it, and back."""
+    return p.is_meta == value.is_meta and p.device.type == value.device.type
+
+
+def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
+    """Make `value` what the parameter `p` holds. Its attributes and hooks stay.
+
+    Returns:
+        Its gradient, which is taken off: it lies as the old value's did.
+    """
+    grad = p.grad
+    with Local(), torch.no_grad():
+        _grad.__set__(p, None)
+        if p.is_floating_point():
+            # Through another dtype: the engine then forgets the shape that it has known.
+            other = torch.float32 if p.dtype == torch.float64 else torch.float64
+            _data.__set__(p, torch.empty(0, dtype=other, device=p.device))
+        _data.__set__(p, value.detach())
+    if isinstance(p, DTensor):
+        own_state(p).moved = None
+    else:
+        hooks: dict[int, Any] = p._backward_hooks or {}
+        for number, hook in list(hooks.items()):
+            hooks[number] = type_hook(p, hook)
+        p.__class__ = DTensor
+        p._is_param = True
+        own_state(p).was_plain = True
+    p._spec = value._spec
+    for name, own in value.__dict__.items():
+        if name not in OURS:
+            p.__dict__.setdefault(name, own)
+    return grad

@@ -42,11 +42,24 @@ class _Bucket:
             all parameters: what came in an earlier one is no gradient of this one's.
     """
 
-    def __init__(self, params: list[DTensor], flat: Flat):
-        self.params, self.flat = params, flat
+    def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
+        self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
+        self._flat: Flat | None = None
+        self._of: torch.device | None = None
         self.ready: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.sent: list[tuple[torch.Tensor, int]] = []
         self.wait: Callable[[], list[torch.Tensor]] = list
+
+    @property
+    def flat(self) -> Flat:
+        """How they travel, in the dtype that they have now."""
+        dtype, device = self.params[0].dtype, self.params[0].device
+        if self._flat is None or (self._flat.dtype, self._of) != (dtype, device):
+            specs = [p._spec for p in self.params]
+            names = [self.name] * len(specs)
+            self._flat = Flat(self.name, names, specs, self.pieces, self.axes, dtype, device)
+            self._of = device
+        return self._flat
 
     def grads(self) -> list[torch.Tensor | None]:
         return [_grad(p) for p in self.params]
@@ -92,24 +105,19 @@ class Early:
         shard: Callable[[Spec], Spec],
     ):
         self.axes, self.stage, self.waits = axes, stage, False
+        self.options: Any = None
+        self.applied: list[Any] = []
+        self._handles: list[Any] = []
+        self._blocks, self._shard = [(name, list(params)) for name, params in blocks], shard
         self._buckets: list[_Bucket] = []
         self._under_way: _Bucket | None = None
-        for name, params in blocks if stage == 2 else _joined(blocks):
+        for name, params in self._blocks if stage == 2 else _joined(self._blocks):
             groups: dict[torch.dtype, list[DTensor]] = {}
             for p in params:
                 groups.setdefault(p.dtype, []).append(p)
-            for dtype, group in groups.items():
+            for group in groups.values():
                 pieces = [shard(p._spec) for p in group]
-                flat = Flat(
-                    name,
-                    [name] * len(group),
-                    [p._spec for p in group],
-                    pieces,
-                    axes,
-                    dtype,
-                    group[0].device,
-                )
-                bucket = _Bucket(group, flat)
+                bucket = _Bucket(name, group, pieces, axes)
                 self._buckets.append(bucket)
                 for i, p in enumerate(group):
                     rest = Rest(
@@ -119,7 +127,23 @@ class Early:
                         name=name,
                     )
                     own_state(p).rest = rest
-                    p.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                    hook = p.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                    self._handles.append(hook)
+
+    # A copy of the model has a state of its own, over its own parameters.
+
+    def __getstate__(self) -> Any:
+        self.finish()
+        return self._blocks, self.axes, self.stage, self._shard
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def leave(self) -> None:
+        """Hear of the model no more: a state of a model around it takes over."""
+        self.finish()
+        for handle in self._handles:
+            handle.remove()
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
@@ -127,8 +151,11 @@ class Early:
             for i, p in enumerate(bucket.params):
                 if p is old:
                     bucket.params[i] = new
+                    for _, params in self._blocks:
+                        params[:] = [new if q is old else q for q in params]
                     own_state(new).rest = state_of(old).rest
-                    new.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                    hook = new.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                    self._handles.append(hook)
 
     def _hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:

@@ -53,8 +53,8 @@ def parallelize(
     plan does not name, so that plans can be applied one after the other.
 
     Returns:
-        `model`. Optimizers are made afterwards: one that was made before holds parameters that the
-        model has given up, and its step says so.
+        `model`. Its parameters stay the objects that they are: an optimizer may be made before or
+        after, unless they are on the meta device yet.
 
     Raises:
         LayoutError: everything that does not fit, in one list, before anything is changed: a

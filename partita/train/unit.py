@@ -49,35 +49,60 @@ class Unit:
     """
 
     def __init__(self, zero: Zero, block: Block):
+        self._begin_with(zero, block)
+        self._fit()
+        for module in block.modules:
+            module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._end, always_call=True, with_kwargs=True)
+
+    def _begin_with(self, zero: Zero, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
-        self._modules = block.modules
+        self.modules = block.modules
         self.depth = 0
-        self.needed = self.saves_unseen
         self.busy: set[Call] = set()
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self.held: dict[int, Shares] = {}
         self.shown = False
         self.versions: list[int] = []
         self._shards: list[DTensor] = []
-        groups: dict[tuple[torch.dtype, int | None], list[int]] = {}
+        self.groups: list[list[int]] = []
+        self.flats: list[Flat] = []
+        self._kinds: list[Any] = []
+        self._open: list[Saving | None] = []
+        self._in_graph = InGraph(self)
+
+    # A copy of the model, or what is read from a file, has a unit of its own over its own modules,
+    # at rest. Their hooks are this one's methods, and are copied with them.
+
+    def __getstate__(self) -> Any:
+        return self.zero, Block(self.name, self.modules, self.slots)
+
+    def __setstate__(self, state: Any) -> None:
+        self._begin_with(*state)
+
+    def _fit(self) -> None:
+        """Make room for the parameters as they are now: `model.to(dtype)` changes them."""
         shards = self.shards()
+        kinds = [(p.dtype, p.device) for p in shards]
+        if kinds == self._kinds:
+            return
+        for flat in self.flats:
+            flat.release()
+        self._kinds = kinds
+        self.needed = self.saves_unseen
+        groups: dict[tuple[torch.dtype, int | None], list[int]] = {}
         for i, p in enumerate(shards):
-            dtype = zero.precision.param_dtype or p.dtype
-            alone = zero.whole(p._spec).largest * dtype.itemsize >= _ALONE
+            dtype = self.zero.precision.param_dtype or p.dtype
+            alone = self.zero.whole(p._spec).largest * dtype.itemsize >= _ALONE
             groups.setdefault((dtype, i if alone else None), []).append(i)
         self.groups = list(groups.values())
         self.flats = []
         for (dtype, _), members in groups.items():
             specs = [shards[i]._spec for i in members]
-            wholes = [zero.whole(s) for s in specs]
+            wholes = [self.zero.whole(s) for s in specs]
             device = shards[members[0]].device
             names = [self._name_of(i) for i in members]
-            self.flats.append(Flat(self.name, names, wholes, specs, zero.axes, dtype, device))
-        for module in block.modules:
-            module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._end, always_call=True, with_kwargs=True)
-        self._open: list[Saving | None] = []
-        self._in_graph = InGraph(self)
+            self.flats.append(Flat(self.name, names, wholes, specs, self.zero.axes, dtype, device))
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
@@ -88,7 +113,7 @@ class Unit:
     @property
     def saves_unseen(self) -> bool:
         """May there be a checkpoint within: of a module's part, or of its own forward?"""
-        return any(next(m.children(), m) is not m or "forward" in vars(m) for m in self._modules)
+        return any(next(m.children(), m) is not m or "forward" in vars(m) for m in self.modules)
 
     # -- where the bytes are -----------------------------------------------------------------------
 
@@ -106,6 +131,8 @@ class Unit:
         if self._is_ready:
             return
         shards = self.shards()
+        if not self.depth and not self.busy:
+            self._fit()
         versions = [_version(p) for p in shards]
         if versions != self.versions and not self.depth and not self.busy:
             for flat in self.flats:  # what is persistent is out of date

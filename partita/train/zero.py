@@ -7,16 +7,17 @@ gather is a reduce-scatter. At most two blocks are gathered at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import wire_of
+from partita.comm import user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
@@ -89,7 +90,20 @@ class Zero:
         precision: MixedPrecision,
         blocks: Sequence[Block],
     ):
+        self._begin_with(model, axes, precision)
+        self.units = [Unit(self, block) for block in blocks if block.slots]
+        self.take(model.parameters())
+        # Around those of the units, of which the model itself may be one.
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin_with(
+        self, model: nn.Module, axes: tuple[str, ...], precision: MixedPrecision
+    ) -> None:
+        self.model = model
         self.axes, self.precision = axes, precision
+        self.options = (axes, 3, precision)
+        self.applied: list[nn.Module] = []
         self.persistent = self.keeps_shares = False
         self.peak = 0
         self._forwards = 0
@@ -100,11 +114,42 @@ class Zero:
         self._under_way: list[_Reducing] = []
         self._passes: dict[int, list[Unit]] = {}
         self._with_history: dict[DTensor, torch.Tensor] = {}
-        self.units = [Unit(self, block) for block in blocks if block.slots]
         BROKEN_OFF.watchers.add(self)
-        # Around those of the units, of which the model itself may be one.
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end, always_call=True)
+
+    def leave(self) -> None:
+        """Hear of the model no more: a state of a model around it takes over."""
+        self.settle()
+        BROKEN_OFF.watchers.discard(self)
+        mine = {self, *self.units}
+        for module in {m for unit in self.units for m in unit.modules} | {self.model}:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for number in [n for n, h in hooks.items() if getattr(h, "__self__", None) in mine]:
+                    del hooks[number]
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have the gradients and the updates of the model's parameters lie where these do."""
+        self.parameters: list[Any] = list(parameters)
+        for p in self.parameters:
+            own_state(p).rest = Rest(p._spec, p._spec, self)
+
+    # A copy of the model has a state of its own, over its own parameters, at rest.
+
+    def __getstate__(self) -> Any:
+        self.settle()
+        return (
+            self.model,
+            self.axes,
+            self.precision,
+            self.persistent,
+            self.units,
+            self.parameters,
+        )
+
+    def __setstate__(self, state: Any) -> None:
+        model, axes, precision, persistent, self.units, parameters = state
+        self._begin_with(model, axes, precision)
+        self.persistent = persistent
+        self.take(parameters)
 
     def whole(self, spec: Spec) -> Spec:
         """The layout of a parameter of `spec` when it is gathered."""
@@ -234,6 +279,7 @@ class Zero:
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
         own_state(new).rest = state_of(old).rest
+        self.parameters = [new if p is old else p for p in self.parameters]
 
     def updated(self) -> None:
         """An optimizer has updated the shards: nothing has to be gathered before it is used."""
@@ -293,7 +339,7 @@ class Zero:
 def zero(
     model: nn.Module,
     mesh: Any,
-    axis: str | Sequence[str] = "dp",
+    axis: str | Sequence[str] | None = None,
     *,
     stage: int = 3,
     precision: MixedPrecision | torch.dtype | None = None,
@@ -316,8 +362,11 @@ def zero(
     (all but LBFGS, Adafactor, SparseAdam and Muon); others keep theirs whole.
 
     Args:
-        model: plain, or after `parallelize`; before an optimizer is made for it.
-        axis: the mesh axis, or several, over which to shard. For hybrid sharding give one of two
+        model: plain, or after `parallelize`. An optimizer may be made before or after: parameters
+            stay the objects that they are. Modules in it to which `zero` was applied before, with
+            the same axes, stage and precision, are its blocks.
+        axis: the mesh axis, or several, over which to shard; by default "dp", or the only one of a
+            mesh that has no such axis. For hybrid sharding give one of two
             data axes: the other's gradients stay pending and settle, as shards, in the step.
         stage: see above.
         precision: dtypes to compute, to send and to sum in (stage 3); a dtype alone is
@@ -335,16 +384,22 @@ def zero(
         raise ValueError(f"zero: stage {stage} is none of 0, 1, 2, 3")
     if "_zero" in model.__dict__:
         raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
     wire = wire_of(mesh)
+    if axis is None:
+        axis = wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp"
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
     places = sorted(wire.mesh.index(a) for a in axes)  # raises for an axis that there is not
     axes = tuple(wire.mesh.names[i] for i in places)
     if isinstance(precision, torch.dtype):
         precision = MixedPrecision(precision)
+    _refuse_other_meshes(model, mesh)
+    applied = _take_over(model, axes, stage, precision)
+    if applied and blocks is None:
+        blocks = applied
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
     for p in model.parameters():  # a 0-d one stays whole: its gradient settles with the others
-        value = _placed(p, mesh, axes if stage == 3 and p.ndim else ())
-        grads[p] = hold_value(p, value)
+        if not applied or not _is_placed(p, axes):
+            grads[p] = hold_value(p, _placed(p, mesh, axes if stage == 3 and p.ndim else ()))
     for module in model.modules():
         for attr, b in list(module._buffers.items()):
             if b is not None and not isinstance(b, DTensor):
@@ -353,23 +408,92 @@ def zero(
     if stage == 3:
         state: Zero | Early = Zero(model, axes, precision or MixedPrecision(), found)
         state.persistent = persistent
-        for p in grads:
-            own_state(p).rest = Rest(p._spec, p._spec, state)
     else:
-
-        def shard(spec: Spec) -> Spec:
-            return _sharded(spec, axes)
-
         parts = []
         for block in found:
             params = [s[0].owner._parameters[s[0].attr] for s in block.slots]
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
-        state = Early(parts, axes, stage, shard)
+        state = Early(parts, axes, stage, partial(_sharded, axes=axes))
     model.__dict__["_zero"] = state
+    state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
     for p, grad in grads.items():
         if grad is not None:
             p.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, mesh)
     return model
+
+
+def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
+    wire = wire_of(mesh)
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor) and p._spec.wire is not wire:
+            raise LayoutError(
+                f"zero: {name} lies on another mesh",
+                place=user_line(),
+                operands=(
+                    f"{name}  {p._spec.layout.brief()} on {p._spec.wire.mesh}",
+                    f"zero on {wire.mesh}",
+                ),
+                reason="moves are planned along the axes of one mesh, of which a sub-mesh is none",
+                fixes=(
+                    Fix(
+                        "parallelize(model, mesh, plan); zero(model, mesh, 'dp')",
+                        "the mesh with all axes; the plan and zero name theirs",
+                    ),
+                ),
+            )
+
+
+def _take_over(
+    model: nn.Module, axes: tuple[str, ...], stage: int, precision: MixedPrecision | None
+) -> list[nn.Module]:
+    """The modules in `model` to which `zero` was applied, which leave their state to it.
+
+    Raises:
+        LayoutError: they were sharded otherwise, or `model` lies within what is sharded.
+    """
+    states: dict[nn.Module, Zero | Early] = {}
+    for module in model.modules():
+        if "_zero" in module.__dict__:
+            states[module] = module.__dict__["_zero"]
+    owners = set(states.values())
+    for name, p in model.named_parameters():
+        rest = state_of(p).rest
+        if rest is not None and rest.owner not in owners:
+            raise LayoutError(
+                f"zero: {name} is sharded already, with a model around this module",
+                place=user_line(),
+                fixes=(
+                    Fix("zero(module, mesh) first, and zero(model, mesh) after", "inner to outer"),
+                ),
+            )
+    wanted = (axes, stage, precision or MixedPrecision())
+    for module, state in states.items():
+        if state.options != wanted:
+            raise LayoutError(
+                f"zero: a {type(module).__name__} in the model was sharded otherwise",
+                place=user_line(),
+                operands=(_options(state.options), _options(wanted)),
+                reason="the blocks of one model are gathered and reduced in one way",
+                fixes=(Fix("zero(..., blocks=[...])", "once, for the whole model"),),
+            )
+    applied = [m for module, state in states.items() for m in state.applied or [module]]
+    for module, state in states.items():
+        state.leave()
+        del module.__dict__["_zero"]
+    return applied
+
+
+def _options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str:
+    axes, stage, precision = options
+    return f"stage {stage} over {' '.join(axes)}, {precision}"
+
+
+def _is_placed(p: torch.Tensor, axes: tuple[str, ...]) -> bool:
+    rest = state_of(p).rest
+    if rest is None:
+        return False
+    own_state(p).rest = None
+    return True
 
 
 def zero_state(model: nn.Module) -> Zero | Early:

@@ -551,18 +551,44 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_optimizer_that_was_made_before_says_so_when_it_steps(twice: bool) -> None:
-    def ranks(mesh: Any) -> None:
+def test_an_optimizer_that_was_made_before_goes_on(twice: bool) -> None:
+    def train(mesh: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
         model = Small()
-        if twice:
+        if twice and mesh is not None:
             pt.parallelize(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for i in range(3):
+            if i == 1 and mesh is not None:
+                optimizer.zero_grad()
+                pt.parallelize(model, mesh, {"*.weight": {"tp": pt.Shard(0)}})
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        found = [p.detach() for p in model.parameters()]
+        return [p.full_tensor() if isinstance(p, pt.DTensor) else p for p in found]
+
+    for found in ranks_run(train):
+        torch.testing.assert_close(found, train(None))
+
+
+def test_an_optimizer_that_was_made_before_materialize_says_so_when_it_steps() -> None:
+    def ranks(mesh: Any) -> None:
+        with torch.device("meta"):
+            model = Small()
         optimizer = torch.optim.AdamW(model.parameters())
         pt.parallelize(model, mesh, {"*.weight": {"tp": pt.Shard(0)}})
+
+        def fill(model: Any) -> None:
+            for t in (*model.parameters(), *model.buffers()):
+                nn.init.ones_(t)
+
+        pt.materialize(model, init_fn=fill)
         model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(pt.LayoutError, match="optimizer was made before parallelize") as error:
+        with pytest.raises(pt.LayoutError, match="optimizer was made before materialize") as error:
             optimizer.step()
         assert "no longer has its first.weight" in str(error.value)
-        assert "optimizer = ...(model.parameters()) after parallelize" in str(error.value)
+        assert "optimizer = ...(model.parameters()) after materialize" in str(error.value)
         torch.optim.AdamW(model.parameters()).step()
 
     ranks_run(ranks)

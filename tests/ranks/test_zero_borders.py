@@ -6,11 +6,14 @@ and every parameter agree after each step, and nothing stays gathered.
 
 from __future__ import annotations
 
+import copy
+import io
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
@@ -549,3 +552,151 @@ def test_rows_that_several_axes_cut_unevenly_go_where_the_layout_says(mesh):
     with pt.ranks(**mesh) as world:
         for stage in (1, 3):
             compare(one, world.run(run, stage)[-1], f"stage {stage}")
+
+
+# -- copies, dtypes, parts -------------------------------------------------------------------------
+
+
+def steps_of(model, x, optimizer=None, n=2):
+    optimizer = optimizer or adamw(model.parameters())
+    for _ in range(n):
+        optimizer.zero_grad()
+        backward(model(x).square().mean())
+        optimizer.step()
+    return list(map(value, model.parameters()))
+
+
+def teacher(model, x):
+    optimizer = adamw(model.parameters())
+    ema = copy.deepcopy(model)
+    first = steps_of(model, x, optimizer)
+    with torch.no_grad():
+        for mean, p in zip(ema.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p, 0.5)
+    kept = list(map(value, ema.parameters()))
+    # Each trains by itself from here, and neither changes the other.
+    return first + kept + steps_of(ema, x) + steps_of(model, x, optimizer)
+
+
+def average(model, x):
+    optimizer = adamw(model.parameters())
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(3):
+        steps_of(model, x, optimizer, 1)
+        mean.update_parameters(model)
+    return [*map(value, mean.parameters()), value(mean(x).mean())]
+
+
+def saved_and_read(model, x):
+    steps_of(model, x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return steps_of(torch.load(file, weights_only=False), x)
+
+
+def to_double(model, x):
+    steps_of(model.float(), x.float())
+    return steps_of(model.double(), x)
+
+
+def adafactor(model, x):
+    return steps_of(model, x, torch.optim.Adafactor(model.parameters(), lr=0.1), 3)
+
+
+def scaled(model, x):
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scales = []
+    for scale in (1, 1e308, 1):  # the second overflows
+        optimizer.zero_grad()
+        scaler.scale(model(x * scale).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [16.0, 8.0, 16.0]
+    return list(map(value, model.parameters()))
+
+
+AROUND = (teacher, average, saved_and_read, to_double, adafactor, scaled)
+
+
+@pytest.mark.parametrize("program", AROUND, ids=lambda f: f.__name__)
+def test_what_programs_do_around_a_model(program):
+    def run(mesh, stage=None):
+        model, x = built(lambda: Root(Part)), batch_of(4, 4)
+        if mesh is not None:
+            model = pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        return program(model, x)
+
+    # Float32 is in it where a model is made double.
+    near = 1e-6 if program is to_double else 1e-9
+    with pt.ranks(dp=2) as world:
+        for stage in STAGES:
+            for found in world.run(run, stage):
+                torch.testing.assert_close(found, run(None), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules_may_be_sharded_one_by_one_and_the_model_last(stage):
+    def run(mesh):
+        model = built(lambda: Root(Part, 3))
+        for block in list(model.blocks)[:2]:
+            pt.zero(block, mesh, stage=stage)
+        pt.zero(model, mesh, stage=stage)
+        x = pt.distribute_tensor(batch_of(4, 4), mesh, [pt.Shard(0)])
+        hung = sum(len(m._forward_pre_hooks) for m in model.modules())
+        return train(model, lambda m, x, i: backward(m(x).square().mean()), x, adamw), hung
+
+    def alone(mesh):
+        model = pt.zero(
+            built(lambda: Root(Part, 3)), mesh, stage=stage, blocks=["blocks.0", "blocks.1"]
+        )
+        return sum(len(m._forward_pre_hooks) for m in model.modules())
+
+    one = train(
+        built(lambda: Root(Part, 3)),
+        lambda m, x, i: backward(m(x).square().mean()),
+        batch_of(4, 4),
+        adamw,
+    )
+    with pt.ranks(dp=2) as world:
+        said, hung = world.run(run)[0]
+        assert hung == world.run(alone)[0]
+    compare(one, said, f"stage {stage}")
+
+
+def test_a_part_of_what_is_sharded_another_way_and_a_sub_mesh_are_refused():
+    def run(mesh):
+        said = []
+        model = pt.zero(built(lambda: Root(Part)), mesh, "dp")
+        other = built(lambda: Root(Part))
+        pt.zero(other.blocks[0], mesh, "dp", stage=2)
+        tp = pt.parallelize(built(lambda: Root(Part)), mesh["tp"])
+        for shard in (
+            lambda: pt.zero(model.blocks[0], mesh, "dp"),
+            lambda: pt.zero(other, mesh, "dp"),
+            lambda: pt.zero(tp, mesh["dp"]),
+        ):
+            with pytest.raises(pt.LayoutError) as error:
+                shard()
+            said.append(str(error.value))
+        return said
+
+    with pt.ranks(dp=2, tp=2) as world:
+        within, otherwise, elsewhere = world.run(run)[0]
+    assert "is sharded already, with a model around this module" in within
+    assert "a Part in the model was sharded otherwise" in otherwise
+    assert "blocks.0.a.weight lies on another mesh" in elsewhere
+    assert "zero(model, mesh, 'dp')" in elsewhere
+
+
+def test_a_mesh_of_one_axis_needs_no_name_of_it():
+    def run(mesh):
+        return [p.placements for p in pt.zero(nn.Linear(4, 4), mesh).parameters()]
+
+    with pt.ranks(dim0=2) as world:
+        assert world.run(run) == [[(pt.Shard(0),)] * 2] * 2

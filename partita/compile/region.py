@@ -65,12 +65,15 @@ class Region(Program):
         entrances: of its backward's inputs.
         graded: places, among the tensors of a call, of those whose gradients it gives.
         plain: the numbers of the results without a history.
+        reached: for each gradient that it gives, the places of the results' gradients that it is
+            computed of. Where none of them is there it is None, as without a graph.
     """
 
     halves: Halves = field(init=False)
     entrances: list[_Entrance] = field(init=False)
     graded: list[int] = field(init=False)
     plain: list[int] = field(init=False)
+    reached: list[frozenset[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +85,7 @@ class Region(Program):
             _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
             for i, x in enumerate(backward.example())
         ]
+        self.reached = _reached(backward)
         self.plain = [i for i, o in enumerate(self.given) if o.number < 0]
 
     @property
@@ -129,6 +133,21 @@ def region_of(program: Program) -> Program:
     return region
 
 
+def _reached(backward: Program) -> list[frozenset[int]]:
+    graph = backward.graph.graph
+    given = dict(zip(graph.find_nodes(op="placeholder"), backward.inputs, strict=True))
+    nothing: frozenset[int] = frozenset()
+    found: dict[Any, frozenset[int]] = {}
+    for node in graph.nodes:
+        what = given.get(node)
+        if what is not None and what.kind == "cotangent":
+            found[node] = frozenset((what.index,))
+        else:
+            found[node] = nothing.union(*(found[n] for n in node.all_input_nodes))
+    (end,) = graph.find_nodes(op="output")
+    return [found.get(n, nothing) for n in end.args[0]]
+
+
 class _Region(Function):
     @staticmethod
     def forward(
@@ -157,7 +176,8 @@ class _Region(Function):
         saved = ctx.saved_tensors
         if backward.scope is not None and backward.scope.busy:
             tell(backward)
-        given = {"saved": saved, "kept": saved, "cotangent": region.numbered(grads)}
+        cotangents = region.numbered(grads)
+        given = {"saved": saved, "kept": saved, "cotangent": cotangents}
         with Local():  # and without gradients, which `once_differentiable` sees to
             args = []
             for what, entrance in zip(backward.inputs, region.entrances, strict=True):
@@ -166,4 +186,10 @@ class _Region(Function):
             found = list(backward.call(*args))
             for i, border in backward.leaving.items():
                 found[i] = border.leave(found[i])
+        absent = {i for i, g in enumerate(cotangents) if g is None}
+        if absent:
+            found = [
+                None if reached and reached <= absent else g
+                for g, reached in zip(found, region.reached, strict=True)
+            ]
         return None, None, None, *found

@@ -27,6 +27,10 @@ _storage_of = torch._C.TensorBase.untyped_storage
 class _Released:
     """In the place of a view's layout: every use of it, as a key of a plan too, raises."""
 
+    # Where its memory was, and that it is gone, may be asked.
+    is_whole = True
+    is_copy = False
+
     def __init__(self, name: str):
         self._name = name
 

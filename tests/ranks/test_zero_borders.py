@@ -700,3 +700,37 @@ def test_a_mesh_of_one_axis_needs_no_name_of_it():
 
     with pt.ranks(dim0=2) as world:
         assert world.run(run) == [[(pt.Shard(0),)] * 2] * 2
+
+
+# -- a compiled part of a model --------------------------------------------------------------------
+
+
+def test_what_a_compiled_part_computes_and_nobody_uses_has_no_gradient():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.used(x), self.idle(x)
+
+    def run(mesh):
+        model, x = built(Two), batch_of(4, 4)
+        part = model
+        if mesh is not None:
+            pt.distribute_module(model, mesh)
+            part, x = (
+                pt.compile(model, backend="graph"),
+                pt.distribute_tensor(x, mesh, [pt.Shard(0)]),
+            )
+        optimizer = adamw(model.parameters())  # which decays what has a gradient of zeros
+        for i in range(3):
+            optimizer.zero_grad()
+            y, z = part(x)
+            backward((z if i == 1 else y).square().mean())
+            optimizer.step()
+        return [*map(value, model.parameters()), *(value(p.grad) for p in model.parameters())]
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, run(None), rtol=1e-9, atol=1e-9)

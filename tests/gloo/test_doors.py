@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import warnings
 
@@ -302,3 +303,81 @@ def test_gradients_cross_the_doors_to_torchs_dtensor():
     for grads in run_ranks(gradients_through_doors, 4):
         for grad in grads:
             torch.testing.assert_close(grad, T * T)
+
+
+# -- files of others -------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """A buffer that no file has, and that a model of transformers' kind gives its value."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(3.0) + 1, persistent=False)
+
+
+class Pretrained(Net):
+    def __init__(self):
+        super().__init__()
+        self.rotary = Rotary()
+
+    def _init_weights(self, module):
+        if isinstance(module, Rotary):
+            with torch.no_grad():
+                module.inv_freq.copy_(torch.arange(3.0) + 1)
+
+
+def write_pretrained(folder):
+    """As transformers writes them: in several files, and of a tied weight one name."""
+    torch.manual_seed(3)
+    state = Pretrained().state_dict()
+    state.pop("head.weight")
+    names = sorted(state)
+    files = {
+        "model-00001-of-00002.safetensors": names[:3],
+        "model-00002-of-00002.safetensors": names[3:],
+    }
+    for file, mine in files.items():
+        save_file({name: state[name].clone() for name in mine}, os.path.join(folder, file))
+    placed_in = {name: file for file, mine in files.items() for name in mine}
+    index = os.path.join(folder, "model.safetensors.index.json")
+    with open(index, "w") as out:
+        json.dump({"metadata": {}, "weight_map": placed_in}, out)
+    return index
+
+
+def pretrained(rank, folder, index):
+    mesh = ranks_of(rank)
+    found = []
+    for mode, path in (("tp", folder), ("zero3", index), ("zero1", folder)):
+        with torch.device("meta"):
+            model = Pretrained()
+        placed(model, mesh, mode)
+        assert pt.load_safetensors(model, path).missing_keys == ()
+        assert model.head.weight is model.embed.weight
+        whole = getattr(model.rotary.inv_freq, "full_tensor", lambda b=model.rotary.inv_freq: b)()
+        assert whole.tolist() == [1, 2, 3]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        one_step(model, optimizer, pt.distribute_tensor(TOKENS, mesh))
+        found.append(pt.full_state_dict(model))
+    with torch.device("meta"):
+        model = placed(Pretrained(), mesh, "zero3")
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(pt.LayoutError, match=r"extra\.weight: in the state, not in the checkpoint"):
+        pt.load_safetensors(model, folder)
+    assert model.embed.weight.is_meta  # nothing has changed
+    del model.extra
+    Pretrained._init_weights = lambda self, module: None
+    with pytest.raises(pt.LayoutError, match=r"rotary\.inv_freq"):
+        pt.load_safetensors(model, folder)
+    return found
+
+
+def test_pretrained_files_load_into_a_meta_model_piece_by_piece(tmp_path):
+    index = write_pretrained(str(tmp_path))
+    torch.manual_seed(3)
+    one = Pretrained()
+    one_step(one, torch.optim.AdamW(one.parameters(), lr=0.1))
+    for states in run_ranks(pretrained, 2, str(tmp_path), index):
+        for state in states:
+            assert_same(state, dict(one.state_dict()))

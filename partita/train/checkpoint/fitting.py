@@ -43,6 +43,7 @@ class Misfits:
         keys: names that only one side has, where that is an error, a line each.
         passed_over: the same names, where it is none.
         which: tells one checkpoint from another that had its name before.
+        gives_memory: what is on the meta device gets memory before it is loaded.
     """
 
     values: tuple[str, ...]
@@ -62,7 +63,11 @@ def described_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def misfits(
-    held: Mapping[str, Any], there: Mapping[str, str], strict: bool, which: str = ""
+    held: Mapping[str, Any],
+    there: Mapping[str, str],
+    strict: bool,
+    which: str = "",
+    gives_memory: bool = False,
 ) -> Misfits:
     """Compare what is held with what is there.
 
@@ -70,6 +75,7 @@ def misfits(
         held: by name, the tensors and values of the state.
         there: by name, `described_tensor` of what the checkpoint has, or NO_TENSOR.
         which: tells one checkpoint from another that had its name before.
+        gives_memory: what is on the meta device gets memory before it is loaded.
     """
     values = []
     for name, value in held.items():
@@ -79,7 +85,7 @@ def misfits(
         here = described_tensor(value.shape, value.dtype) if is_tensor else NO_TENSOR
         if here != there[name]:
             values.append(f"{name}: {there[name]} in the checkpoint, {here} in the state")
-        elif is_tensor and value.is_meta:
+        elif is_tensor and value.is_meta and not gives_memory:
             values.append(f"{name}: on the meta device, where there is nothing to load into")
     missing = tuple(name for name in held if name not in there)
     extra = tuple(name for name in there if name not in held)

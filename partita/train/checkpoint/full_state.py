@@ -7,8 +7,8 @@ after the other, so that no rank holds more of the model than it is asked to ret
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "load_full_state_dict",
     "tensors_of_model",
     "tied_names",
+    "without_ties",
 ]
 
 
@@ -163,7 +164,7 @@ def load_full_state_dict(
         target = opened(_together(model, optimizer), told)  # type: ignore[arg-type]
         held = {name: leaf.value for name, leaf in target.leaves.items()}
         there = told.texts()
-        found: Misfits | Exception = _without_ties(
+        found: Misfits | Exception = without_ties(
             misfits(held, there, strict), _objects(model), there
         )
     except Exception as error:
@@ -271,13 +272,13 @@ def _of_model(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.removeprefix("model.") for name in names)
 
 
-def _without_ties(found: Misfits, tensors: Mapping[str, Any], there: Mapping[str, str]) -> Misfits:
+def without_ties(found: Misfits, tensors: Mapping[str, Any], there: Mapping[str, str]) -> Misfits:
     """`found`, but for names that are missing of tensors that have another name, which is there."""
     tied = set(tied_names(tensors, there))
     keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
     passed = found.passed_over
     missing = tuple(name for name in passed.missing_keys if name not in tied)
-    return Misfits(found.values, tuple(keys), Loaded(missing, passed.unexpected_keys))
+    return replace(found, keys=tuple(keys), passed_over=Loaded(missing, passed.unexpected_keys))
 
 
 def tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
@@ -354,20 +355,20 @@ def _write(leaf: Leaf, value: Any) -> None:
             piece.local.copy_(value.detach()[box] if box else value.detach())
 
 
-def give_memory(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Memory for each parameter and buffer of a state dict that is on the meta device."""
-    named = {id(x) for x in tensors_of_model(model).values()}
+def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Memory for what of a model's state dict is on the meta device, or of it for these `names`."""
+    known = tensors_of_model(model)
+    named = {id(x) for name, x in known.items() if names is None or name in names}
     for held in (found for kind in held_by(model) for found in kind):
         x = held.tensor
         if not x.is_meta or id(x) not in named:
             continue
         if isinstance(x, DTensor):
             spec = x._spec
-            place = spec.wire.device if device is None else device
-            new: torch.Tensor = torch.empty(spec.local_shape, dtype=x.dtype, device=place)
+            new = torch.empty(spec.local_shape, dtype=x.dtype, device=spec.wire.device)
             put_in_place(held, tagged(new, spec), by="load")
         else:
-            put_in_place(held, torch.empty_like(x, device=device or "cpu"), by="load")
+            put_in_place(held, torch.empty_like(x, device="cpu"), by="load")
 
 
 # -- for torch.distributed.checkpoint.state_dict ---------------------------------------------------

@@ -1,4 +1,4 @@
-"""How does a whole model become one safetensors file, and a file the shards of a model?
+"""Safetensors files: a whole model into one, and one or several into the shards of a model.
 
 The file is eight bytes with the length of a header, the header (JSON: of each name the dtype, the
 shape and the place of its bytes) and the bytes (https://github.com/huggingface/safetensors). It is
@@ -19,13 +19,15 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from partita.comm import everyone, user_line
+from partita.comm import Piece, everyone, user_line
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
 from .checksums import crc_of_file
+from .first_values import initialize_rest
 from .fitting import Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import Replacement, reading
+from .folder import Replacement
+from .full_state import give_memory, tensors_of_model, without_ties
 from .staging import bytes_of
 from .state import opened, opened_module
 
@@ -104,60 +106,126 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
 
 
 def load_safetensors(
-    model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, strict: bool = True
+    model: nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> Loaded:
-    """Read the file `path` into the tensors of `model`, in place; each rank reads its pieces.
+    """Read `path` into the tensors of `model`, in place; each rank reads its pieces alone.
 
     Every rank calls this. Needs the package safetensors (`pip install partita[train]`).
 
+    What of a module is on the meta device gets memory now, piece by piece. What no file has then (a
+    buffer that is not persistent; with `strict=False` a parameter that is missing) gets its first
+    value from `init_fn`, called with the module that holds it, else from that module's own
+    `reset_parameters`, or from an enclosing model's `_init_weights`.
+
     Args:
         model: a module, or nested dicts of tensors, whose names are joined by dots.
-        strict: whether names that only one side has are errors.
+        path: a file, the index of several (`model.safetensors.index.json`), or a folder that has
+            either.
+        strict: whether names that only one side has are errors. Of a parameter with several names
+            one is enough.
 
     Returns:
         The names that were passed over.
 
     Raises:
         LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
+            Or, when all else is loaded: what is on the meta device and nothing gave a value.
         OSError: there is no such file.
-        ValueError: it is no safetensors file, or is damaged, where `save_safetensors` wrote it; a
-            tensor of `model` is pending. Nothing has changed.
+        ValueError: it is no safetensors file; a tensor of `model` is pending.
     """
-    with reading(Path(os.path.abspath(path))):
-        return _load(model, path, strict)
-
-
-def _load(
-    model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], strict: bool
-) -> Loaded:
-    from safetensors import SafetensorError, safe_open
-
     ranks, line = everyone(), user_line()
-    tensors = _tensors(model)
     failed: Exception | None = None
+    files = _Files()
+    there: dict[str, str] = {}
     try:
-        file = safe_open(os.fspath(path), framework="pt")
-        there = {name: _described(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
-        found: Misfits | Exception = misfits(tensors, there, strict)
-        pieces = {name: piece_held(x) for name, x in tensors.items() if name in there}
-        _check(Path(path), ranks.rank, ranks.size)
-    except SafetensorError as error:
-        found = ValueError(f"{os.fspath(path)} is no safetensors file: {error}")
+        there = files.open(Path(path))
+        objects = tensors_of_model(model) if isinstance(model, nn.Module) else _tensors(model)
+        fits = misfits(objects, there, strict, gives_memory=isinstance(model, nn.Module))
+        found: Misfits | Exception = without_ties(fits, objects, there)
     except Exception as error:
         found = error
     passed_over = agreed(ranks, found, os.fspath(path), line)
     try:
-        with torch.no_grad():
-            for name, piece in pieces.items():
-                if not piece.shape:
-                    piece.local.copy_(file.get_tensor(name))
-                elif piece.local.numel():
-                    box = tuple(slice(at, at + length) for at, length in piece.region)
-                    piece.local.copy_(file.get_slice(name)[box])
+        if isinstance(model, nn.Module):
+            give_memory(model, there)
+        for name, x in _tensors(model).items():
+            if name in there:
+                files.read(name, piece_held(x))
     except Exception as error:
         failed = error
-    ranks.decide(failed, lambda brought: brought)
+    ranks.decide(failed, lambda brought: [None] * len(brought))
+    if isinstance(model, nn.Module):
+        initialize_rest(model, init_fn)
     return passed_over
+
+
+class _Files:
+    """The tensors of one file, or of the files that an index names."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Any] = {}
+
+    def open(self, path: Path) -> dict[str, str]:
+        """What there is: by name, `described_tensor`.
+
+        Raises:
+            OSError: there is nothing; the index names a file that is not there.
+            ValueError: it is no safetensors file, or no index.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        there = {}
+        for one, names in _listed_files(path):
+            try:
+                file = safe_open(os.fspath(one), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{one} is no safetensors file: {error}") from None
+            has = list(file.keys())
+            lost = [name for name in names or () if name not in has]
+            if lost:
+                raise ValueError(f"{one} has no {lost[0]}, though the index says so")
+            for name in has if names is None else names:
+                self._of[name] = file
+                there[name] = _described(file.get_slice(name))
+        return there
+
+    def read(self, name: str, piece: Piece) -> None:
+        """Of the tensor `name` what `piece` holds, into its memory."""
+        file = self._of[name]
+        with torch.no_grad():
+            if not piece.shape:
+                piece.local.copy_(file.get_tensor(name))
+            elif piece.local.numel():
+                box = tuple(slice(at, at + length) for at, length in piece.region)
+                piece.local.copy_(file.get_slice(name)[box])
+
+
+def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
+    """The files at `path`, each with the names that are sought in it; None: all that it has."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        files = sorted(path.glob("*.safetensors"))
+        if len(indices) != 1 and len(files) != 1:
+            what = "no" if not files else "several"
+            raise FileNotFoundError(f"{path} has {what} safetensors files, and not one index")
+        path = indices[0] if len(indices) == 1 else files[0]
+    if path.suffix != ".json":
+        return [(path, None)]
+    try:
+        placed = json.loads(path.read_text())["weight_map"]
+        names: dict[str, list[str]] = {}
+        for name, file in placed.items():
+            names.setdefault(file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no index of safetensors files: no weight_map") from None
+    for file in names:
+        if Path(file).name != file:  # an index speaks of files beside it, and of no others
+            raise ValueError(f"{path}: {file!r} is not the name of a file beside it")
+    return [(path.parent / file, each) for file, each in names.items()]
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,17 +143,20 @@ class Reader(FileSystemReader):
 
     Args:
         content: of its `.metadata`, where it has been read already.
+        is_intact: whether its checksum was right.
 
     Raises:
         ValueError: it is no checkpoint's metadata.
     """
 
-    def __init__(self, folder: Path, content: bytes | None = None):
+    def __init__(self, folder: Path, content: bytes | None = None, is_intact: bool = False):
         super().__init__(folder)
         self._folder = folder
         if content is None:
             content = (folder / ".metadata").read_bytes()
         try:
+            if not is_intact:
+                _check_sizes(content)
             self.metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
         except _Refused as error:
             raise ValueError(f"{folder / '.metadata'}: {error}") from None
@@ -263,6 +267,17 @@ def _is_size(size: Any) -> bool:
 
 def _is_count(n: Any) -> bool:
     return isinstance(n, int) and n >= 0
+
+
+def _check_sizes(content: bytes) -> None:
+    """Raise ValueError where a pickle would have memory made that it has nothing to put in.
+
+    Of a damaged number Python's unpickler makes a table of so many entries before it looks further.
+    """
+    for code, value, _ in pickletools.genops(content):
+        is_size = code.name in ("PUT", "BINPUT", "LONG_BINPUT", "FRAME")
+        if code.name == "BYTEARRAY8" or (is_size and int(value) > len(content)):
+            raise ValueError(f"{code.name} {value if is_size else ''} has no place in it".strip())
 
 
 class _Unpickler(pickle.Unpickler):

@@ -176,6 +176,15 @@ def test_metadata_that_does_not_cover_what_is_to_be_read_is_an_error(change, sav
     assert f"{saved}/.metadata is damaged" in refused(saved)
 
 
+@pytest.mark.parametrize("damage", [b"r\xff\xff\xff\x7f", b"\x96" + b"\xff" * 7 + b"\x0f"])
+def test_a_damaged_number_in_metadata_makes_no_memory(damage, by_torch):
+    # Of a place in the table of what was read, and of a length.
+    path = by_torch / ".metadata"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + damage + content[-1:])
+    assert f"{path} is damaged" in refused(by_torch)
+
+
 def test_what_torch_has_saved_is_read_once_before_anything_is_changed(by_torch):
     loads(by_torch)
     for file in files_of(by_torch):

@@ -113,7 +113,7 @@ class _Load:
         content, self._checksums = path.read_bytes(), Checksums.read(folder)
         if self._checksums is not None:
             self._checksums.check_metadata(path, content)
-        self._reader = Reader(folder, content)
+        self._reader = Reader(folder, content, is_intact=self._checksums is not None)
         if self._reader.is_ours and self._checksums is None:
             raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
         self._which = f"{zlib.crc32(content):08x}"

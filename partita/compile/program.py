@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,6 +208,11 @@ class Program:
         # What stands in for a result's gradient was laid out while the step was captured.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Those that its collectives may wait for for ever, as the job numbers them."""
+        return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @property
     def runs(self) -> Program:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from partita.comm import GroupWire, Wire, missed_call, roll_call, user_line
+from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
 from partita.tensor.watch import HERE
 
 from .again import Again
@@ -152,6 +152,8 @@ class CompiledStep(Last):
     def _run(self, program: Program, tensors: list[Any]) -> Any:
         again = self._again
         known = again is not None and again.program is program
+        if program.ranks:
+            begin_graph(self.title, program.ranks)
         try:
             return program.run(tensors, again.inputs(tensors) if known else None)
         except RuntimeError as error:  # a collective's, where others do not make it
@@ -159,6 +161,8 @@ class CompiledStep(Last):
                 if (away := missed_call(wire)) is not None:
                     raise away from error
             raise
+        finally:
+            end_graph()
 
     def _heard(self, program: Program, tensors: list[Any]) -> Any:
         """Run it as a call that remat hears of."""

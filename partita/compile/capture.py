@@ -26,10 +26,12 @@ from partita.tensor.tensor_state import own_state, state_of
 
 from .attributes import Attributes, check_result
 from .conditions import Conditions, GradientCondition, kind_of_gradient
+from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import not_captured
 from .finished import Trace
 from .functional import functional
+from .hooks import hang_hooks
 from .inputs import Inputs
 from .meanwhile import call_by_call, compiling, swapped, unseen
 from .notes import Recorder
@@ -102,6 +104,7 @@ class _Capture:
         self.cleared: list[int] = []
         self.differentiable: list[torch.Tensor] = []
         self.seeds: list[Seed] = []
+        self._hooks: list[Any] = []
 
     def program(self) -> Program | None:
         """None where the step read gradients that it was given as marks: those in `read_marks`."""
@@ -124,7 +127,9 @@ class _Capture:
             return None
         self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
         with inputs.mode:
-            return self._trace().program(functional(made))
+            program = self._trace().program(functional(made))
+        self.numbers.env.forget()
+        return program
 
     def _trace(self) -> Trace:
         return Trace(
@@ -166,11 +171,14 @@ class _Capture:
             stack.enter_context(self.stepping.traced(stand_in, self._number, recorder))
             self._held = stack.enter_context(self._numbers_swapped())
             args, kwargs = self._arguments()
+            writes = DataWrites(self.inputs)
             try:
-                result = self.step(*args, **kwargs)
+                with writes:
+                    result = self.step(*args, **kwargs)
             except Exception as error:
                 self._line = users_line(error)
                 raise
+            writes.copy_back()
             with torch.no_grad():
                 out = self._read_out(result)
             if self.differentiable:
@@ -239,6 +247,7 @@ class _Capture:
             elif given.tensor.requires_grad:
                 with Local():
                     fake.requires_grad_()
+                self._hooks += hang_hooks(given.tensor, fake)
             fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
 
     def _traced_spec(self, spec: Spec) -> Spec:
@@ -314,6 +323,8 @@ class _Capture:
 
     def _cotangents(self) -> list[torch.Tensor]:
         """The gradients that the graph gives for those of its results."""
+        for hook in self._hooks:  # a gradient that is given on passes the tensors' own
+            hook.remove()
         pairs = zip(self.inputs.all, self.inputs.fakes, strict=True)
         wanted = [(i, t) for i, t in pairs if i.kind not in ("mark", "gradient") and _graded(t)]
         found = differentiate(self.differentiable, [t for _, t in wanted], self.recorder)

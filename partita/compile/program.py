@@ -13,7 +13,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from partita.comm import Record, Wire
+from partita.comm import Record, Wire, agree
+from partita.layout import Fix
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
@@ -224,7 +225,17 @@ class Program:
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if a plain value that is taken for one whole value differs."""
+        """Raise on all ranks if a plain value or a number that is taken for one value differs."""
+        numbers = [i for i in self.inputs if i.kind == "number"]
+        for wire in self.wires if numbers else ():
+            agree(
+                "compile",
+                "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
+                wire,
+                fact="the ranks bring other numbers to a step",
+                reason="a number is one value, equal on every rank",
+                fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
+            )
         if self.compared is not None:
             from .run import interpreted
 

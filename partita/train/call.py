@@ -36,6 +36,7 @@ class Call:
 
     Attributes:
         trains: does any of the block's parameters get a gradient?
+        written: parameters that the forward wrote in place, and their versions at its end.
         since: autograd's number of the first node that the block itself made.
         needs: will backward read the parameters? Not of an embedding, say. What a checkpoint within
             saves is not seen here.
@@ -49,6 +50,7 @@ class Call:
         wanting = [p.requires_grad for p in unit.shards()]
         self.trains = any(wanting)
         self.since = 0
+        self.written: dict[int, int] = {}
         self.watches_inputs = graded and not all(wanting)
         if self.trains and not in_backward():
             unit.calls.add(self)

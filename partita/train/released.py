@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch._C import DisableTorchFunction as Unheard
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
@@ -65,6 +66,11 @@ def take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], str
         known: how many hold it where no one keeps a view.
         name_of: of the weight that lies at an element of `full`, for whoever reads it.
     """
+    with Unheard():  # of the tensors themselves, whatever they stand for
+        return _take_from_views(full, known, name_of)
+
+
+def _take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
     storage = _storage_of(full)
     kept = holders(storage) - known
     if kept <= 0:

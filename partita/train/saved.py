@@ -43,11 +43,11 @@ class Saving:
             for flat in self._flats:
                 if flat.holds(t):
                     self.call.needs = self.call.unit.needed = True
-                    return _Stood(self.call.unit, flat, t)
+                    return _Stood(self.call, flat, t)
             place = _cast_of(t, self.call.unit)
             if place is not None:
                 self.call.needs = self.call.unit.needed = True
-                return _Cast(self.call.unit, place, t)
+                return _Cast(self.call, place, t)
         return _Other(self._other, t)
 
     @staticmethod
@@ -68,19 +68,20 @@ def _keep_from_the_next_graph(unit: Unit) -> None:
 class _Stood:
     """Where a view of a gathered parameter stood."""
 
-    def __init__(self, unit: Unit, flat: Flat, t: torch.Tensor):
-        self.unit, self.flat, self.spec = unit, flat, _spec(t)
+    def __init__(self, call: Call, flat: Flat, t: torch.Tensor):
+        self.call, self.unit, self.flat, self.spec = call, call.unit, flat, _spec(t)
+        self.version = t._version
         self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
-        self.versions = unit.versions
+        self.versions = call.unit.versions
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
         _keep_from_the_next_graph(self.unit)
-        if self.unit.versions != self.versions:
+        if self.unit.versions != self.versions or self.call.written:
             offset, n = self.place[1], self.flat.n
             for i, piece in enumerate(self.flat.pieces):
                 if 0 <= offset - piece.place < max(1, n * piece.length):
-                    self.unit.check_unwritten(self.flat, i, self.versions)
+                    self.unit.check_unwritten(self.flat, i, self.versions, self.call, self.version)
         with Local():
             return _typed(self.flat.view(*self.place), self.spec)
 
@@ -107,20 +108,20 @@ def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
 class _Cast:
     """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
 
-    def __init__(self, unit: Unit, place: int, t: torch.Tensor):
-        self.unit, self.number, self.spec = unit, place, _spec(t)
+    def __init__(self, call: Call, place: int, t: torch.Tensor):
+        self.call, self.unit, self.number, self.spec = call, call.unit, place, _spec(t)
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())
-        self.versions = unit.versions
+        self.versions = call.unit.versions
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather()
         _keep_from_the_next_graph(self.unit)
-        if self.unit.versions != self.versions:
+        if self.unit.versions != self.versions:  # a cast knows of no version but the shard's
             i = self.number
             for flat in self.unit.flats:
                 if 0 <= i < len(flat.pieces):
-                    self.unit.check_unwritten(flat, i, self.versions)
+                    self.unit.check_unwritten(flat, i, self.versions, self.call, 0)
                 i -= len(flat.pieces)
         with Local(), torch.no_grad():
             views = [v for flat in self.unit.flats for v in flat.views()]

@@ -15,9 +15,11 @@ from torch import nn
 from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward, next_node
-from partita.tensor.tensor_state import own_state
+from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
 from .blocks import Block
@@ -64,6 +66,7 @@ class Unit:
         self.held: dict[int, Shares] = {}
         self.shown = False
         self.versions: list[int] = []
+        self._seen: list[tuple[int, DTensor, int]] = []
         self._shards: list[DTensor] = []
         self.groups: list[list[int]] = []
         self.flats: list[Flat] = []
@@ -153,14 +156,21 @@ class Unit:
             flat.finish()
         self.zero.note_alive()
 
-    def check_unwritten(self, flat: Flat, i: int, versions: list[int]) -> None:
-        """Is the flat's parameter `i` as it was when its shard had its place in `versions`?
+    def check_unwritten(
+        self, flat: Flat, i: int, versions: list[int], call: Call, version: int
+    ) -> None:
+        """Is the flat's parameter `i` as it was when `call` saved it?
+
+        Args:
+            versions: of the shards, then; `version` of what was gathered.
 
         Raises:
             RuntimeError: as autograd's own, which sees no shards.
         """
         number = self.groups[self.flats.index(flat)][i]
         before, now = versions[number], self.versions[number]
+        if before == now:
+            before, now = version, call.written.get(number, version)
         if before != now:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -205,14 +215,50 @@ class Unit:
                 plain = [v for flat in self.flats for v in flat.views()]
         specs = [p.whole for flat in self.flats for p in flat.pieces]
         order = [i for members in self.groups for i in members]
+        self._seen = []
         for i, t, spec in zip(order, plain, specs, strict=True):
             whole = tagged(t, spec)
+            self._seen.append((i, whole, _version(whole)))
             # Of which version: remat compares it with that of the next time (remat/reads.py).
             own_state(whole).gathered_from = (self._shards[i], self.versions[i])
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
+    def _write_back(self, call: Call | None) -> None:
+        """What the forward wrote into gathered parameters, each rank writes into its shards.
+
+        Raises:
+            LayoutError: it was written in a dtype that holds less than the shard's.
+        """
+        for i, whole, before in self._seen:
+            now, unseen = _version(whole), state_of(whole).written_unseen
+            if now == before and not unseen:
+                continue
+            p = self._shards[i]
+            mine, held = p._spec.region[0], whole._spec.region[0]
+            with Local(), torch.no_grad():
+                rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
+                if torch.equal(rows, p.to(rows.dtype)):
+                    continue
+                if rows.dtype != p.dtype:
+                    raise self._written_in(i, rows.dtype)
+                # Through `.data` where it was written so: autograd counts neither.
+                (p if now != before else p.data).copy_(rows)
+            # In place: what this forward saved was of this version.
+            self.versions[i] = _version(p)
+            if call is not None and now != before:
+                call.written[i] = now
+
+    def _written_in(self, i: int, dtype: torch.dtype) -> LayoutError:
+        return LayoutError(
+            f"{self._name_of(i)} is written in the forward, where it is gathered as {dtype}",
+            place=user_line(),
+            reason="its shards would lose the digits that they have and this dtype has not",
+            fixes=(Fix("write it after the optimizer's step", "there it is what the ranks hold"),),
+        )
+
     def hide(self) -> None:
+        self._seen = []
         if self.shown:
             for places, p in zip(self.slots, self._shards, strict=True):
                 for slot in places:
@@ -287,9 +333,13 @@ class Unit:
         self.depth = max(0, self.depth - 1)
         if forward is not None:
             forward.close()
-        if not self.depth:
-            # In a recompute the backward that asked for it goes on with what is here.
-            with Unheard():
+        if self.depth:
+            return
+        with Unheard():
+            try:
+                self._write_back(None if forward is None else forward.call)
+            finally:
+                # In a recompute the backward that asked for it goes on with what is here.
                 if not in_backward():
                     self.hide()
                     self.release()

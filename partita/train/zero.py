@@ -512,6 +512,8 @@ def zero_state(model: nn.Module) -> Zero | Early:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Keep the gradients of the backward passes within where they are: nothing is sent.
 
+    Of a model without `zero` nothing is sent before the step anyhow: there it does nothing.
+
     The first backward pass outside, or else the optimizer's step, sends the sum of all. Meanwhile
     each rank holds its shares whole, as many bytes as the model has; without `no_sync` stages 2 and
     3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
@@ -520,7 +522,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    state = zero_state(model)
+    state: Zero | Early | None = model.__dict__.get("_zero")
+    if state is None:  # partial gradients add up as they are, and settle in the step
+        yield
+        return
     if HERE.capturing and isinstance(state, Zero):
         refuse_no_sync()
     with state.keeping_shares():

@@ -645,7 +645,6 @@ def test_bad_requests_are_refused_on_every_rank():
             lambda: pt.zero(gpt(), mesh, blocks=["blocks.0", "blocks.0.mlp"]),
             lambda: pt.zero(pt.parallelize(gpt(), mesh, {"*": {"dp": pt.Shard(0)}}), mesh),
             lambda: pt.zero(pt.zero(gpt(), mesh), mesh),
-            lambda: pt.no_sync(gpt()).__enter__(),
         ):
             with pytest.raises((ValueError, pt.LayoutError)) as caught:
                 ask()
@@ -656,7 +655,7 @@ def test_bad_requests_are_refused_on_every_rank():
         first, second = world.run(run)
     assert first == second
     for text, word in zip(
-        first, ("pp", "stage 4", "layers", "within", "already", "already", "zero("), strict=True
+        first, ("pp", "stage 4", "layers", "within", "already", "already"), strict=True
     ):
         assert word in text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -730,6 +731,93 @@ def test_what_a_compiled_part_computes_and_nobody_uses_has_no_gradient():
             backward((z if i == 1 else y).square().mean())
             optimizer.step()
         return [*map(value, model.parameters()), *(value(p.grad) for p in model.parameters())]
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, run(None), rtol=1e-9, atol=1e-9)
+
+
+# -- what a forward writes into its weights --------------------------------------------------------
+
+
+class Writes(nn.Module):
+    how = "data"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.out = nn.Linear(5, 4)
+
+    def forward(self, x):
+        w = self.linear.weight
+        with torch.no_grad():
+            if self.how == "data":
+                w.data.clamp_(-0.2, 0.2)
+            elif self.how == "operator":
+                w *= 0.9
+            elif self.how == "row":
+                w[0].mul_(0.9)
+            else:
+                w.copy_(w / w.norm(dim=1, keepdim=True))
+        return x + self.out(self.linear(x))
+
+
+@pytest.mark.parametrize("how", ["data", "operator", "row", "copy"])
+def test_what_a_forward_writes_into_its_weight_stays(how):
+    class Here(Writes):
+        pass
+
+    Here.how = how
+    agree(lambda: Root(Here), lambda m, x, i: backward(m(x).square().mean()), batch_of(4, 4))
+
+
+def test_a_weight_that_is_written_after_it_was_saved_is_an_error_in_backward():
+    class Late(Writes):
+        def forward(self, x):
+            y = self.linear(x)
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9)
+            return x + self.out(y)
+
+    def run(mesh, stage=None):
+        model, x = built(lambda: Root(Late)), batch_of(4, 4)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x).sum().backward()
+        return True
+
+    run(None)
+    with pt.ranks(dp=2) as world:
+        assert all(all(world.run(run, stage)) for stage in (0, 3))
+
+
+def test_a_weight_that_is_written_in_fewer_digits_than_its_shards_have_is_an_error():
+    def run(mesh):
+        model = pt.zero(Root(Writes), mesh, precision=torch.bfloat16)
+        with pytest.raises(pt.LayoutError, match="weight of a Linear") as error:
+            model(pt.distribute_tensor(batch_of(4, 4).float(), mesh, [pt.Shard(0)]))
+        return "gathered as torch.bfloat16" in str(error.value)
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [True, True]
+
+
+def test_no_sync_of_a_model_without_zero_changes_nothing():
+    def run(mesh):
+        model, x = built(lambda: Root(Part)), batch_of(4, 4)
+        if mesh is not None:
+            pt.distribute_module(model, mesh)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        optimizer = adamw(model.parameters())
+        for i in range(4):
+            with pt.no_sync(model) if i % 2 == 0 else nullcontext():
+                backward(model(x * (i + 1)).square().mean())
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(map(value, model.parameters()))
 
     with pt.ranks(dp=2) as world:
         for found in world.run(run):

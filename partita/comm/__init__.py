@@ -13,6 +13,7 @@ from .agreement import (
 )
 from .checks import ON_CHECK, check_ranks, strict
 from .collectives import look_before_collectives
+from .deadlock import begin_graph, end_graph
 from .dry import DryWire, dry_mesh
 from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
@@ -56,11 +57,13 @@ __all__ = [
     "World",
     "agree",
     "agree_first",
+    "begin_graph",
     "call_site",
     "check_ranks",
     "differing",
     "digest_of_text",
     "dry_mesh",
+    "end_graph",
     "everyone",
     "gather_texts",
     "in_place_of",

@@ -12,11 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +31,16 @@ from .source import user_line
 if TYPE_CHECKING:
     from .wire import Ask
 
-__all__ = ["Need", "Pending", "outlast", "patience", "verdict_of_others", "wait_longer"]
+__all__ = [
+    "Need",
+    "Pending",
+    "begin_graph",
+    "end_graph",
+    "outlast",
+    "patience",
+    "verdict_of_others",
+    "wait_longer",
+]
 
 SLICE = 2.0
 """Seconds that a rank waits before it tells the others."""
@@ -169,6 +181,68 @@ def _has_cpu() -> bool:
     return "cpu" in dist.get_backend_config()
 
 
+# -- graphs, whose collectives wait where no Python of ours does -----------------------------------
+
+_now: tuple[str, Sequence[int], float, FrameType] | None = None
+_watcher: threading.Thread | None = None
+_over = threading.Event()
+
+
+def begin_graph(title: str, ranks: Sequence[int]) -> None:
+    """From now on this thread runs a graph with collectives among `ranks`.
+
+    One that takes longer than `SLICE` is told to the other ranks by a thread that looks once in a
+    second. Whether it waits or computes they find by how many collectives each rank has begun.
+    """
+    global _now, _watcher
+    # Its frame, since that of the graph's own code says nothing to a user.
+    _now = title, ranks, time.monotonic(), sys._getframe(1)
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch, name="partita watch", daemon=True)
+        _watcher.start()
+
+
+def end_graph() -> None:
+    """The graph has run, or failed."""
+    global _now
+    _now = None
+
+
+def _watch() -> None:
+    posted: Any = None
+    said: dict[str, Any] = {}
+    while not _over.wait(1.0):
+        now = _now
+        try:
+            if posted is not None and now is not posted:
+                _store().delete_key(_place(dist.get_rank()))
+                posted = None
+            if now is None or time.monotonic() - now[2] < SLICE:
+                continue
+            store, me, first = _store(), dist.get_rank(), now is not posted
+            text = f"runs compiled {now[0]}, at {user_line(now[3]) or 'no line'}"
+            post = _post(Need(text, now[1]))
+            if first or post["begun"] != said["begun"]:
+                said, posted = post, now
+                store.set(_place(me), json.dumps(post))
+            if (told := _told(store, me)) is not None:
+                warnings.warn(str(told), RuntimeWarning, stacklevel=1)
+                return
+        except Exception:  # the groups are gone, or whoever holds the store
+            return
+
+
+def _waits_in_graph(post: dict[str, Any], posts: dict[int, dict[str, Any] | None]) -> bool:
+    """Has this rank begun a collective that one which waits elsewhere has not?"""
+    others = [p for r in post["ranks"] if (p := posts.get(r)) is not None and p is not post]
+    return any(
+        count > other["begun"].get(group, count)
+        for other in others
+        if "begun" in other
+        for group, count in post["begun"].items()
+    )
+
+
 # -- what ranks tell one another -------------------------------------------------------------------
 
 _number = 0
@@ -185,6 +259,7 @@ def _store() -> Any:
 
 def _leave() -> None:
     """Say that this rank has ended."""
+    _over.set()
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             me = dist.get_rank()
@@ -199,6 +274,7 @@ def _post(need: Need) -> dict[str, Any]:
         "text": need.text,
         "id": _number,
         "ranks": list(need.ranks),
+        # Of a graph no group: it may be waiting for any.
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
         # Private torch: how many collectives of its groups a rank has begun, by the group's name.
@@ -252,7 +328,10 @@ def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
     if not any(p["meets"] for p in waiting.values()):
         return ""  # nobody is where ranks agree or read: the process groups' own limits hold
     for post in waiting.values():
-        if all(_is_at(posts[r], post) for r in post["ranks"] if r in posts):
+        if not post["group"]:
+            if not _waits_in_graph(post, posts):
+                return ""  # it computes
+        elif all(_is_at(posts[r], post) for r in post["ranks"] if r in posts):
             return ""  # it has all that it needs, which is on its way
     ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
     if ended:

@@ -212,6 +212,10 @@ class GroupWire(Wire):
             return [mine] * self.mesh.size()
         return self.control.exchange(why, mine, deadline, place)
 
+    @property
+    def ranks_to_wait_for(self) -> list[int]:
+        return list(self._rank_at.values()) if self._others_exist() and self.on_gloo else []
+
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
         before, self._read = self._read, f"reads a value ({op})"

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
+from .deadlock import verdict_of_others
 from .groups import GroupWire
 from .source import user_line
 from .wire import Wire
@@ -71,10 +72,13 @@ def roll_call(wire: Wire, why: str) -> None:
 
 
 def missed_call(wire: Wire) -> LayoutError | None:
-    """What to raise where a collective of this rank failed since others wait at a roll call."""
+    """What to raise where a collective of this rank failed since others wait at a roll call, or
+    where they have found that ranks wait for one another."""
     if not _may_part(wire):
         return None
     assert isinstance(wire, GroupWire)
+    if (told := verdict_of_others()) is not None:
+        return told
     with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
         group, me = _group(wire), dist.get_rank()
         store: Any = group.get_group_store()

@@ -210,6 +210,11 @@ class Wire:
         rows = self.gather_ints(tuple(mine.ljust(max(lengths))))
         return [bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
 
+    @property
+    def ranks_to_wait_for(self) -> list[int]:
+        """The ranks of the mesh, as the job numbers them, where ranks may wait for ever."""
+        return []
+
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
         """Within, what is carried is a value that the program reads, by `op`: it meets no other

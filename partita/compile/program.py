@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from partita.comm import Record, Wire
+from partita.comm import Record, Wire, agree
+from partita.layout import Fix
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from .build import Built
     from .compared import Compared
     from .explained import AsCaptured
-    from .guards import Guards, Write
     from .sharing import Sharing
 
 __all__ = ["Input", "Output", "Place", "Program", "written_inputs"]
@@ -168,8 +169,6 @@ class Program:
         metadata: what is kept of it beside what is compiled; JSON.
         budget: the most bytes that the step may take above its inputs, where it is given one.
         without: the names of the passes that are left out.
-        guards: what must be as it was at capture.
-        writes: what the step changes of Python, the same in each call.
     """
 
     graph: fx.GraphModule
@@ -188,8 +187,6 @@ class Program:
     metadata: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
     without: tuple[str, ...] = ()
-    guards: Guards | None = None
-    writes: list[Write] = field(default_factory=list)
     carried: list[Record] | None = field(init=False, default=None)
     captured: AsCaptured | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
@@ -213,6 +210,11 @@ class Program:
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
 
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Those that its collectives may wait for for ever, as the job numbers them."""
+        return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
+
     @property
     def runs(self) -> Program:
         """What runs when it is called: itself."""
@@ -223,7 +225,17 @@ class Program:
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if a plain value that is taken for one whole value differs."""
+        """Raise on all ranks if a plain value or a number that is taken for one value differs."""
+        numbers = [i for i in self.inputs if i.kind == "number"]
+        for wire in self.wires if numbers else ():
+            agree(
+                "compile",
+                "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
+                wire,
+                fact="the ranks bring other numbers to a step",
+                reason="a number is one value, equal on every rank",
+                fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
+            )
         if self.compared is not None:
             from .run import interpreted
 
@@ -287,8 +299,6 @@ class Program:
             else:
                 assert output.slot is not None
                 output.slot.put(value)
-        for write in self.writes:
-            write.redo()
         of = {"result": leaves, "input": tensors}
         whole = [of[c.source][c.index] if type(c) is Place else c for c in self.constants]
         return pytree.tree_unflatten(whole, self.result)

@@ -33,6 +33,7 @@ class NumberEnv(ShapeEnv):
             specialize_zero_one=False,
         )
         self.lines: dict[int, str] = {}
+        self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
         before = len(self.guards)
@@ -41,10 +42,17 @@ class NumberEnv(ShapeEnv):
             self.lines[i] = user_line()
         return found
 
+    def forget(self) -> None:
+        """The graph has tensors in place of numbers: Inductor must not look for these in it."""
+        for symbol in self._made:
+            self.backed_var_to_val.pop(symbol, None)
+        self.pending_fresh_unbacked_symbols.clear()
+
     def symbolic(self, name: str, value: float) -> torch.SymFloat:
         """What stands for the float `value`."""
         source = ConstantSource(name)
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        self._made.append(symbol)
         made = self.create_symfloatnode(symbol, hint=value, source=source)
         return SymbolicFloat(made.node)
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Wire
-from partita.layout import Layout
+from partita.comm import TraceWire, Wire, agree, is_agreed, remember_agreed
+from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
 from .autograd import moved
@@ -68,9 +68,36 @@ def settle(params: Iterable[DTensor]) -> None:
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
         groups.setdefault(key, []).append(p)
+    _agree_on(params, groups)
     for (wire, partial, _, _), group in groups.items():
         for bucket in _buckets(group):
             _settle(bucket, wire, partial)
+
+
+def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
+    """Raise on all ranks unless they have gradients of the same parameters, where these are some
+    for the first time: of what else they have, buckets would be cut that do not go together."""
+    wires: dict[Wire, list[DTensor]] = {}
+    for key, group in groups.items():
+        wires.setdefault(key[0], []).extend(group)
+    for wire, group in wires.items():
+        key = ("gradients", *map(id, group))
+        if wire.mesh.size() == 1 or isinstance(wire, TraceWire) or is_agreed(wire, key):
+            continue
+        place = {id(p): i for i, p in enumerate(params)}
+        said = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
+        agree(
+            "gradients",
+            f"of {len(said)} of {len(params)} parameters: {', '.join(said)}",
+            wire,
+            fact="the ranks have them for other parameters",
+            reason="a parameter's gradient is a sum over ranks, each of which must have its share",
+            fixes=(
+                Fix("loss = loss + 0 * p.sum()", "on ranks that do not use a parameter p"),
+                Fix("the same branch on every rank", "where a condition reads this rank's data"),
+            ),
+        )
+        remember_agreed(wire, key)
 
 
 def _settle_into_shard(p: DTensor, grad: DTensor) -> None:

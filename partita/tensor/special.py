@@ -268,6 +268,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
             return now.wire.fill_padding(grad, wanted.layout, 0)
         return out
 
+    typed.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
     return typed
 
 

@@ -13,12 +13,15 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from partita.comm import agree
 from partita.layout import Fix
@@ -62,6 +65,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
         return None
+    _after_step(optimizer, args, kwargs)  # of a step that failed
     params = [p for group in optimizer.param_groups for p in group["params"]]
     refuse_given_up(params)
     spread = [p for p in params if isinstance(p, DTensor)]
@@ -74,6 +78,7 @@ def _before_step(
     plain = type(optimizer) in ELEMENTWISE and closure is None
     owners = {rest.owner: None for p in spread if (rest := state_of(p).rest) is not None}
     if owners and plain and HERE.capturing:
+        args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with in_parts(optimizer, spread) as parts:
             _step_as_plain(optimizer, parts, args, kwargs)
         return _idle(optimizer, args, kwargs)
@@ -84,6 +89,7 @@ def _before_step(
         return None
     if not alike and not _lie_alike(optimizer, spread):
         return None
+    args, kwargs = _run_own_hooks(optimizer, args, kwargs)
     with _narrowed([p for p in spread if update_spec(p) is not p._spec]):
         _step_as_plain(optimizer, spread, args, kwargs)
     for owner in owners:
@@ -129,6 +135,37 @@ def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
             if whole and value.ndim and value.shape == p.shape:
                 spec = update_spec(p)
                 optimizer.state[p][name] = tagged(piece_of(value, spec), spec)
+
+
+def _run_own_hooks(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run what the user has hung on this optimizer: torch does only after hooks of all optimizers,
+    of which we are one, and then the step is over.
+
+    Private torch: `_optimizer_step_pre_hooks`, which is emptied until the step has ended.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    if not hooks:
+        return args, kwargs
+    for hook in list(hooks.values()):
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    _done[optimizer] = dict(hooks)
+    hooks.clear()
+    return args, kwargs
+
+
+_done: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Any]] = WeakKeyDictionary()
+
+
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    own = _done.pop(optimizer, None)
+    if own:
+        optimizer._optimizer_step_pre_hooks.update(own)
 
 
 def _idle(
@@ -221,3 +258,4 @@ def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

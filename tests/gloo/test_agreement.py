@@ -12,6 +12,8 @@ from torch.distributed import _functional_collectives as functional
 
 import partita as pt
 from partita import LayoutError, Replicate, Shard
+from partita.comm import begin_graph, end_graph
+from partita.comm.deadlock import verdict_of_others
 from tests.gloo.launch import run_ranks
 
 HERE = "tests/gloo/test_agreement.py"
@@ -80,6 +82,27 @@ def test_a_rank_that_reads_after_the_others_have_ended_is_told_so():
     alone, ended = run_ranks(reads_alone, 2, "item", "ends")
     assert ended == "ended"
     assert "rank 0 waited for rank 1, and one has ended" in alone and HERE in alone
+
+
+def reads_beside_a_graph(rank):
+    """The collectives of compiled code wait where no Python of partita's does."""
+    x = pt.distribute_tensor(torch.arange(8.0), mesh_of(rank), [Shard(0)])
+    loss = x.sum()
+    assert loss.item() == 28
+    if rank == 0:
+        return heard(loss.item)
+    begin_graph("step", [0, 1])
+    with pytest.raises(RuntimeError), warnings.catch_warnings(record=True):
+        functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD))
+    end_graph()
+    return str(verdict_of_others())
+
+
+def test_a_value_that_is_read_beside_a_compiled_step_is_an_error_on_all():
+    for text in run_ranks(reads_beside_a_graph, 2):
+        assert "ranks wait for one another" in text
+        assert "rank 0     reads a value (item), at " + HERE in text
+        assert "rank 1     runs compiled step, at " + HERE in text
 
 
 def reads_together(rank):

@@ -253,3 +253,37 @@ def test_operators_of_torch_distributed_refuse_a_dtensor():
         return torch.ops._c10d_functional.all_reduce(x, "sum", "0")
 
     refused(body, "all_reduce cannot take a DTensor", "x.full_tensor()", dp=2)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_that_use_other_parameters_are_refused_and_the_fix_is_right(late):
+    def body(mesh, mended):
+        first, second = (
+            torch.nn.Parameter(pt.distribute_tensor(T[0] + i, mesh, [Replicate()])) for i in (0, 1)
+        )
+        x = pt.distribute_tensor(T, mesh, [Shard(0)])
+        for step in range(2):
+            loss = (x * first).sum()
+            if mesh.get_rank() == 0 or (late and step == 0):
+                loss = loss + (x * second).sum()
+            elif mended:
+                loss = loss + 0 * second.sum()
+            loss.backward()
+            pt.reduce_gradients([first, second])
+        return second.grad.full_tensor()
+
+    if not late:
+        refused(
+            lambda mesh: body(mesh, False),
+            "of 2 of 2 parameters: 0: [4], 1: [4]",
+            "of 1 of 2 parameters: 0: [4]",
+            dp=2,
+        )
+    else:
+        assert all(isinstance(r, LayoutError) for r in each_rank(lambda m: body(m, False), dp=2))
+    grads = each_rank(lambda mesh: body(mesh, True), dp=2)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], (T[:4].sum(0) + T[:4].sum(0) + (T[4:].sum(0) if late else 0)))

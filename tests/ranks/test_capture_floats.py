@@ -296,3 +296,38 @@ def test_a_value_that_python_must_know_is_refused_with_its_line(name):
     match = "reads a value.*test_capture_floats"
     with pt.ranks(dp=2) as world, pytest.raises(pt.CaptureError, match=match):
         world.run(run)
+
+
+def test_compiled_code_takes_the_numbers_too():
+    def steps(compiled):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = T.AdamW(model.parameters(), lr=0.01)
+
+        def step(x, scale):
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * scale
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        fast = pt.compile(step) if compiled else step
+        losses = []
+        for call in range(3):
+            losses.append(fast(x, 0.5 + call))
+            decaying(optimizer, call)
+        return losses, getattr(fast, "reasons", None)
+
+    (want, _), (found, reasons) = steps(False), steps(True)
+    assert reasons == ["the first call"] and found == pytest.approx(want, rel=1e-5)
+
+
+def test_ranks_that_bring_other_numbers_are_told_so():
+    def run(mesh):
+        number = 0.1 * (1 + mesh.get_local_rank("dp"))
+        graph_of(lambda x, a: x * a)(pt.distribute_tensor(x, mesh, [S(0)]), number)
+
+    match = "other numbers"
+    with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=match) as caught:
+        world.run(run)
+    assert "argument[1] = 0.1" in str(caught.value) and "argument[1] = 0.2" in str(caught.value)

@@ -9,6 +9,7 @@ header, all in hexadecimal digits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -19,14 +20,14 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from partita.comm import Piece, everyone, user_line
+from partita.comm import Everyone, Piece, everyone, user_line
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
 from .checksums import crc_of_file
 from .first_values import initialize_rest
 from .fitting import Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import Replacement
+from .folder import Replacement, reading
 from .full_state import give_memory, tensors_of_model, without_ties
 from .staging import bytes_of
 from .state import opened, opened_module
@@ -135,14 +136,25 @@ def load_safetensors(
         LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
             Or, when all else is loaded: what is on the meta device and nothing gave a value.
         OSError: there is no such file.
-        ValueError: it is no safetensors file; a tensor of `model` is pending.
+        ValueError: it is no safetensors file, or is damaged, where `save_safetensors` wrote it; a
+            tensor of `model` is pending. Nothing has changed.
     """
+    with contextlib.ExitStack() as held:
+        passed_over = _load(model, Path(os.path.abspath(path)), strict, held)
+    if isinstance(model, nn.Module):
+        initialize_rest(model, init_fn)
+    return passed_over
+
+
+def _load(
+    model: nn.Module | Mapping[str, Any], path: Path, strict: bool, held: contextlib.ExitStack
+) -> Loaded:
     ranks, line = everyone(), user_line()
     failed: Exception | None = None
     files = _Files()
     there: dict[str, str] = {}
     try:
-        there = files.open(Path(path))
+        there = files.open(path, held, ranks)
         objects = tensors_of_model(model) if isinstance(model, nn.Module) else _tensors(model)
         fits = misfits(objects, there, strict, gives_memory=isinstance(model, nn.Module))
         found: Misfits | Exception = without_ties(fits, objects, there)
@@ -158,8 +170,6 @@ def load_safetensors(
     except Exception as error:
         failed = error
     ranks.decide(failed, lambda brought: [None] * len(brought))
-    if isinstance(model, nn.Module):
-        initialize_rest(model, init_fn)
     return passed_over
 
 
@@ -169,17 +179,22 @@ class _Files:
     def __init__(self) -> None:
         self._of: dict[str, Any] = {}
 
-    def open(self, path: Path) -> dict[str, str]:
-        """What there is: by name, `described_tensor`.
+    def open(self, path: Path, held: contextlib.ExitStack, ranks: Everyone) -> dict[str, str]:
+        """What there is: by name, `described_tensor`. The ranks share the checking.
+
+        Args:
+            held: until it is closed, nobody may replace the files.
 
         Raises:
             OSError: there is nothing; the index names a file that is not there.
-            ValueError: it is no safetensors file, or no index.
+            ValueError: it is no safetensors file, or is damaged; or no index.
         """
         from safetensors import SafetensorError, safe_open
 
         there = {}
         for one, names in _listed_files(path):
+            if os.access(one.parent, os.W_OK):  # else there is no one who could replace it
+                held.enter_context(reading(one))
             try:
                 file = safe_open(os.fspath(one), framework="pt")
             except SafetensorError as error:
@@ -191,6 +206,7 @@ class _Files:
             for name in has if names is None else names:
                 self._of[name] = file
                 there[name] = _described(file.get_slice(name))
+            _check(one, ranks.rank, ranks.size)
         return there
 
     def read(self, name: str, piece: Piece) -> None:

@@ -22,13 +22,13 @@ from .errors import not_captured
 from .state import Slot, State
 from .symbolic import is_symbolic
 
-__all__ = ["Attributes", "check_result", "is_filled", "left_in"]
+__all__ = ["Attributes", "check_result"]
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
 
 
 class Attributes:
-    """What stands in a step's modules, beside their parameters."""
+    """What stands in a step's modules, beside their parameters, and in plain Python variables."""
 
     def __init__(self, state: State):
         self._homes = [
@@ -36,6 +36,7 @@ class Attributes:
             for name, module in state.modules.items()
             for prefix, part in module.named_modules()
         ]
+        self._variables = state.values
         self._before: list[dict[str, Any]] = []
 
     @contextmanager
@@ -48,6 +49,7 @@ class Attributes:
             for key, value in held.items()
             if isinstance(value, (list, dict)) and key not in _SLOTS
         ]
+        variables = [(slot, slot.value) for slot in self._variables]
         try:
             yield
         finally:
@@ -57,13 +59,12 @@ class Attributes:
                     if key in held:
                         home[key] = held[key]
             for container, copy in containers:
-                if is_filled(container):
+                if _is_filled(container):
                     container.clear()
                     (container.update if isinstance(container, dict) else container.extend)(copy)
-
-    def holds(self, home: Any) -> bool:
-        """Are these the attributes of one of the modules?"""
-        return any(home is known for _, known in self._homes)
+            for slot, value in variables:
+                if _is_filled(slot.value):
+                    slot.put(value)
 
     def left(self) -> list[Slot]:
         """Within, after the step: the attributes in which it leaves a tensor.
@@ -77,13 +78,16 @@ class Attributes:
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
                 elif not _is_list_of_parameters(home[key], held.get(key)):
-                    raise left_in(f"{name}.{key}")
+                    raise _is_left(f"{name}.{key}")
+        for slot in self._variables:
+            if _is_filled(slot.value) and not is_symbolic(slot.value):
+                raise _is_left(slot.name)
         return found
 
 
 def check_result(value: Any) -> None:
     """Raise CaptureError if a part of a step's result that is no tensor holds some."""
-    if is_filled(value):
+    if _is_filled(value):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
@@ -94,10 +98,10 @@ def check_result(value: Any) -> None:
 
 
 def _filled(home: dict[str, Any]) -> list[str]:
-    return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
+    return [key for key, value in home.items() if key not in _SLOTS and _is_filled(value)]
 
 
-def is_filled(value: Any) -> bool:
+def _is_filled(value: Any) -> bool:
     """Does it hold a tensor without memory?"""
     if isinstance(value, FakeTensor) or is_symbolic(value):
         return True
@@ -105,7 +109,7 @@ def is_filled(value: Any) -> bool:
         leaves = pytree.tree_leaves(value)
         return any(isinstance(v, FakeTensor) or is_symbolic(v) for v in leaves)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
+        return any(_is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
     return False
 
 
@@ -121,7 +125,7 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
     )
 
 
-def left_in(name: str) -> Exception:
+def _is_left(name: str) -> Exception:
     return not_captured(
         f"the step leaves a tensor in {name}",
         "what it leaves in a list, a dictionary or a variable would be there once, not each time",

@@ -1,0 +1,95 @@
+"""Writes of `.data` in a captured step: `x.data = y` gives x what y holds, and the graph writes it.
+
+A tensor's memory is not exchanged in a graph. What reads x from then on reads y; at the step's end
+what x holds is copied into the memory that it has. What else shows the old memory keeps the old
+values until then, as it does in eager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.overrides import TorchFunctionMode
+
+from partita.layout import Fix
+from partita.tensor.autograd import moved
+from partita.tensor.dtensor import tagged
+
+from .errors import not_captured
+from .inputs import Inputs
+
+__all__ = ["DataWrites"]
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class DataWrites(TorchFunctionMode):
+    """Follows the `.data` of tensors while a step is traced."""
+
+    def __init__(self, inputs: Inputs):
+        super().__init__()
+        self._inputs = inputs
+        self._written: dict[int, tuple[Any, torch.Tensor]] = {}
+        with Local():
+            self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _set_data:
+            return self._write(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _write(self, x: Any, value: Any) -> None:
+        with Local(), torch.no_grad():
+            before = x.detach()
+        with torch.no_grad():
+            value = _laid_out_like(x, value.detach())
+        if x in self._inputs.identities:
+            self._written.setdefault(id(x), (x, before))
+        x.data = value
+        mode = get_proxy_mode()
+        assert mode is not None
+        # Private torch: which node stands for a tensor. The calls that follow read the value's.
+        set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
+
+    def copy_back(self) -> None:
+        """Write what the step has left in the `.data` of its inputs into their memory."""
+        with Local(), torch.no_grad():
+            for x, memory in self._memory:
+                if id(x) not in self._written and x.untyped_storage()._cdata != memory:
+                    raise not_captured(
+                        "x.data = y within a backward pass",
+                        "what a hook gives x is not followed",
+                        Fix("x.data.copy_(y)", "keeps the memory of x"),
+                    )
+            held = {before.untyped_storage()._cdata for _, before in self._written.values()}
+            copies = []
+            for x, before in self._written.values():
+                value = x.detach()
+                if value.untyped_storage()._cdata in held:  # which is written before it is read
+                    value = value.clone()
+                copies.append((before, value))
+            for before, value in copies:
+                before.copy_(value)
+
+
+def _laid_out_like(x: Any, value: Any) -> Any:
+    """The value as x is laid out, which x stays.
+
+    Raises:
+        CaptureError: it is another kind of tensor than x.
+    """
+    one, other = (getattr(t, "_spec", None) for t in (x, value))
+    if one is not None and other is not None and one.shape == other.shape:
+        value = moved(value, other, one, "data", "implicit")
+    with Local():
+        alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
+    if (one is None) != (other is None) or not alike:
+        raise not_captured(
+            "x.data = y with a y of another shape or dtype",
+            "the memory of x, which stays, cannot hold it",
+            Fix("x.data.copy_(y)", "keeps what x is"),
+        )
+    return value if one is None else tagged(value, one)

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
 from partita.cli import main
+from partita.compile.lower import _use_private_cache
 from partita.compile.store import Artifact, Store, default_store, read_limit
 
 KEY, OTHER = "a" * 64, "b" * 64
@@ -179,6 +181,19 @@ def test_nothing_is_put_where_others_can_write(store):
     with pytest.warns(RuntimeWarning, match="is not written to: others may write to it"):
         assert not store.put(KEY, WHAT)
     assert not list(store.folder.iterdir())
+
+
+def test_a_folder_of_inductors_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+    _use_private_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(shared)
+    shared.chmod(0o777)
+    with pytest.warns(UserWarning, match="shared are not used: others may write to it"):
+        _use_private_cache()
+    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert own != shared and own.stat().st_mode & 0o777 == 0o700
 
 
 def test_what_cannot_be_written_is_a_warning_and_no_error(tmp_path):

@@ -222,7 +222,7 @@ def test_any_byte_of_a_safetensors_file_that_is_flipped_or_cut_off_is_an_error(t
         return into
 
     assert all(torch.equal(x, state[name]) for name, x in load().items())
-    for at in range(len(content)):
+    for at in [*range(0, len(content), 3), len(content) - 1]:
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         with pytest.raises(ValueError, match=r"m\.safetensors (is|does)"):
             load()

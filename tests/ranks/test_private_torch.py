@@ -188,6 +188,15 @@ def test_the_nodes_of_autograd_are_numbered_in_the_order_in_which_they_are_made(
     assert before.grad_fn._sequence_nr() < since <= after.grad_fn._sequence_nr()
 
 
+def test_inductor_keeps_its_files_where_it_is_told_or_in_a_folder_it_can_name(
+    monkeypatch,
+):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    assert cache_dir() == default_cache_dir()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_where_a_checkpoint_has_a_chunk_is_a_file_an_offset_and_a_length(tmp_path):
     import torch.distributed.checkpoint as dcp

@@ -51,7 +51,15 @@ def test_not_a_number_arrives():
         (Mine(1, 2), KeyError, "'Mine: 3'"),
         (b"\xff".decode, ValueError, None),
     ],
-    ids=str,
+    ids=[
+        "ValueError",
+        "full disk",
+        "no file",
+        "layout",
+        "capture",
+        "of a class of one's own",
+        "decode",
+    ],
 )
 def test_an_error_arrives_as_the_nearest_class_that_all_ranks_know(error, kind, text):
     if callable(error):

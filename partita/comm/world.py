@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..layout import LayoutError, Mesh
 from .checks import listening
@@ -207,7 +208,10 @@ class World:
             try:
                 with torch.no_grad():
                     for group in dict.fromkeys(c.group for c in calls):
-                        action([by_rank[m] for m in group])
+                        # What moves for all is nobody's own op: a mode of the rank that comes
+                        # last (a checkpoint's, that counts ops) must not hear of it.
+                        with _disable_current_modes():
+                            action([by_rank[m] for m in group])
             except Exception as error:
                 what = f"{first.ask.describe()} failed: {brief(error)}"
                 verdict = Verdict(what, (), error)

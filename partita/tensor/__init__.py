@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     copies,
     custom_function,
     dynamo,
+    flex,
     lists,
     memory_view,
     methods,

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 
+from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
+from .special import SPECIAL
 
 __all__: list[str] = []
 
@@ -31,7 +34,7 @@ _SAID = (
 
 _TRACED = frozenset(
     f"{name}.py"
-    for name in "bypass checkpoint_inputs custom_function module_hooks optimizer".split()
+    for name in "bypass checkpoint_inputs custom_function flex module_hooks optimizer".split()
 )
 """Files whose functions stand in torch's own places, where plain programs are compiled, too."""
 
@@ -97,4 +100,21 @@ def _ignore(x: DTensor, kind: str) -> None:
 
 DTensor._dynamo_static_input_type = property(_refuse, _ignore)  # type: ignore[attr-defined]
 
+
+def _answer_dynamo(function: Any) -> None:
+    """Let Dynamo ask of a piece what users must not: it looks at what a plain tensor is a view of,
+    and `x.to_local()` is a view of a DTensor."""
+    refused = SPECIAL[function]
+
+    def answer(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if torch._guards.TracingContext.try_get() is None:
+            return refused(x, *args, **kwargs)
+        with Local():
+            return function(x, *args, **kwargs)
+
+    SPECIAL[function] = answer
+
+
+_answer_dynamo(torch.Tensor.untyped_storage)
+_answer_dynamo(torch.Tensor.storage_offset)
 _hide_files()

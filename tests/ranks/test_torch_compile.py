@@ -52,6 +52,13 @@ class Double(torch.autograd.Function):
     def backward(ctx, g):
         return g * 2
 
+class Sub(torch.Tensor):
+    pass
+
+def flex(q):
+    from torch.nn.attention.flex_attention import flex_attention
+    return flex_attention(q, q, q)
+
 def graph(f, *args):
     torch._dynamo.reset()
     return torch.compile(f, backend="eager", fullgraph=True)(*args)
@@ -98,16 +105,17 @@ def one_step(x):
 
 programs = {
     "AdamW": lambda: train(lambda p: torch.optim.AdamW(p, lr=0.1)),
-    "SGD": lambda: train(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "eager": lambda: train(lambda p: torch.optim.AdamW(p, lr=0.1), compiled=False),
     "breaks": lambda: breaks(one_step),
     "vmap": lambda: graph(lambda x: torch.vmap(torch.sin)(x), x),
     "grad": lambda: graph(lambda x: torch.func.grad(lambda y: y.sin().sum())(x), x),
-    "jvp": lambda: graph(lambda x: torch.func.jvp(torch.sin, (x,), (x,)), x),
-    "jacrev": lambda: graph(lambda x: torch.func.jacrev(torch.sin)(x[0]), x),
     "hessian": lambda: torch.func.hessian(lambda y: y.sin().sum())(x[0]),
     "tensor": lambda: graph(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), x),
     "as_tensor": lambda: graph(lambda x: x + torch.as_tensor(2.0) + torch.asarray(1.0), x),
+    "Tensor": lambda: graph(lambda x: x + torch.Tensor([1.0, 2.0, 3.0, 4.0]), x),
+    "Parameter": lambda: graph(lambda x: x + nn.Parameter(torch.ones(4)), x),
+    "subclass": lambda: type(graph(lambda x: x * 2, x.as_subclass(Sub))).__name__,
+    "flex": lambda: graph(flex, x.view(1, 1, 2, 4)),
     "function": lambda: backward(lambda x: graph(Double.apply, x)),
     "function": lambda: backward(lambda x: graph(Double.apply, x)),
     "called function": lambda: backward(lambda x: graph(lambda x: Double.apply(x).sum(), x)),
@@ -260,6 +268,21 @@ def test_a_whole_graph_of_what_takes_a_dtensor_is_refused_in_our_words():
 
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [pytest.approx(2 * X.sum().item())] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo hides, if it can
+def test_what_is_local_is_compiled_as_any_plain_tensor():
+    def body(mesh):
+        x = pt.distribute_tensor(X, mesh, [Shard(0)]).requires_grad_()
+        f = torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)
+        pieces = [x.detach().to_local(), x.to_local(), (x * 2).to_local()]
+        spread = pt.local_map(f, out_placements=[Shard(0)])(x)
+        return [torch.equal(f(t), t * 2) for t in pieces], spread.full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        for right, out in world.run(body):
+            assert all(right)
+            assert torch.equal(out, 2 * X)
 
 
 def test_a_copy_of_a_dtensor_does_not_trip_over_what_dynamo_asks():

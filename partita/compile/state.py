@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ __all__ = ["Slot", "State", "names_of_call", "state_of", "tensors_of_call"]
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _NOT_USERS = ("torch", "partita", "builtins")
+_SEARCHED = 10_000  # entries of a container that an object holds
 
 
 class _Cell:
@@ -128,7 +130,8 @@ class State:
 
 def state_of(step: Callable[..., Any], given: Iterable[Any], args: Any, kwargs: Any) -> State:
     """All that `step` can reach, in an order that is the same on every rank."""
-    search = _Search(step)
+    given = list(given)
+    search = _Search(step, given)
     search.function(step)
     for i, value in enumerate(given):
         search.given(f"state[{i}]", value)
@@ -166,8 +169,9 @@ def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[s
 
 
 class _Search:
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(self, step: Callable[..., Any], named: Sequence[Any]) -> None:
         self.state = State()
+        self._named = {id(value) for value in named}  # of which every value counts
         self._step = step
         self._seen: set[int] = set()
         self._kept: list[Any] = []
@@ -264,6 +268,23 @@ class _Search:
                 self.state.values.append(slot)
         elif callable(value) and not isinstance(value, type):
             self.function(value)
+        else:
+            self._holder(name, value)
+
+    def _holder(self, name: str, value: Any) -> None:
+        """An object of the user's, for what it holds of tensors, modules and floats."""
+        package = type(value).__module__.split(".")[0]
+        if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+            return
+        if package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}:
+            return
+        if id(value) in self._named or not self._first_time(value):
+            return
+        for key, v in list(vars(value).items()):
+            at = Slot(f"{name}.{key}", "value", vars(value), key)
+            many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
+            if isinstance(v, float) or not (many or isinstance(v, _SIMPLE)):
+                self.value(at.name, v, at)
 
     def _module(self, name: str, module: nn.Module) -> None:
         for prefix, part in module.named_modules():

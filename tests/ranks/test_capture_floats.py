@@ -331,3 +331,43 @@ def test_ranks_that_bring_other_numbers_are_told_so():
     with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=match) as caught:
         world.run(run)
     assert "argument[1] = 0.1" in str(caught.value) and "argument[1] = 0.2" in str(caught.value)
+
+
+class MovingAverage:
+    """As people write it: a plain object that holds tensors and a decay."""
+
+    def __init__(self, model, decay):
+        self.shadow = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, model):
+        for n, p in model.named_parameters():
+            self.shadow[n].mul_(self.decay).add_(p, alpha=1 - self.decay)
+
+
+def test_the_tensors_and_floats_of_a_plain_object_are_inputs():
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3) if mesh is None else pt.parallelize(nn.Linear(6, 3), mesh)
+        average = MovingAverage(model, 0.5)
+        optimizer = T.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            average.update(model)
+
+        fast = step if mesh is None else graph_of(step)
+        for call in range(5):
+            fast(x if mesh is None else pt.distribute_tensor(x, mesh, [S(0)]))
+            average.decay = 0.5 + 0.05 * call
+        return [whole(t) for t in average.shadow.values()], getattr(fast, "reasons", [])
+
+    want, _ = run(None)
+    with pt.ranks(dp=2) as world:
+        for found, reasons in world.run(run):
+            assert reasons == ["the first call"]
+            for p, q in zip(found, want, strict=True):
+                torch.testing.assert_close(p, q)

@@ -22,6 +22,7 @@ __all__ = ["SpreadTensors", "teach_state_dicts"]
 
 _WALK = "torch.distributed._state_dict_utils"
 _DOOR = "torch.distributed.checkpoint.state_dict"
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
 class SpreadTensors(Protocol):
@@ -39,6 +40,9 @@ class SpreadTensors(Protocol):
     def empty_like(self, x: Any) -> torch.Tensor:
         """Memory on the CPU for a copy of `x`."""
 
+    def copy_on_cpu(self, x: Any) -> torch.Tensor:
+        """A copy of this rank's piece of it, laid out alike."""
+
     def give_memory(self, model: torch.nn.Module) -> None:
         """Memory for what of `model` is spread and on the meta device."""
 
@@ -47,6 +51,7 @@ def teach_state_dicts(tensors: SpreadTensors) -> None:
     """Let torch's functions of state dicts ask `tensors`, now or when they are imported."""
     _after_import(_WALK, lambda module: _teach_walk(module, tensors))
     _after_import(_DOOR, lambda module: _teach_door(module, tensors))
+    _after_import(_STAGER, lambda module: _teach_stager(module.StateDictStager, tensors))
 
 
 def _teach_walk(module: Any, tensors: SpreadTensors) -> None:
@@ -101,6 +106,20 @@ def _teach_door(module: Any, tensors: SpreadTensors) -> None:
 
     module._distribute_state_dict = _distribute_state_dict
     module._load_model_state_dict = _load_model_state_dict
+
+
+def _teach_stager(stager: Any, tensors: SpreadTensors) -> None:
+    """What `torch.distributed.checkpoint.async_save` copies storages with."""
+    offload = stager._offload_tensor
+
+    @functools.wraps(offload)
+    def _offload_tensor(self: Any, x: Any, memo: Any, *args: Any, **options: Any) -> Any:
+        if tensors.is_spread(x):
+            memo[id(x)] = tensors.copy_on_cpu(x)
+            return memo[id(x)]
+        return offload(self, x, memo, *args, **options)
+
+    stager._offload_tensor = _offload_tensor
 
 
 # -- when torch's module is imported ---------------------------------------------------------------

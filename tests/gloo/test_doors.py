@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as theirs
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -381,3 +382,18 @@ def test_pretrained_files_load_into_a_meta_model_piece_by_piece(tmp_path):
     for states in run_ranks(pretrained, 2, str(tmp_path), index):
         for state in states:
             assert_same(state, dict(one.state_dict()))
+
+
+def saved_aside(rank, folder):
+    mesh = ranks_of(rank)
+    x = pt.distribute_tensor(T, mesh, [pt.Shard(0)])
+    saving = dcp.async_save({"x": x}, checkpoint_id=folder)
+    saving.result()
+    state = {"x": pt.zeros(8, 6, device_mesh=mesh, placements=[pt.Shard(1)])}
+    dcp.load(state, checkpoint_id=folder)
+    return state["x"].full_tensor()
+
+
+def test_torchs_own_async_save_takes_our_tensors(tmp_path):
+    for value in run_ranks(saved_aside, 2, str(tmp_path / "c")):
+        assert torch.equal(value, T)

@@ -245,6 +245,7 @@ def test_a_checkpoint_compares_what_was_saved_by_a_function_of_its_own():
 def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
     """`partita.comm.torch_state_dicts` takes their places."""
     from torch.distributed import _state_dict_utils as walk
+    from torch.distributed.checkpoint import _state_dict_stager
     from torch.distributed.checkpoint import state_dict as door
 
     for module, name in (
@@ -252,6 +253,7 @@ def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
         (walk, "_broadcast_tensors"),
         (door, "_distribute_state_dict"),
         (door, "_load_model_state_dict"),
+        (_state_dict_stager.StateDictStager, "_offload_tensor"),
     ):
         assert getattr(module, name).__wrapped__.__name__ == name
     seen = []

@@ -393,6 +393,12 @@ class _SpreadTensors:
         with Local(), torch.no_grad():
             return tagged(torch.empty_like(x.detach(), device="cpu"), x._spec)
 
+    def copy_on_cpu(self, x: DTensor) -> torch.Tensor:
+        copied = self.empty_like(x)
+        with Local(), torch.no_grad():
+            copied.copy_(x.detach())
+        return copied
+
     def give_memory(self, model: nn.Module) -> None:
         if any(isinstance(x, DTensor) and x.is_meta for x in tensors_of_model(model).values()):
             give_memory(model)

@@ -287,3 +287,18 @@ def test_ranks_that_use_other_parameters_are_refused_and_the_fix_is_right(late):
     grads = each_rank(lambda mesh: body(mesh, True), dp=2)
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], (T[:4].sum(0) + T[:4].sum(0) + (T[4:].sum(0) if late else 0)))
+
+
+@pytest.mark.parametrize("when", ["first", "later, under check_ranks"])
+def test_numbers_that_a_compiled_step_takes_are_compared(when):
+    def body(mesh, factor):
+        x = pt.distribute_tensor(T, mesh, [Shard(0)])
+        step = pt.compile(lambda x, by: (x * by).sum(), backend="graph")
+        if when == "first":
+            return step(x, factor(mesh.get_rank())).item()
+        assert step(x, 3.0).item() == 3 * T.sum()
+        with pt.check_ranks():
+            return step(x, factor(mesh.get_rank())).item()
+
+    refused(lambda mesh: body(mesh, lambda r: 1.5 + r), "other numbers to a step", "= 1.5", "= 2.5", dp=2)
+    assert each_rank(lambda mesh: body(mesh, lambda r: 1.5), dp=2) == [1.5 * T.sum()] * 2

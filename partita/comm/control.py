@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
-from .deadlock import SLICE, Need, patience, wait_longer
+from .deadlock import BEGUN, SLICE, Need, patience, wait_longer
 from .source import user_line
 
 __all__ = ["ControlGroup"]
@@ -35,17 +35,18 @@ class ControlGroup:
     Made by all ranks together: by `init_device_mesh`, or where they first come to an exchange.
     """
 
-    def __init__(self, ranks: Sequence[int]):
-        self._ranks = list(ranks)
-        self._group = dist.new_group(
-            sorted(self._ranks),
-            backend="gloo",
-            timeout=patience(),
-            use_local_synchronization=True,
-            group_desc="partita control",
-        )
-        order = dist.get_process_group_ranks(self._group)
-        self._rows = [order.index(r) for r in self._ranks]  # in mesh order
+    def __init__(self, name: str, ranks: Sequence[int]):
+        """Args:
+        name: the same on all ranks of the mesh, and no other mesh's.
+        ranks: of the mesh, in its order, as the job numbers them.
+        """
+        self._name, self._ranks = f"partita/control/{name}", list(ranks)
+        # Not by `new_group`: a group of some ranks gets a name from how many groups its rank is in
+        # already, which need not be the same number on all of them.
+        store = dist.PrefixStore(self._name, dist.group.WORLD.get_group_store())  # type: ignore
+        me = self._ranks.index(dist.get_rank())
+        self._group = dist.ProcessGroupGloo(store, me, len(self._ranks), patience())
+        BEGUN[self._name] = 0
 
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
@@ -79,12 +80,14 @@ class ControlGroup:
         x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         out = x.new_empty((len(self._ranks), len(mine)))
         work = self._group._allgather_base(out.view(-1), x)
+        BEGUN[self._name] += 1
         try:
             work.wait(_SLICE)
         except RuntimeError as error:
-            need = Need(_located(why), self._ranks, self._group, meets=True)
+            count = self._name, BEGUN[self._name]
+            need = Need(_located(why), self._ranks, meets=True, count=count)
             wait_longer(work, need, error, deadline)
-        return [out[i].numpy().tobytes() for i in self._rows]
+        return [out[i].numpy().tobytes() for i in range(len(self._ranks))]
 
     def _parted(self, why: str, deadline: float | None) -> LayoutError:
         """What to raise where ranks come for different reasons; all of them come here."""

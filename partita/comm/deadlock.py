@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .wire import Ask
 
 __all__ = [
+    "BEGUN",
     "Need",
     "Pending",
     "begin_graph",
@@ -246,6 +247,8 @@ def _waits_in_graph(post: dict[str, Any], posts: dict[int, dict[str, Any] | None
 # -- what ranks tell one another -------------------------------------------------------------------
 
 _number = 0
+BEGUN: dict[str, int] = {}
+"""By its name, how many collectives of a group that torch does not list this rank has begun."""
 _leaving = False
 
 
@@ -278,7 +281,8 @@ def _post(need: Need) -> dict[str, Any]:
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
         # Private torch: how many collectives of its groups a rank has begun, by the group's name.
-        "begun": dict([need.count])
+        "begun": BEGUN
+        | dict([need.count])
         | {g.group_name: n for g in _groups() if (n := _begun(g)) is not None},
     }
 

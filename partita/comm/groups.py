@@ -200,7 +200,8 @@ class GroupWire(Wire):
     def make_control(self) -> None:
         """Make the control group, where every rank of the mesh is known to be here."""
         if self._control is None and self._others_exist():
-            self._control = ControlGroup([self._rank_at[at] for at in self.mesh.coordinates()])
+            ranks = [self._rank_at[at] for at in self.mesh.coordinates()]
+            self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def _others_exist(self) -> bool:
         return self.mesh.size() > 1 and dist.get_backend() != "fake"

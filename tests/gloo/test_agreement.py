@@ -228,3 +228,15 @@ def test_collectives_of_torch_refuse_a_dtensor_and_take_its_piece():
             assert "cannot take a DTensor" in text and "to_local()" in text, (name, text)
             assert HERE in text
         assert piece.tolist() == [4, 6, 8, 10] and torch.equal(whole, torch.arange(8.0))
+
+
+def in_other_groups(rank):
+    for ranks in ([0, 1], [2, 3], [1, 2, 3]):
+        dist.new_group(ranks)
+    mesh = pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = pt.distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Replicate()])
+    return x.sum().item(), pt.distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]).sum().item()
+
+
+def test_ranks_that_are_in_other_numbers_of_groups_agree():
+    assert run_ranks(in_other_groups, 4) == [(28.0, 4.0)] * 4

@@ -300,5 +300,11 @@ def test_numbers_that_a_compiled_step_takes_are_compared(when):
         with pt.check_ranks():
             return step(x, factor(mesh.get_rank())).item()
 
-    refused(lambda mesh: body(mesh, lambda r: 1.5 + r), "other numbers to a step", "= 1.5", "= 2.5", dp=2)
+    refused(
+        lambda mesh: body(mesh, lambda r: 1.5 + r),
+        "other numbers to a step",
+        "= 1.5",
+        "= 2.5",
+        dp=2,
+    )
     assert each_rank(lambda mesh: body(mesh, lambda r: 1.5), dp=2) == [1.5 * T.sum()] * 2

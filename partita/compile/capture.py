@@ -7,7 +7,8 @@ node; a redistribution becomes collectives of local tensors. Nothing is carried 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,22 +25,26 @@ from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
-from .attributes import Attributes, check_result
+from .capture_context import call_by_call, compiling, swapped, unseen
+from .captured_attributes import Attributes, check_result, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import not_captured
 from .finished import Trace
 from .functional import functional
+from .guards import Record, Write
+from .guards.codes import line_of_write
+from .guards.expected import MISSING, brief
+from .guards.instrument import exclusive
 from .hooks import hang_hooks
 from .inputs import Inputs
-from .meanwhile import call_by_call, compiling, swapped, unseen
 from .notes import Recorder
 from .numbers import NUMBER, Numbers
 from .optimizers import Stepping
 from .program import Input, Output, Place, Program
 from .refusals import told_of, users_line
-from .state import Slot, State
+from .state import Cell, Slot, State
 from .symbolic import is_symbolic
 
 __all__ = ["capture"]
@@ -61,7 +66,7 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
     while True:
         run = _Capture(step, args, kwargs, state, unmarked, plain)
         try:
-            program = run.program()
+            program = _run(run)
         except LayoutError:
             raise
         except Exception as error:
@@ -70,12 +75,64 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
                 raise
             plain = str(error).strip().split("\n")[0]
             continue
-        finally:
-            for wire in run.wires.values():
-                wire.forget()
         if program is not None:
+            if run.writes:
+                other = _Capture(step, args, kwargs, state, unmarked, plain)
+                _run(other)
+                _check_repeats(run, other)
+            _settle(run, program)
             return program
+        run.undo()
         unmarked |= run.read_marks
+
+
+def _run(run: _Capture) -> Program | None:
+    try:
+        return run.program()
+    finally:
+        run.record.put_back()
+        for wire in run.wires.values():
+            wire.forget()
+
+
+def _check_repeats(run: _Capture, other: _Capture) -> None:
+    """Raise CaptureError if `other`, the same step once more, writes again what `run` wrote.
+
+    What it does not write again is a cache, or a value that the step always sets.
+    """
+    other.undo()
+    repeated = {w.identity for w in other.writes}
+    growing = {id(w.home) for w in other.writes if w.before is MISSING}
+    for write in run.writes:
+        grows = write.before is MISSING and id(write.home) in growing
+        if grows or write.identity in repeated:
+            run.undo()
+            raise run.lost(write)
+
+
+def _settle(run: _Capture, program: Program) -> None:
+    """Note as guards of a program what its step has read, as it was before the step."""
+    run.undo()
+    numbers = set()
+    for given in run.numbers.given:
+        if given.path:
+            home = given.home.cell if isinstance(given.home, Cell) else given.home
+            numbers.add((id(home), given.path[0]))
+
+    def number(home: Any, key: Any) -> bool:
+        return (id(home), key) in numbers
+
+    slots = frozenset(_places_of(run.slots))
+    program.guards = run.record.guards(number, slots, run.state.guarded())
+    for write in run.writes:
+        write.redo()
+    program.writes = run.writes
+
+
+def _places_of(slots: Sequence[Slot]) -> list[tuple[int, Any]]:
+    """As `Place.identity` has them."""
+    homes = [(s.home.cell if isinstance(s.home, Cell) else s.home, s.key) for s in slots]
+    return [(id(home), key) for home, key in homes]
 
 
 class _Capture:
@@ -90,7 +147,11 @@ class _Capture:
         unmarked: set[int],
         plain: str,
     ):
-        self.step, self.args, self.kwargs = step, args, kwargs
+        self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
+        self.record = Record(_names_of(state))
+        self.writes: list[Write] = []
+        self._left: list[Write] = []
+        self.plain = plain
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
@@ -166,19 +227,25 @@ class _Capture:
             stack.enter_context(call_by_call(self.modules))
             stack.enter_context(unseen())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(exclusive(self._holders()))
             stack.enter_context(self.attributes.restored())
             self._first = stack.enter_context(swapped(self.slots, stand_in))
             stack.enter_context(self.stepping.traced(stand_in, self._number, recorder))
             self._held = stack.enter_context(self._numbers_swapped())
             args, kwargs = self._arguments()
+            stack.enter_context(self._undone_on_error())
+            for optimizer in self.state.optimizers.values():
+                self.record.watch(optimizer.param_groups, "param_groups")
+            self.record.watch((args, kwargs), "argument")
             writes = DataWrites(self.inputs)
             try:
-                with writes:
+                with writes, self.record.recording(self.step, self._plain_arguments()):
                     result = self.step(*args, **kwargs)
             except Exception as error:
                 self._line = users_line(error)
                 raise
             writes.copy_back()
+            self._read_writes()
             with torch.no_grad():
                 out = self._read_out(result)
             if self.differentiable:
@@ -221,6 +288,71 @@ class _Capture:
         finally:
             for slot, value in found:
                 slot.put(value)
+
+    def _plain_arguments(self) -> list[tuple[str, Any]]:
+        """What stands in the arguments and is no tensor."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        found = [(f"argument[{i}]", leaf) for i, leaf in enumerate(leaves)]
+        return [(name, leaf) for name, leaf in found if not isinstance(leaf, torch.Tensor)]
+
+    def _holders(self) -> list[Any]:
+        """The objects whose tensors are exchanged while the step runs."""
+        return [part for module in self.modules for part in module.modules()]
+
+    # -- what the step writes ----------------------------------------------------------------------
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Within, an error leaves what the step changes as it was; what it leaves there anyway."""
+        try:
+            yield
+        except BaseException:
+            for write in [*self.record.snapshots.writes()]:
+                write.undo()
+            raise
+        for write in self._left:
+            write.undo()
+
+    def undo(self) -> None:
+        """Make the step's writes undone."""
+        for write in reversed(self.writes):
+            write.undo()
+
+    def _read_writes(self) -> None:
+        """Find what the step has written that is no tensor of a slot.
+
+        Raises:
+            CaptureError: it writes what a graph cannot.
+        """
+        seen = [*self.slots, *self.attributes.left(), *(slot for slot, _ in self._held)]
+        slots = set(_places_of(seen))
+        for write in self.record.snapshots.writes():
+            if write.identity in slots:
+                continue
+            if is_filled(write.after):
+                if not self.attributes.holds(write.home):
+                    self._left.append(write)
+                    if not (isinstance(write.after, torch.Tensor) and write.attribute):
+                        raise left_in(write.name)
+            elif not write.again or self._is_argument(write):
+                raise self.lost(write)
+            else:
+                self.writes.append(write)
+
+    def _is_argument(self, write: Write) -> bool:
+        return write.name.startswith(("argument", "param_groups"))
+
+    def lost(self, write: Write) -> Exception:
+        """The error to raise where a graph would not write again what the step writes."""
+        was, now = brief(write.before), brief(write.after)
+        changed = f" ({was} became {now})" if was != now else ""
+        codes = [*self.record.codes.values()]
+        return not_captured(
+            f"the step changes {write.name}{changed}",
+            "a graph is of tensors: this would change once, at capture, and not in each call",
+            Fix("do it outside the step", "before or after the call"),
+            place=line_of_write(codes, write.key) or _line_of(self.step),
+        )
 
     def _make_wires(self) -> None:
         for given in self.inputs.all:
@@ -302,6 +434,9 @@ class _Capture:
                 give_number("slot", slot.value, slot=slot)
         for slot in self.attributes.left():
             (give_number if is_symbolic(slot.value) else out)("slot", slot.value, slot=slot)
+        for write in self._left:
+            slot = Slot(write.name, "value", write.home, write.key)
+            (give_number if is_symbolic(write.after) else out)("slot", write.after, slot=slot)
         for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
             if given.kind in ("mark", "gradient") or not fake.requires_grad:
                 continue
@@ -358,6 +493,22 @@ class _Capture:
             return None
         wire = spec.wire
         return spec_of(spec.layout, wire.real if isinstance(wire, TraceWire) else wire)
+
+
+def _names_of(state: State) -> dict[int, str]:
+    """What modules and optimizers are called."""
+    names = {id(o): name for name, o in state.optimizers.items()}
+    for name, module in state.modules.items():
+        for prefix, part in module.named_modules():
+            names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
+    return names
+
+
+def _line_of(step: Any) -> str:
+    """Where a step begins."""
+    f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
+    code = getattr(f, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _graded(t: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["hang_hooks"]
+__all__ = ["hang_hooks", "users_hooks"]
 
 
 def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
@@ -16,13 +16,13 @@ def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
     """
     if not tensor.is_leaf:  # they hang on what made it, which runs outside the graph
         return []
-    found = [fake.register_hook(hook) for hook in _users(tensor._backward_hooks)]
-    for hook in _users(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+    found = [fake.register_hook(hook) for hook in users_hooks(tensor._backward_hooks)]
+    for hook in users_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
         found.append(fake.register_post_accumulate_grad_hook(hook))
     return found
 
 
-def _users(hooks: Any) -> list[Any]:
+def users_hooks(hooks: Any) -> list[Any]:
     """Those that a user has registered. Partita's own do in eager what the graph does by itself."""
     found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
     return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]

@@ -107,6 +107,11 @@ class Inputs:
                 self._stood_for[id(self._standing[id(given.tensor)])] = given.tensor
         return self._stood_for.get(id(fake))
 
+    def rates(self) -> list[tuple[str, torch.Tensor]]:
+        """Of the learning rates that are inputs, names and what stands for them."""
+        pairs = zip(self.all, self.fakes, strict=True)
+        return [(given.name, fake) for given, fake in pairs if given.kind == "rate"]
+
     def places(self, wire: Wire) -> dict[str, torch.Tensor]:
         """What stands for the rank's coordinate on each axis of more than one rank."""
         return {axis: fake for (w, axis), fake in self._places.items() if w is wire}

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .build import Built
     from .graph import Graph
+    from .guards import History
     from .memory import Memory
     from .passes import Passes
     from .program import Program
-    from .reasons import History
 
 __all__ = ["Last"]
 

@@ -42,6 +42,11 @@ class Numbers:
         self._symbols: dict[str, Input] = {}
         self._values: list[tuple[Input, float]] = []
 
+    @property
+    def given(self) -> list[Input]:
+        """All that were met, also those that stay Python numbers."""
+        return [given for given, _ in self._values]
+
     def stand_in(self, given: Input, value: float) -> Any:
         """What stands for a float while the step is traced: an input of the graph.
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .build import Built
     from .compared import Compared
     from .explained import AsCaptured
+    from .guards import Guards, Write
     from .sharing import Sharing
 
 __all__ = ["Input", "Output", "Place", "Program", "written_inputs"]
@@ -169,6 +170,8 @@ class Program:
         metadata: what is kept of it beside what is compiled; JSON.
         budget: the most bytes that the step may take above its inputs, where it is given one.
         without: the names of the passes that are left out.
+        guards: what must be as it was at capture.
+        writes: what the step changes of Python, the same in each call.
     """
 
     graph: fx.GraphModule
@@ -187,6 +190,8 @@ class Program:
     metadata: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
     without: tuple[str, ...] = ()
+    guards: Guards | None = None
+    writes: list[Write] = field(default_factory=list)
     carried: list[Record] | None = field(init=False, default=None)
     captured: AsCaptured | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
@@ -299,6 +304,8 @@ class Program:
             else:
                 assert output.slot is not None
                 output.slot.put(value)
+        for write in self.writes:
+            write.redo()
         of = {"result": leaves, "input": tensors}
         whole = [of[c.source][c.index] if type(c) is Place else c for c in self.constants]
         return pytree.tree_unflatten(whole, self.result)

@@ -23,6 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from .guards.places import Place
+from .hooks import users_hooks
+
 __all__ = ["Slot", "State", "names_of_call", "state_of", "tensors_of_call"]
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -31,7 +34,7 @@ _NOT_USERS = ("torch", "partita", "builtins")
 _SEARCHED = 10_000  # entries of a container that an object holds
 
 
-class _Cell:
+class Cell:
     """A closure's cell, read and written as a dictionary of one entry."""
 
     def __init__(self, cell: types.CellType):
@@ -80,6 +83,7 @@ class State:
         found: of modules and optimizers: where they were, and what was there.
         parts: of each module, with all within it, what was in it.
         given: the modules and optimizers among the arguments of the call.
+        lists: lists and dictionaries in which tensors were looked for, and how long each was.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -89,6 +93,7 @@ class State:
     found: list[tuple[Slot, Any]] = field(default_factory=list)
     parts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
+    lists: list[tuple[Any, int]] = field(default_factory=list)
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those that it was made for?"""
@@ -98,6 +103,8 @@ class State:
     def moved(self) -> bool:
         """Is another module or optimizer where one was found, or in a module what was not there?"""
         if any(slot.value is not value for slot, value in self.found):
+            return True
+        if any(len(held) != count for held, count in self.lists):
             return True
         return any(_inside(module) != inside for module, inside in self.parts)
 
@@ -114,18 +121,36 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """What is no tensor and is part of the program: values, modes, hyperparameters."""
-        for slot in self.values:
-            yield slot.name, slot.value
+        """What is no tensor and is part of the program, beside what guards hold."""
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])
         for name, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if key != "params" and not isinstance(value, torch.Tensor):
-                        yield f"{name}.{key}[{i}]", value
                 yield f"{name}.params[{i}]", len(group["params"])
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
+
+    def guarded(self) -> Iterator[Place]:
+        """What is part of a program though the step is not seen to read it: optimizers' groups."""
+        for name, optimizer in self.optimizers.items():
+            yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
+        for slot in self.slots:
+            t = slot.value
+            if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad:
+                yield Place(
+                    f"the hooks of {slot.name}", t, "hooks", functools.partial(_hooks_of, t)
+                )
+
+
+def _hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's own hooks and those of its gradient, as the user has hung them there."""
+    one, other = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
+    if not one and not other:
+        return ()
+    return (*users_hooks(one), *users_hooks(other))
+
+
+def _groups_of(optimizer: Optimizer) -> Callable[[], Any]:
+    return lambda: optimizer.param_groups
 
 
 def state_of(step: Callable[..., Any], given: Iterable[Any], args: Any, kwargs: Any) -> State:
@@ -206,7 +231,7 @@ class _Search:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            self.value(name, value, Slot(name, "value", _Cell(cell), 0))
+            self.value(name, value, Slot(name, "value", Cell(cell), 0))
         for name in _global_names(f.__code__):
             if name in f.__globals__:
                 self.value(name, f.__globals__[name], Slot(name, "value", f.__globals__, name))
@@ -247,7 +272,9 @@ class _Search:
         elif isinstance(value, Optimizer):
             if self._first_time(value):
                 self.state.optimizers[name] = value
+                self.state.lists.append((value.param_groups, len(value.param_groups)))
                 for i, group in enumerate(value.param_groups):
+                    self.state.lists.append((group["params"], len(group["params"])))
                     for j, p in enumerate(group["params"]):
                         at = Slot(f"{name}.params[{i}][{j}]", "parameter", group["params"], j)
                         self.value(at.name, p, at)
@@ -256,6 +283,7 @@ class _Search:
                 self.state.slots.append(slot)
         elif isinstance(value, (list, dict)):
             if self._first_time(value):
+                self.state.lists.append((value, len(value)))
                 for key, v in value.items() if isinstance(value, dict) else enumerate(value):
                     at = Slot(f"{name}[{key!r}]", "value", value, key)
                     if not isinstance(v, _SIMPLE):

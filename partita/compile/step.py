@@ -1,9 +1,9 @@
-"""What is a step that `pt.compile` gave, and what does a call of it do?
+"""Compiled steps: what `pt.compile` gives, and what a call of it does.
 
 A function like `step`. Its first call captures a graph, compiles it and runs it; later calls run
-it. A call that differs in what the graph was made for (shapes, layouts, modes, Python values that
-the step reads) is another program, which is captured in its turn; how many are kept is bounded, and
-each says why it was made.
+it. A call that differs in what the graph was made for (shapes, layouts, modes, what the step read
+of Python) is another program, which is captured in its turn; how many are kept is bounded, and each
+says why it was made.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from torch import nn
 from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
 from partita.tensor.watch import HERE
 
-from .again import Again
 from .errors import CaptureError
+from .guards import CallGuard, History, described, signature_of
 from .last import Last
 from .optimizers import prime, unprime
-from .reasons import History, described
-from .signature import signature_of
 from .state import State, names_of_call, state_of, tensors_of_call
 
 if TYPE_CHECKING:
@@ -56,11 +54,13 @@ class CompiledStep(Last):
         self.without, self.passes, self.keep = without, passes, max(1, keep)
         self.budget = budget
         self._history = History(self.title)
-        self._programs: OrderedDict[Any, list[Program]] = OrderedDict()
+        # By signature, and a number that tells programs of one signature apart.
+        self._programs: OrderedDict[tuple[Any, int], Program] = OrderedDict()
+        self._made = 0
         self._eager: set[Any] = set()
         self._state: State | None = None
         self._last: Program | None = None
-        self._again: Again | None = None
+        self._call_guard: CallGuard | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -102,9 +102,9 @@ class CompiledStep(Last):
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
         """The program of a call and the call's tensors; None where it runs eagerly."""
-        again = self._again
-        if again is not None and (tensors := again.tensors(args, kwargs)) is not None:
-            return self._allowed(again.program, tensors)
+        guard = self._call_guard
+        if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
+            return self._allowed(guard.program, tensors)
         state = self._state
         if state is None or state.moved() or not state.is_of(args, kwargs):
             state = self._state = state_of(self.step, self._given, args, kwargs)
@@ -113,19 +113,30 @@ class CompiledStep(Last):
         signature = signature_of(state, tensors, (args, kwargs))
         if signature in self._eager:
             return None, []
-        why, program = "", None
-        for known in self._programs.get(signature, ()):
-            failed = known.conditions.failed(tensors)
-            if failed is None:
-                program = known
-            why = failed or why
-        if program is None:
+        key, why = self._kept(signature, tensors)
+        if key is None:
             return self._first(signature, args, kwargs, why)
-        self._programs.move_to_end(signature)
-        self._last = program
-        again = Again(state, slots, tensors, (args, kwargs), program)
-        self._again = again if again.usable else None
+        program = self._last = self._programs[key]
+        self._programs.move_to_end(key)
+        guard = CallGuard(slots, tensors, (args, kwargs), program, state)
+        self._call_guard = guard if guard.usable else None
         return self._allowed(program, tensors)
+
+    def _kept(self, signature: Any, tensors: list[Any]) -> tuple[tuple[Any, int] | None, str]:
+        """The key of a program for such a call, for Python and for numbers as they are now.
+
+        Returns:
+            And where there is none because a condition does not hold, which.
+        """
+        why = ""
+        for key, program in reversed(self._programs.items()):
+            if key[0] != signature or not (program.guards is None or program.guards.hold()):
+                continue
+            failed = program.conditions.failed(tensors)
+            if failed is None:
+                return key, ""
+            why = failed
+        return None, why
 
     def _allowed(self, program: Program, tensors: list[Any]) -> tuple[Program | None, list[Any]]:
         """A program that was captured before, unless this call must run eagerly."""
@@ -150,12 +161,12 @@ class CompiledStep(Last):
         tell(program.runs)
 
     def _run(self, program: Program, tensors: list[Any]) -> Any:
-        again = self._again
-        known = again is not None and again.program is program
+        guard = self._call_guard
+        known = guard is not None and guard.program is program
         if program.ranks:
             begin_graph(self.title, program.ranks)
         try:
-            return program.run(tensors, again.inputs(tensors) if known else None)
+            return program.run(tensors, guard.inputs(tensors) if known else None)
         except RuntimeError as error:  # a collective's, where others do not make it
             for wire in program.wires:
                 if (away := missed_call(wire)) is not None:
@@ -181,9 +192,9 @@ class CompiledStep(Last):
         """Capture; `why` says which condition of the programs for such calls does not hold."""
         from .made import kept_within, make_program  # what makes graphs takes seconds to import
 
-        self._again = None
+        self._call_guard = None
         state = self._state = state_of(self.step, self._given, args, kwargs)
-        self._call_roll(state, args, kwargs, why)
+        reason = self._call_roll(state, args, kwargs, why)
         how: dict[str, Any] = {
             "without": self.without,
             "passes": self.passes,
@@ -208,28 +219,23 @@ class CompiledStep(Last):
         signature = signature_of(state, tensors, (args, kwargs))
         program.compare(tensors)
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
-        described_call = described(state, tensors, names, (args, kwargs))
-        self._history.captured(signature, described_call, self.keep, why)
-        self._drop_oldest()
+        self._made += 1
+        key, guards = (signature, self._made), program.guards
+        what = described(state, tensors, names, (args, kwargs))
+        self._history.captured(why or reason, key, what, guards, self.keep)
+        while len(self._programs) >= self.keep:
+            self._history.dropped(self._programs.popitem(last=False)[0])
         call_of = functools.partial(self._call_of, wires=program.wires)
+        writes = program.writes
         program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
-        self._programs.setdefault(signature, []).append(program)
-        self._last = program
+        program.guards, program.writes = guards, writes
+        self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
             self._tell(program, tensors)
         return program, tensors
 
-    def _drop_oldest(self) -> None:
-        """Make room for one program."""
-        while sum(map(len, self._programs.values())) >= self.keep:
-            signature, programs = next(iter(self._programs.items()))
-            programs.pop(0)
-            if not programs:
-                self._programs.popitem(last=False)
-                self._history.dropped(signature)
-
-    def _call_roll(self, state: State, args: Any, kwargs: Any, why: str) -> None:
-        """Go on when all ranks are about to capture.
+    def _call_roll(self, state: State, args: Any, kwargs: Any, why: str) -> str:
+        """Go on when all ranks are about to capture; for which reason this one is.
 
         Raises:
             LayoutError: some are not: they run a program that they have, or something else.
@@ -237,14 +243,13 @@ class CompiledStep(Last):
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-        if not wires:
-            return
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         why = why or self._history.reason(described(state, tensors, names, (args, kwargs)))
         for wire in wires:
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")
             roll_call(wire, f"captures {self.title}, at {user_line()}: {why}")
+        return why
 
     def _said(self) -> dict[str, Any]:
         """How the user wants it."""

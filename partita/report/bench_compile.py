@@ -5,6 +5,8 @@
              SimpleFSDP (a parametrization that gathers, compiled); all in turn in one run
     small    D=64, two layers, ZeRO-3 over one process that trains on the full batch
     tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute
+    guards   what share of a call it takes to look at what the step read of Python: tiny, compiled,
+             and 24 layers, d=256, captured (the share of a step that runs node by node)
     start    a cold store and a warm one: how long until 4 ranks have made their first step
 
 What memory a compiled step takes is asked by `partita bench memory`.
@@ -17,6 +19,7 @@ import copy
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -176,6 +179,36 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _guards(options: argparse.Namespace) -> dict[str, Any]:
+    """Time of `Guards.hold` beside that of whole calls, in one process."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    shapes = {"tiny": (TINY, "inductor"), "24 layers": (Shape(layers=24, width=256), "graph")}
+    print(f"\n{'':<12}{'guards':>8}{'check':>12}{'call':>12}{'share':>8}")
+    for name, (shape, backend) in shapes.items():
+        step = pt.compile(training(shape.model()), backend=backend)
+        batch = shape.tokens(1)
+        for _ in range(3):
+            step(*batch)
+        guards = step.program.guards
+        assert guards is not None
+        check = _median(lambda hold=guards.hold: hold(), 20 * options.rounds)
+        call = _median(lambda step=step, batch=batch: step(*batch), options.rounds)
+        found[name] = {"guards": len(guards), "check": check, "call": call, "share": check / call}
+        said = f"{len(guards):>8}{check * 1e6:>9.0f} us{call * 1e3:>9.2f} ms{check / call:>8.1%}"
+        print(f"{name:<12}{said}", flush=True)
+    return found
+
+
+def _median(run: Callable[[], Any], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
 def _first_step(rank: int, ranks: int, cache: str) -> tuple[float, str]:
     """Seconds until a rank has made its first step, and how it came by the artifact."""
     os.environ |= {"PARTITA_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor{rank}"}
@@ -199,7 +232,7 @@ def _start(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-PARTS = {"train": _train, "small": _small, "tiny": _tiny, "start": _start}
+PARTS = {"train": _train, "small": _small, "tiny": _tiny, "guards": _guards, "start": _start}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

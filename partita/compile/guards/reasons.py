@@ -1,4 +1,4 @@
-"""In which words is it said why a step was captured again?"""
+"""Recompile reasons: in which words it is said why a step was captured again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from partita.tensor.dtensor import DTensor, short_dtype
 
-from .state import State
+from ..state import State
+from .guards import Guards
 
 __all__ = ["Description", "History", "described", "reason_of"]
 
@@ -69,12 +70,16 @@ def _tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
     return said
 
 
-def reason_of(now: Description, known: Iterable[Description]) -> str:
+def reason_of(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
     """How a call differs from the nearest of those for which there is a program, the latest."""
-    nearest = min(reversed([*known]), key=lambda other: _distance(now, other), default=None)
+    nearest = min(reversed([*known]), key=lambda other: _distance(now, other[0]), default=None)
     if nearest is None:
         return "the first call"
-    told = _differences(now, nearest)
+    was, guards = nearest
+    told = _differences(now, was)
+    if guards is not None and len(told) < _SHOWN:
+        said = {text.split(":")[0] for text in told}
+        told += [t for t in guards.differences(_SHOWN) if t.split(":")[0] not in said]
     text = "; ".join(told[:_SHOWN]) or "something is not as it was"
     return text if len(told) <= _SHOWN else f"{text}; and {len(told) - _SHOWN} more"
 
@@ -132,7 +137,7 @@ class History:
     def __init__(self, what: str):
         self.what = what
         self.reasons: list[str] = []
-        self._kept: dict[Any, Description] = {}
+        self._kept: dict[Any, tuple[Description, Guards | None]] = {}
         self._dropped: set[int] = set()
         self._warned = False
 
@@ -140,26 +145,28 @@ class History:
         """Why such a call needs a program of its own."""
         return reason_of(description, self._kept.values())
 
-    def captured(self, signature: Any, description: Description, keep: int, why: str = "") -> None:
-        """A program was made for this signature; of `keep` that are kept.
+    def captured(
+        self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int
+    ) -> None:
+        """A program was made, one of `keep` that are kept.
 
         Args:
-            why: where only a condition did not hold.
+            reason: why.
+            key: the call's signature, and what tells programs of one signature apart.
         """
-        reason = why or self.reason(description)
-        if hash(signature) in self._dropped:
+        if hash(key[0]) in self._dropped:
             reason += " (captured before, and dropped)"
             self._warn(reason, keep)
-        self._kept[signature] = description
+        self._kept[key] = description, guards
         self.reasons.append(reason)
         del self.reasons[:-_REMEMBERED]
 
-    def dropped(self, signature: Any) -> None:
-        """The program of this signature is not kept any longer."""
-        self._kept.pop(signature, None)
+    def dropped(self, key: Any) -> None:
+        """This program is not kept any longer."""
+        self._kept.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()
-        self._dropped.add(hash(signature))
+        self._dropped.add(hash(key[0]))
 
     def _warn(self, reason: str, keep: int) -> None:
         if not self._warned:

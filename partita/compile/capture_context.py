@@ -1,7 +1,8 @@
-"""What is different for torch, for partita and for the step's own objects while it is captured?"""
+"""Capture context: what is different while a step is captured, for the thread that captures."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,20 +19,42 @@ from .state import Slot
 __all__ = ["call_by_call", "compiling", "swapped", "unseen"]
 
 
+class _InThisThread:
+    """A flag that is set in the threads that capture."""
+
+    def __init__(self, otherwise: Any):
+        self.otherwise = otherwise
+
+    def __bool__(self) -> bool:
+        return HERE.capturing or bool(self.otherwise)
+
+
+_LOCK = threading.Lock()
+_capturing = 0  # threads
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Tell torch and partita that a graph is made: optimizers then read no number from a tensor.
 
     Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
     """
+    global _capturing
     compiler: Any = torch.compiler
-    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
-    HERE.capturing = True
+    with _LOCK:
+        if not _capturing:
+            compiler._is_compiling_flag = _InThisThread(compiler._is_compiling_flag)
+        _capturing += 1
+    before, HERE.capturing = HERE.capturing, True
     try:
         yield
     finally:
-        compiler._is_compiling_flag = before
-        HERE.capturing = False
+        HERE.capturing = before
+        with _LOCK:
+            _capturing -= 1
+            flag = compiler._is_compiling_flag
+            if not _capturing and isinstance(flag, _InThisThread):
+                compiler._is_compiling_flag = flag.otherwise
 
 
 @contextmanager

@@ -22,13 +22,13 @@ from .errors import not_captured
 from .state import Slot, State
 from .symbolic import is_symbolic
 
-__all__ = ["Attributes", "check_result"]
+__all__ = ["Attributes", "check_result", "is_filled", "left_in"]
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
 
 
 class Attributes:
-    """What stands in a step's modules, beside their parameters, and in plain Python variables."""
+    """What stands in a step's modules, beside their parameters."""
 
     def __init__(self, state: State):
         self._homes = [
@@ -36,7 +36,6 @@ class Attributes:
             for name, module in state.modules.items()
             for prefix, part in module.named_modules()
         ]
-        self._variables = state.values
         self._before: list[dict[str, Any]] = []
 
     @contextmanager
@@ -49,7 +48,6 @@ class Attributes:
             for key, value in held.items()
             if isinstance(value, (list, dict)) and key not in _SLOTS
         ]
-        variables = [(slot, slot.value) for slot in self._variables]
         try:
             yield
         finally:
@@ -59,12 +57,13 @@ class Attributes:
                     if key in held:
                         home[key] = held[key]
             for container, copy in containers:
-                if _is_filled(container):
+                if is_filled(container):
                     container.clear()
                     (container.update if isinstance(container, dict) else container.extend)(copy)
-            for slot, value in variables:
-                if _is_filled(slot.value):
-                    slot.put(value)
+
+    def holds(self, home: Any) -> bool:
+        """Are these the attributes of one of the modules?"""
+        return any(home is known for _, known in self._homes)
 
     def left(self) -> list[Slot]:
         """Within, after the step: the attributes in which it leaves a tensor.
@@ -78,16 +77,13 @@ class Attributes:
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
                 elif not _is_list_of_parameters(home[key], held.get(key)):
-                    raise _is_left(f"{name}.{key}")
-        for slot in self._variables:
-            if _is_filled(slot.value) and not is_symbolic(slot.value):
-                raise _is_left(slot.name)
+                    raise left_in(f"{name}.{key}")
         return found
 
 
 def check_result(value: Any) -> None:
     """Raise CaptureError if a part of a step's result that is no tensor holds some."""
-    if _is_filled(value):
+    if is_filled(value):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
@@ -98,10 +94,10 @@ def check_result(value: Any) -> None:
 
 
 def _filled(home: dict[str, Any]) -> list[str]:
-    return [key for key, value in home.items() if key not in _SLOTS and _is_filled(value)]
+    return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
 
 
-def _is_filled(value: Any) -> bool:
+def is_filled(value: Any) -> bool:
     """Does it hold a tensor without memory?"""
     if isinstance(value, FakeTensor) or is_symbolic(value):
         return True
@@ -109,7 +105,7 @@ def _is_filled(value: Any) -> bool:
         leaves = pytree.tree_leaves(value)
         return any(isinstance(v, FakeTensor) or is_symbolic(v) for v in leaves)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
+        return any(is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
     return False
 
 
@@ -125,7 +121,7 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
     )
 
 
-def _is_left(name: str) -> Exception:
+def left_in(name: str) -> Exception:
     return not_captured(
         f"the step leaves a tensor in {name}",
         "what it leaves in a list, a dictionary or a variable would be there once, not each time",

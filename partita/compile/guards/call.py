@@ -1,4 +1,4 @@
-"""Is a call like an earlier one in all but the values of its tensors?
+"""Call guards: whether a call is like the one before in all but the values of its tensors.
 
 To say of hundreds of tensors what they are takes longer than a small step computes. But most calls
 find the same tensors in the same memory as the call before, and that is seen by identity.
@@ -7,28 +7,31 @@ find the same tensors in the same memory as the call before, and that is seen by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils import _pytree as pytree
 
-from .fakes import local_of
-from .program import Program
-from .state import Slot, State
+from ..fakes import local_of
+from ..program import Program
+from ..state import Slot, State
+from .expected import argument_key
 
-__all__ = ["Again", "kind_of", "kind_of_number", "modes"]
+__all__ = ["CallGuard", "modes"]
 
 
-class Again:
+class CallGuard:
     """One call, to which others are compared.
 
     Args:
-        state: what the step reaches.
         slots: its tensors, those of optimizers too.
         tensors: the leaves of the call, as `tensors_of_call` gives them.
         call: its (args, kwargs).
         program: what it runs.
+        state: what the step reaches.
 
     Attributes:
         program: as given.
@@ -39,13 +42,13 @@ class Again:
 
     def __init__(
         self,
-        state: State,
         slots: Sequence[Slot],
         tensors: Sequence[Any],
         call: Any,
         program: Program,
+        state: State,
     ):
-        self.program, self._state = program, state
+        self.program = program
         arguments, self._structure = pytree.tree_flatten(call)
         count = len(tensors) - len(arguments)
         self._held = list(tensors[:count])
@@ -66,16 +69,12 @@ class Again:
                 (slot.home, slot.key, t, t.data_ptr(), t.requires_grad, t.__dict__.get("_spec"))
                 for slot, t in zip(slots, self._held, strict=True)
             ]
-        self._arguments = [kind_of(a) for a in arguments]
+        self._arguments = [_kind_of(a) for a in arguments]
         self._modes = modes()
-        self._values = [
-            (slot.home, slot.key, slot.value)
-            for slot in state.values
-            if not isinstance(slot.value, float)
-        ]
-        self._modules = [(m, m.training) for m, _ in state.parts]
+        self._modules = [vars(m) for m, _ in state.parts]
+        self._training = [held.get("training") for held in self._modules]
         self._optimizers = [
-            (o, o.state, [(p, d, len(d)) for p, d in o.state.items()], _groups(o))
+            (o, o.state, [(p, d, len(d)) for p, d in o.state.items()])
             for o in state.optimizers.values()
         ]
         self._inputs = [self._fixed(i.kind, i.index, count) for i in program.taken]
@@ -89,12 +88,17 @@ class Again:
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
         """The leaves of a call, where it is like this one; else None."""
         arguments, structure = pytree.tree_flatten((args, kwargs))
-        if structure != self._structure or modes() != self._modes or not self._as_before():
+        if structure != self._structure or modes() != self._modes:
+            return None
+        try:
+            if not self._as_before():
+                return None
+        except LookupError:  # a place that a list or a dictionary has no longer
             return None
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
             return None
-        if [kind_of(a) for a in arguments] != self._arguments:
+        if [_kind_of(a) for a in arguments] != self._arguments:
             return None
         tensors = self._held + arguments
         return tensors if self.program.conditions.failed(tensors) is None else None
@@ -105,23 +109,17 @@ class Again:
         return [given.now(tensors) if fixed is None else fixed for fixed, given in pairs]
 
     def _as_before(self) -> bool:
-        if self._state.moved():
+        assert self.program.guards is not None
+        if not self.program.guards.hold():
             return False
-        for m, training in self._modules:
-            if m.training is not training:
-                return False
-        for home, key, value in self._values:
-            now = home[key]
-            if now is not value and (type(now) is not type(value) or now != value):
-                return False
-        for optimizer, state, entries, groups in self._optimizers:
+        if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
+            return False
+        for optimizer, state, entries in self._optimizers:
             if optimizer.state is not state or len(state) != len(entries):
                 return False
             for p, known, count in entries:
                 if state.get(p) is not known or len(known) != count:
                     return False
-            if _groups(optimizer) != groups:
-                return False
         with Local():
             # Another memory, layout or history is another tensor, though it be the same object.
             for home, key, t, start, requires_grad, spec in self._slots:
@@ -135,27 +133,10 @@ class Again:
         return True
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What of an optimizer's groups is part of a program: not the parameters, nor their rates."""
-    return [
-        (len(group["params"]), [(k, kind_of_number(v)) for k, v in group.items() if k != "params"])
-        for group in optimizer.param_groups
-    ]
-
-
-def kind_of_number(value: Any) -> Any:
-    """What a graph is made for, of a value in which floats are inputs of it."""
-    if isinstance(value, float):
-        return float
-    if type(value) in (tuple, list):
-        return tuple([kind_of_number(v) for v in value])
-    return value
-
-
-def kind_of(value: Any) -> tuple[Any, ...]:
+def _kind_of(value: Any) -> tuple[Any, ...]:
     """What a graph is made for, of one leaf of a call."""
     if not isinstance(value, torch.Tensor):
-        return (float,) if isinstance(value, float) else (type(value), value)
+        return argument_key(value)  # type: ignore[no-any-return]
     spec = value.__dict__.get("_spec")
     with Local():
         strides = value.stride()

@@ -1,4 +1,7 @@
-"""Which program does a call need? One for all calls that are alike in what a graph is made for."""
+"""Signatures: what a graph is made for, of a call's tensors and arguments and of torch's modes.
+
+What a step reads of Python beside its arguments is in its guards.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils import _pytree as pytree
 
-from .again import kind_of_number, modes
-from .state import State
+from ..state import State
+from .call import modes
+from .expected import argument_key
 
 __all__ = ["signature_of"]
 
@@ -26,11 +30,11 @@ def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]
     parts: list[Any] = [("structure", str(structure))]
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
-            parts.append((f"value {i}", _hashable(kind_of_number(t))))
+            parts.append((f"value {i}", argument_key(t)))
             continue
         same = first.setdefault(id(t), i)
         parts.append((f"tensor {i}", same, _kind(t)))
-    parts += [(name, _hashable(kind_of_number(value))) for name, value in state.settings()]
+    parts += [(name, argument_key(value)) for name, value in state.settings()]
     parts.append(("strides", *_strides(tensors, len(tensors) - len(arguments))))
     parts.append(("modes", *modes()))
     return tuple(parts)
@@ -49,11 +53,3 @@ def _strides(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
             for i, t in enumerate(tensors)
             if isinstance(t, torch.Tensor) and (i >= arguments or not t.is_leaf)
         ]
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return (type(value), value)

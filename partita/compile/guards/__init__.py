@@ -1,0 +1,15 @@
+"""Guards: what a captured step read of Python, and why another call is captured again.
+
+In reading order: `expected` (what a value was), `places` (where it stands), `record` with
+`instrument`, `calls` and `codes` (what a step reads), `writes` (what it changes), `guards` (the
+check), `call` and `signature` (tensors and arguments), `reasons`.
+"""
+
+from .call import CallGuard
+from .guards import Guards
+from .reasons import History, described
+from .record import Record
+from .signature import signature_of
+from .writes import Write
+
+__all__ = ["CallGuard", "Guards", "History", "Record", "Write", "described", "signature_of"]

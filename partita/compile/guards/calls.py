@@ -1,0 +1,204 @@
+"""Calls that a captured step makes: which functions of the user's run, and what no graph can hold.
+
+A profile function hears of each call of this thread, of Python's functions and of those made in C.
+Numbers that are random, clocks and seeds are refused where the user asks for them. What is printed
+and logged is printed and logged while a step is captured, and that is said once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from partita.comm import user_line
+from partita.layout import Fix
+
+from ..errors import CaptureError, not_captured
+from .codes import is_recorded
+
+if TYPE_CHECKING:
+    from .record import Record
+
+__all__ = ["Calls", "unguarded"]
+
+_CLOCKS = frozenset(
+    getattr(time, name)
+    for name in (
+        "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time "
+        "process_time_ns thread_time thread_time_ns localtime gmtime ctime"
+    ).split()
+)
+_DRAWS = frozenset("random randint uniform getrandbits randrange choice shuffle sample".split())
+_SEEDS = {
+    inspect.unwrap(f).__code__: f"torch.{f.__name__}"
+    for f in (
+        torch.random.manual_seed,
+        torch.random.seed,
+        torch.random.set_rng_state,
+        torch.random.fork_rng,
+        torch.cuda.manual_seed,
+        torch.cuda.manual_seed_all,
+        torch.cuda.random.set_rng_state,
+    )
+}
+# Decorators, through which what the user calls comes to what it names.
+_BETWEEN = ("contextlib.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+_SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
+_RANDOM_CODES = {
+    f.__code__
+    for f in vars(random.Random).values()
+    if hasattr(f, "__code__") and not f.__name__.startswith("__")
+}
+
+
+def _kind_of(code: CodeType) -> str:
+    if is_recorded(code.co_filename):
+        return "recorded"
+    logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
+    return "special" if logs or code in _SEEDS or code in _RANDOM_CODES else "library"
+
+
+def _is_between(code: CodeType, called: CodeType) -> bool:
+    """Is it code through which what the user calls comes to `called`?"""
+    return code.co_filename == called.co_filename or code.co_filename.endswith(_BETWEEN)
+
+
+def _states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
+    """The state of each generator that a program has by itself, and what sets it."""
+    found: dict[str, tuple[Any, Callable[[Any], None]]] = {
+        "random": (random.getstate(), random.setstate)
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *more = numpy.random.get_state()
+        found["numpy.random"] = ((name, tuple(keys.tolist()), *more), numpy.random.set_state)
+    return found
+
+
+def unguarded(fact: str, reason: str, name: str = "") -> CaptureError:
+    """The error to raise where a step reads what no guard can hold."""
+    what = name or "it"
+    return not_captured(fact, reason, Fix(f"give {what} as an argument", "read before the step"))
+
+
+class Calls:
+    """What a step calls while it is captured."""
+
+    def __init__(self, record: Record):
+        self._record = record
+        self._kinds: dict[int, str] = {}
+        self._codes: dict[int, CodeType] = {}
+        self._told: set[str] = set()
+
+    @contextmanager
+    def heard(self, listen: bool) -> Iterator[None]:
+        """Within, `entered` of the record is told of calls; nothing where not `listen`."""
+        if not listen:
+            yield
+            return
+        states = _states()
+        before = sys.getprofile()
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+        for name, (state, put) in states.items():
+            if _states()[name][0] != state and self._record.error is None:
+                put(state)
+                self._random(name)
+
+    def _event(self, frame: FrameType, what: str, argument: Any) -> None:
+        kind = self._kinds.get(id(frame.f_code))
+        if kind == "library":  # most calls by far
+            return
+        if kind is None:
+            code = frame.f_code
+            kind = self._kinds[id(code)] = _kind_of(code)
+            self._codes[id(code)] = code
+        if what == "call":
+            if kind == "recorded":
+                self._record.entered(frame)
+            elif kind == "special":
+                self._of_library(frame.f_code, frame)
+        elif what == "c_call" and kind == "recorded":
+            self._of_c(argument, frame)
+
+    def _of_library(self, code: CodeType, frame: FrameType) -> None:
+        caller = frame.f_back
+        while caller is not None and _is_between(caller.f_code, code):
+            caller = caller.f_back
+        if caller is None or not is_recorded(caller.f_code.co_filename):
+            return  # of torch's own
+        if code.co_name == "_log":
+            self._tell("logging", caller)
+            return
+        if code in _SEEDS:
+            self._seed(_SEEDS[code])
+        else:
+            self._random(f"random.{code.co_name}")
+
+    def _of_c(self, function: Any, frame: FrameType) -> None:
+        if function is print:
+            self._tell("print", frame)
+            return
+        owner = getattr(function, "__self__", None)
+        name = getattr(function, "__name__", "")
+        if owner is None:
+            return
+        if owner is time and function in _CLOCKS:
+            self._record.refuse(
+                f"the step reads the clock (time.{name})",
+                "a graph would always have the time of its capture",
+            )
+        if isinstance(owner, torch._C.Generator) and name in _SEEDS_OF_C:
+            self._seed(f"torch.Generator.{name}")
+        if isinstance(owner, random.Random):
+            self._random(f"random.{name}")
+        if type(owner).__module__.startswith("numpy.random"):
+            self._random(f"numpy.random.{name}")
+
+    def reached(self, value: Any, name: str) -> None:
+        """`value` is reached, of which the calls may not be heard."""
+        if isinstance(value, torch._C.Generator):
+            self._record.refuse(
+                f"the step reads {name}, a torch.Generator",
+                "a graph draws from the generator of its own device alone",
+                name,
+            )
+        numpy = sys.modules.get("numpy")
+        kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+        if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
+            self._random(f"{name}, a generator")
+        bound = type(value).__name__ == "cython_function_or_method"
+        if bound and kinds and isinstance(value.__self__, kinds):
+            self._random(f"numpy.random.{value.__name__}")
+
+    def _seed(self, name: str) -> None:
+        self._record.refuse(
+            f"the step seeds ({name})",
+            "a graph draws from the generator as it finds it: it would be seeded once, at capture",
+        )
+
+    def _random(self, name: str) -> None:
+        self._record.refuse(
+            f"the step draws a number of Python's or numpy's ({name})",
+            "a graph would always have the number of its capture",
+        )
+
+    def _tell(self, name: str, frame: FrameType) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"{name} at {user_line(frame)} runs while the step is captured, not in later calls",
+                stacklevel=2,
+            )

@@ -1,0 +1,393 @@
+"""Expected values: what a Python value was at capture, and how another differs from it.
+
+A value is compared by what a program can read of it. Numbers and strings are, by type and bits (0.0
+is not -0.0, True not 1, NaN is NaN). Lists, dictionaries, sets and their like are compared by their
+contents; modules, functions, classes and other objects by identity, since what is read of these is
+guarded by itself. A tensor is an input of the graph: it has only to be a tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = [
+    "MISSING",
+    "Contents",
+    "Difference",
+    "Expected",
+    "Identity",
+    "argument_key",
+    "as_expected",
+    "brief",
+    "is_array",
+    "is_container",
+    "items_of",
+    "same_bits",
+]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+"""What is where nothing is."""
+
+Difference = tuple[str, str, str]
+"""Where within a value, as "['k'][0]"; what was there; what is there now."""
+
+_BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+_LISTS = (list, tuple, collections.deque)
+_DICTS = (dict, types.MappingProxyType)
+_SETS = (set, frozenset)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_BUFFERS = (bytearray, memoryview)
+_SHOWN = 60  # characters of a value
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Are two plain values the same to every program?"""
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is float:
+        return struct.pack("d", a) == struct.pack("d", b) or (a != a and b != b)
+    if kind is complex:
+        return same_bits(a.real, b.real) and same_bits(a.imag, b.imag)
+    if kind is slice:
+        return all(map(same_bits, _ends(a), _ends(b)))
+    return bool(a == b)
+
+
+def _ends(value: slice) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
+
+
+class Expected:
+    """What a value was."""
+
+    def difference(self, now: Any) -> Difference | None:
+        """How `now` differs; None where it is as it was."""
+        raise NotImplementedError
+
+    def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
+        """What is within and has to be looked at each time, beside what is now there."""
+        return iter(())
+
+
+@dataclass(frozen=True, eq=False)
+class Identity(Expected):
+    """An object that must be the very one."""
+
+    value: Any
+
+    def difference(self, now: Any) -> Difference | None:
+        return None if now is self.value else ("", brief(self.value), brief(now, self.value))
+
+
+@dataclass(frozen=True, eq=False)
+class Bits(Expected):
+    """A plain value, which another that is alike may stand for."""
+
+    value: Any
+
+    def difference(self, now: Any) -> Difference | None:
+        if now is self.value or same_bits(self.value, now):
+            return None
+        return ("", brief(self.value), brief(now))
+
+
+@dataclass(frozen=True, eq=False)
+class Kind(Expected):
+    """A value of which only the type is part of a program: a number that the graph takes."""
+
+    value: Any
+
+    def difference(self, now: Any) -> Difference | None:
+        if type(now) is type(self.value):
+            return None
+        return ("", brief(self.value), brief(now))
+
+
+class AnyTensor(Expected):
+    """A tensor, whose shape and layout the call's signature has."""
+
+    def difference(self, now: Any) -> Difference | None:
+        return None if isinstance(now, torch.Tensor) else ("", "a tensor", brief(now))
+
+
+@dataclass(frozen=True, eq=False)
+class Bound(Expected):
+    """A method of an object. Each time that it is read it is another object."""
+
+    kind: type
+    name: str
+    function: Any
+    owner: Any
+
+    def difference(self, now: Any) -> Difference | None:
+        if type(now) is self.kind and now.__self__ is self.owner:
+            function = getattr(now, "__func__", None)
+            if now.__name__ == self.name and function is self.function:
+                return None
+        return ("", f"the method {self.name}", brief(now))
+
+
+@dataclass(frozen=True, eq=False)
+class Memory(Expected):
+    """An array or a buffer, whose bytes are compared each time."""
+
+    kind: type
+    shape: Any
+    content: bytes
+
+    def difference(self, now: Any) -> Difference | None:
+        if type(now) is not self.kind or _shape(now) != self.shape:
+            return ("", f"{self.kind.__name__} {self.shape}", brief(now))
+        return None if _bytes(now) == self.content else ("", "an array", "another content")
+
+    def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
+        yield self, now
+
+
+def _shape(value: Any) -> Any:
+    return (getattr(value, "shape", None) or len(value), str(getattr(value, "dtype", "")))
+
+
+def _bytes(value: Any) -> bytes:
+    if getattr(value, "dtype", None) is not None and value.dtype.hasobject:
+        return repr(value.tolist()).encode()
+    return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+
+
+@dataclass(eq=False)
+class Contents(Expected):
+    """A container.
+
+    Attributes:
+        kind: its type.
+        keys: of what has keys; else None.
+        values: what was at each place.
+        value: the container itself, so that another has not its identity.
+    """
+
+    kind: type
+    value: Any
+    keys: list[Any] | None = None
+    values: list[Expected] = field(default_factory=list)
+    _busy: bool = False
+
+    def difference(self, now: Any) -> Difference | None:
+        if type(now) is not self.kind:
+            return ("", brief(self.value), brief(now))
+        if self._busy:  # it holds itself
+            return None
+        keys, values = items_of(now)
+        if self.keys is not None:
+            if (found := _other_keys(self.keys, keys)) is not None:
+                return found
+        elif len(values) != len(self.values):
+            return ("", f"{_name(self.kind)} of {len(self.values)}", f"of {len(values)}")
+        self._busy = True
+        try:
+            for i, (expected, value) in enumerate(zip(self.values, values, strict=True)):
+                if (found := expected.difference(value)) is not None:
+                    at = f"[{keys[i]!r}]" if keys is not None else f"[{i}]"
+                    return (at + found[0], found[1], found[2])
+        finally:
+            self._busy = False
+        return None
+
+    def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
+        yield self, now
+        if not self._busy:
+            self._busy = True
+            try:
+                for expected, value in zip(self.values, items_of(now)[1], strict=True):
+                    yield from expected.parts(value)
+            finally:
+                self._busy = False
+
+
+def _other_keys(was: list[Any], now: Any) -> Difference | None:
+    if len(was) == len(now) and all(map(_same_key, was, now)):
+        return None
+    for key in was:
+        if not any(_same_key(key, k) for k in now):
+            return (f"[{brief(key)}]", "there", "gone")
+    for key in now:
+        if not any(_same_key(key, k) for k in was):
+            return (f"[{brief(key)}]", "not there", "there")
+    return ("", "in one order", "in another")
+
+
+def _same_key(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    return type(a) is type(b) and bool(a == b)
+
+
+def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
+    """Keys, where it has any, and values of a container."""
+    if isinstance(value, dict):
+        return list(value), list(dict.values(value))
+    if isinstance(value, types.MappingProxyType):
+        return list(value), list(value.values())
+    if isinstance(value, _SETS):
+        # Keys compare as a set does; a set of equal members may have another order.
+        return sorted(value, key=_order), []
+    if isinstance(value, functools.partial):
+        return ["func", "args", "keywords"], [value.func, value.args, value.keywords]
+    if isinstance(value, types.SimpleNamespace):
+        return list(vars(value)), list(vars(value).values())
+    return None, list(value)
+
+
+def _order(member: Any) -> Any:
+    return (type(member).__name__, repr(member) if _is_plain(member) else id(member))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_BY_EQUALITY, float, complex, tuple, frozenset))
+
+
+def is_container(value: Any) -> bool:
+    """Is it compared by its contents?"""
+    kinds = (*_LISTS, *_DICTS, *_SETS, functools.partial, types.SimpleNamespace)
+    return isinstance(value, kinds) and not isinstance(value, (torch.Tensor, torch.nn.Module))
+
+
+def is_array(value: Any) -> bool:
+    """Is it memory that may be written without another object's being there?"""
+    if isinstance(value, _BUFFERS):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return True
+    return type(value).__module__ == "array" and type(value).__name__ == "array"
+
+
+def as_expected(
+    value: Any,
+    known: dict[int, Expected] | None = None,
+    number: Callable[[Any, Any], bool] = lambda home, key: False,
+) -> Expected:
+    """What `value` is now, to be compared with what stands there later.
+
+    Args:
+        known: what was met before, by identity.
+        number: whether what stands at a place of a container is a number that the graph takes.
+    """
+    if isinstance(value, torch.Tensor):
+        return AnyTensor()
+    if type(value) in (*_BY_EQUALITY, float, complex):
+        return Bits(value)
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
+    if is_container(value):
+        keys, values = items_of(value)
+        found = known[id(value)] = Contents(type(value), value, keys)
+        places = range(len(values)) if keys is None else keys
+        for key, v in zip(places, values, strict=False):
+            taken = number(value, key)
+            found.values.append(Kind(v) if taken else as_expected(v, known, number))
+        return found
+    if is_array(value):
+        return Memory(type(value), _shape(value), _bytes(value))
+    if isinstance(value, _METHODS) and value.__self__ is not None:
+        function = getattr(value, "__func__", None)
+        return Bound(type(value), value.__name__, function, value.__self__)
+    if _compares_by_value(value):
+        return Bits(value)
+    return Identity(value)
+
+
+def _compares_by_value(value: Any) -> bool:
+    """Is it a value of numpy's, or a path, a fraction, a date: immutable, with an equality?"""
+    kind = type(value)
+    root = kind.__module__.split(".")[0]
+    if root == "numpy":
+        return hasattr(value, "tobytes") or kind.__name__.endswith("DType")
+    return root in ("pathlib", "fractions", "decimal", "datetime", "uuid")
+
+
+class _Very:
+    """An object as a part of a signature: equal to itself alone."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Very) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def argument_key(value: Any) -> Any:
+    """What a graph is made for, of an argument that is no tensor: equal for alike ones."""
+    if isinstance(value, float):  # an input of the graph: conditions see to it
+        return (type(value),)
+    return _content_key(value)
+
+
+def _content_key(value: Any) -> Any:
+    kind = type(value)
+    if kind is float:
+        return (kind, "nan" if value != value else struct.pack("d", value))
+    if kind is complex:
+        return (kind, _content_key(value.real), _content_key(value.imag))
+    if kind is slice:
+        return (kind, *map(_content_key, _ends(value)))
+    if kind in _BY_EQUALITY:
+        return (kind, value)
+    if is_array(value):
+        return (kind, _shape(value), _bytes(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [getattr(value, f.name, MISSING) for f in dataclasses.fields(value)]
+        return (kind, *map(_content_key, fields))
+    if is_container(value):
+        keys, values = items_of(value)
+        return (kind, *map(_content_key, keys or ()), *map(_content_key, values))
+    if _compares_by_value(value):
+        return (kind, repr(value))
+    if isinstance(value, _METHODS) and value.__self__ is not None:
+        return (kind, value.__name__, _Very(value.__self__))
+    return (kind, _Very(value))
+
+
+def _name(kind: type) -> str:
+    return f"a {kind.__name__}"
+
+
+def brief(value: Any, beside: Any = None) -> str:
+    """`value` in a few characters; an object that looks as `beside` does is another of its kind."""
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        text = getattr(value, "__qualname__", repr(value))
+    elif isinstance(value, (*_BY_EQUALITY, float, complex)):
+        text = repr(value)
+    elif is_container(value):
+        text = _name(type(value)) + (f" of {len(value)}" if hasattr(value, "__len__") else "")
+    else:
+        text = f"a {type(value).__name__}"
+    if beside is not None and type(beside) is type(value) and text == brief(beside):
+        text = f"another {text.removeprefix('a ')}"
+    return text if len(text) <= _SHOWN else f"{text[:40]}...{text[-17:]}"

@@ -1,0 +1,128 @@
+"""Instrumented classes, whose attributes are seen to be read while a step is captured.
+
+`__getattribute__` of nn.Module, of optimizers and schedulers, and of each class of the user's that
+is reached tells the capture of this thread what is read. To other threads the classes are as ever;
+but one that reads an object whose tensors are exchanged at the moment waits until they are back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .record import Record
+
+__all__ = ["exclusive", "instrument", "recorded_by", "release"]
+
+_RECORDS: dict[int, Record] = {}  # by thread
+_LOCK = threading.RLock()
+_FREED = threading.Condition(_LOCK)
+_EXCHANGED: dict[int, int] = {}  # the thread that has exchanged the tensors of an object, by its id
+_INSTALLED: dict[type, int] = {}  # how many captures read a class
+
+
+def instrument(kind: type) -> bool:
+    """Have instances of a class tell what is read of them; `release` undoes it.
+
+    Returns:
+        Whether that is possible: not of classes that are made in C.
+    """
+    with _LOCK:
+        if kind not in _INSTALLED:
+            try:
+                kind.__getattribute__ = _reading(kind)  # type: ignore[assignment]
+            except TypeError:
+                return False
+            _INSTALLED[kind] = 0
+        _INSTALLED[kind] += 1
+        return True
+
+
+def release(kinds: Iterable[type]) -> None:
+    """Undo `instrument` of these classes, once each."""
+    with _LOCK:
+        for kind in kinds:
+            _INSTALLED[kind] -= 1
+            if _INSTALLED[kind]:
+                continue
+            del _INSTALLED[kind]
+            installed = kind.__dict__.get("__getattribute__")
+            if installed is None or not hasattr(installed, "_partita_own"):
+                continue  # the program has put another there
+            if installed._partita_own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = installed._partita_own  # type: ignore[method-assign]
+
+
+def _reading(kind: type) -> Callable[[Any, str], Any]:
+    own = kind.__dict__.get("__getattribute__")
+    usual = own or kind.__getattribute__
+    while hasattr(usual, "_partita_usual"):  # of a base that is instrumented, too
+        usual = usual._partita_usual
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        record = _RECORDS.get(get_ident())
+        if record is not None:
+            record.read(self, name)
+        elif _EXCHANGED and id(self) in _EXCHANGED:
+            _wait_for((id(self),))
+        return usual(self, name)
+
+    __getattribute__._partita_own = own  # type: ignore[attr-defined]
+    __getattribute__._partita_usual = usual  # type: ignore[attr-defined]
+    return __getattribute__
+
+
+def reads_by_itself(kind: type) -> bool:
+    """Has a class, or one of its bases, a `__getattribute__` of its own, written in Python?"""
+    usual = kind.__getattribute__
+    return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
+
+
+@contextmanager
+def recorded_by(record: Record) -> Iterator[None]:
+    """Within, what this thread reads is told to `record`."""
+    thread = get_ident()
+    before = _RECORDS.get(thread)
+    _RECORDS[thread] = record
+    try:
+        yield
+    finally:
+        if before is None:
+            _RECORDS.pop(thread, None)
+        else:
+            _RECORDS[thread] = before
+
+
+@contextmanager
+def exclusive(objects: Iterable[Any]) -> Iterator[None]:
+    """Within, other threads wait before they read attributes of `objects` or capture with them."""
+    ids = [id(o) for o in objects]
+    thread = get_ident()
+    with _FREED:
+        while any(_EXCHANGED.get(i, thread) != thread for i in ids):
+            _FREED.wait()
+        mine = [i for i in ids if i not in _EXCHANGED]
+        _EXCHANGED.update(dict.fromkeys(mine, thread))
+    try:
+        # A thread that has just read one is past its parameters when it has run for a moment.
+        if threading.active_count() > 1:
+            threading.Event().wait(0.002)
+        yield
+    finally:
+        with _FREED:
+            for i in mine:
+                _EXCHANGED.pop(i, None)
+            _FREED.notify_all()
+
+
+def _wait_for(ids: tuple[int, ...]) -> None:
+    thread = get_ident()
+    with _FREED:
+        while any(_EXCHANGED.get(i, thread) != thread for i in ids):
+            _FREED.wait()

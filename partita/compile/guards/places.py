@@ -1,0 +1,133 @@
+"""Places: where a value that a step reads stands, how it is read again, and what it is called."""
+
+from __future__ import annotations
+
+import contextvars
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .expected import MISSING
+
+__all__ = [
+    "Place",
+    "attribute_of_class",
+    "cell",
+    "context",
+    "entry",
+    "function_part",
+    "item",
+    "slot",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value stands.
+
+    Attributes:
+        name: as a person would say it: "cfg.scale".
+        home, key: what identifies it; of an entry of a dictionary `home[key]` is the value.
+        get: gives the value, or MISSING. None of entries, which are read many at a time.
+        put: writes it; None where that cannot be.
+    """
+
+    name: str
+    home: Any
+    key: Any
+    get: Callable[[], Any] | None = None
+    put: Callable[[Any], None] | None = None
+
+    @property
+    def value(self) -> Any:
+        return dict.get(self.home, self.key, MISSING) if self.get is None else self.get()
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        return id(self.home), self.key
+
+    def write(self, value: Any) -> None:
+        """Put `value` there, or take away what is there where it is MISSING."""
+        if self.put is not None:
+            self.put(value)
+        elif value is MISSING:
+            dict.pop(self.home, self.key, None)
+        else:
+            dict.__setitem__(self.home, self.key, value)
+
+
+def entry(name: str, home: dict[Any, Any], key: Any) -> Place:
+    return Place(name, home, key)
+
+
+def item(name: str, home: Any, key: Any) -> Place:
+    """An item of a list or a dictionary."""
+    if isinstance(home, dict):
+        return entry(name, home, key)
+
+    def put(value: Any) -> None:
+        home[key] = value
+
+    return Place(name, home, key, lambda: home[key], put)
+
+
+def cell(name: str, where: types.CellType) -> Place:
+    def get() -> Any:
+        try:
+            return where.cell_contents
+        except ValueError:  # not assigned yet
+            return MISSING
+
+    def put(value: Any) -> None:
+        if value is MISSING:
+            del where.cell_contents
+        else:
+            where.cell_contents = value
+
+    return Place(name, where, 0, get, put)
+
+
+def slot(name: str, owner: Any, descriptor: Any) -> Place:
+    """An attribute in a `__slots__`."""
+
+    def get() -> Any:
+        try:
+            return descriptor.__get__(owner, type(owner))
+        except AttributeError:
+            return MISSING
+
+    def put(value: Any) -> None:
+        if value is MISSING:
+            descriptor.__delete__(owner)
+        else:
+            descriptor.__set__(owner, value)
+
+    return Place(name, owner, descriptor.__name__, get, put)
+
+
+def attribute_of_class(name: str, kind: type, key: str) -> Place:
+    """What a class or its bases have under a name, as it stands there."""
+
+    def get() -> Any:
+        for base in kind.__mro__:
+            if key in base.__dict__:
+                return base.__dict__[key]
+        return MISSING
+
+    def put(value: Any) -> None:
+        if value is MISSING:
+            type.__delattr__(kind, key)
+        else:
+            type.__setattr__(kind, key, value)
+
+    return Place(name, kind, key, get, put)
+
+
+def function_part(name: str, function: Any, key: str) -> Place:
+    """Its code, or its defaults."""
+    return Place(name, function, key, lambda: getattr(function, key, MISSING))
+
+
+def context(name: str, variable: contextvars.ContextVar[Any]) -> Place:
+    return Place(name, variable, "value", lambda: variable.get(MISSING), variable.set)

@@ -1,0 +1,580 @@
+"""Records of what a step reads of Python while it is captured.
+
+Functions are entered as they are called: the globals, cells and defaults that they name are read
+then. Attributes are recorded as they are read (see `instrument`). A container is taken whole when
+it is first reached. What is read is settled, as the guards of a program, when capture is over and
+everything stands again where it was.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import functools
+import gc
+import io
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from . import places
+from .calls import Calls, unguarded
+from .codes import constants_of, global_names, is_recorded, names_of
+from .expected import MISSING, is_array, is_container, items_of
+from .guards import Guards
+from .instrument import instrument, reads_by_itself, recorded_by, release
+from .places import Place
+from .writes import Snapshots
+
+__all__ = ["Record"]
+
+_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_OF_PYTHON = ("argparse", "collections", "configparser", "types")  # whose objects hold settings
+_LIBRARY = ("torch", "partita", "builtins", "numpy", "sympy", "mpmath", "functorch", "torchgen")
+_INSIDE = ("_parameters", "_buffers", "_modules")
+_MODULES = vars(nn.modules.module)
+_HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a module looks at
+    key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
+]
+_HUGE = 100_000  # entries of a container; a larger one is taken by its identity and length
+_PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
+
+
+@dataclass(eq=False)
+class _Known:
+    """An object that was there before the step.
+
+    Attributes:
+        names: the attributes that were read.
+        held: what its `__dict__` held when it was reached.
+        slots: the descriptors of its `__slots__`.
+        whole: whether all of its attributes are taken as read.
+    """
+
+    value: Any
+    name: str
+    held: dict[str, Any]
+    slots: dict[str, Any]
+    whole: bool = False
+    names: dict[str, None] = field(default_factory=dict)
+
+
+class Record:
+    """What one run of a step under capture reads.
+
+    Args:
+        names: of modules and optimizers that are found beforehand: by identity, their names.
+        apart: attributes of optimizers that are exchanged while the step runs.
+
+    Attributes:
+        stand_in_for_float: called for each float that is reached, before the step reads it, with
+            its name, its home, its key and itself; gives what stands there while the step runs, or
+            None. What has a stand-in is guarded by its type alone.
+        places: what was read, in order.
+        snapshots: of what was reached, to see what the step writes.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.stand_in_for_float: Callable[[str, Any, Any, float], Any] = lambda *_: None
+        self.places: dict[tuple[int, Any], Place] = {}
+        self.types: dict[int, tuple[Any, type]] = {}
+        self.numbers: dict[tuple[int, Any], tuple[Place, float]] = {}
+        self.huge: dict[int, tuple[str, Any, int]] = {}
+        self.snapshots = Snapshots()
+        self.codes: dict[int, CodeType] = {}
+        self.error: CaptureError | None = None
+        self._names = names
+        self._known: dict[int, _Known] = {}
+        self._kept: dict[int, Any] = {}
+        self._waiting: dict[int, list[Any]] = {}  # functions that are entered when their code runs
+        self._codes_of_functions: set[int] = set()
+        self._spaces: dict[int, tuple[Any, str]] = {}  # modules of Python and classes
+        self._used: set[str] = set()
+        self._constants: set[str] = set()
+        self._instrumented: list[type] = []
+        self._busy = False
+        self._by_name = False  # what is reached now is perhaps not what the step reads
+        self._all_at_once = False
+        self._calls = Calls(self)
+
+    @contextmanager
+    def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
+        """Within, what this thread reads is recorded; `step` is what is going to run."""
+        try:
+            self._instrument(nn.Module)
+            # Where a profiler listens to calls, what functions name is read before they run.
+            self._all_at_once = sys.getprofile() is not None
+            with self._quietly():
+                self.read_at(Place("the step", self, "step", lambda: step), step)
+                for key in _HOOKS_OF_ALL:
+                    self.read_at(places.entry(key, _MODULES, key), _MODULES[key])
+                for name, value in arguments:
+                    self.reach(value, name)
+            with recorded_by(self), self._calls.heard(not self._all_at_once):
+                yield
+            if self.error is not None:
+                raise self.error
+        finally:
+            release(self._instrumented)
+            self._instrumented = []
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
+
+    def guards(self, floats: Callable[[Any, Any], bool], slots: Any, extra: Any) -> Guards:
+        """What was read, as it is now.
+
+        Args:
+            floats: whether the number at a place is an input, beside those with a stand-in.
+            slots: the places of the graph's tensors.
+            extra: places to be guarded beside those that were read.
+        """
+
+        def number(home: Any, key: Any) -> bool:
+            try:
+                return (id(home), key) in self.numbers or floats(home, key)
+            except TypeError:  # an unhashable key
+                return False
+
+        return Guards(
+            [*self.places.values(), *extra],
+            [*self.types.values()],
+            number,
+            [*self.huge.values()],
+            slots,
+        )
+
+    def watch(self, value: Any, name: str) -> None:
+        """See what the step writes into a container of the capture's own, and those in it."""
+        if is_container(value) and id(value) not in self._kept:
+            self._kept[id(value)] = value
+            self.snapshots.container(value, name)
+            keys, values = items_of(value)
+            for key, v in zip(keys or range(len(values)), values, strict=False):
+                self.watch(v, f"{name}[{key!r}]")
+
+    def put_back(self) -> None:
+        """Put the floats back that have a stand-in."""
+        for place, value in self.numbers.values():
+            place.write(value)
+
+    def refuse(self, fact: str, reason: str, name: str = "") -> None:
+        """Note that the step reads what no guard can hold, and raise it."""
+        self.error = self.error or unguarded(fact, reason, name)
+        raise self.error
+
+    # -- attributes --------------------------------------------------------------------------------
+
+    def read(self, owner: Any, name: str) -> None:
+        """An attribute is read."""
+        known = self._known.get(id(owner))
+        if known is None or self._busy or name in known.names:
+            return
+        known.names[name] = None
+        if name == "__dict__":
+            # Of torch's own code, which looks its modules' parameters up there.
+            if is_recorded(sys._getframe(2).f_code.co_filename):
+                with self._quietly():
+                    self._take_whole(known)
+            else:
+                del known.names[name]
+            return
+        with self._quietly():
+            self._read(known, name)
+
+    def _read(self, known: _Known, name: str) -> None:
+        owner, called = known.value, f"{known.name}.{name}"
+        if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
+            return
+        if name in known.held:
+            self.read_at(places.entry(called, _dict_of(owner), name), known.held[name])
+            return
+        if name in known.slots:
+            place = places.slot(called, owner, known.slots[name])
+            self.read_at(place, place.value)
+            return
+        inside = _inside(owner, name)
+        if inside is not None:
+            self.read_at(places.entry(called, inside, name), inside[name])
+            return
+        found = self._read_of_class(type(owner), name)
+        if _may_be_hidden(type(owner), name, found) and known.held is not None:
+            home = _dict_of(owner)
+            if home is not None:
+                self.read_at(places.entry(called, home, name), MISSING)
+            if found is MISSING and isinstance(owner, nn.Module):
+                for within in _INSIDE:
+                    self.read_at(places.entry(called, home[within], name), MISSING)
+
+    def _take_whole(self, known: _Known) -> None:
+        known.whole = True
+        home = _dict_of(known.value)
+        if home is not None:
+            self.read_at(places.Place(known.name, known.value, "__dict__", lambda: home), home)
+
+    def _read_of_class(self, kind: type, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            return MISSING
+        place = places.attribute_of_class(f"{kind.__name__}.{name}", kind, name)
+        value = place.value
+        if place.identity in self.places:
+            return value
+        if value is not MISSING and not _is_slot(value):
+            self.read_at(place, value)
+            for function in (getattr(value, a, None) for a in ("fget", "__func__", "func")):
+                if function is not None:
+                    self.reach(function, place.name)
+        return value
+
+    # -- what is reached ---------------------------------------------------------------------------
+
+    def read_at(self, place: Place, value: Any) -> None:
+        """The value of a place is read, which was `value` before the step."""
+        if place.identity in self.places:
+            return
+        self.places[place.identity] = place
+        self._kept[id(place.home)] = place.home
+        self.snapshots.place(place, value)
+        if type(value) is float:
+            self._offer(place, value)
+        else:
+            self.reach(value, place.name)
+
+    def _offer(self, place: Place, value: float) -> None:
+        stands = self.stand_in_for_float(place.name, place.home, place.key, value)
+        if stands is not None:
+            self.numbers[place.identity] = (place, value)
+            place.write(stands)
+            self.snapshots.place(place, stands, again=True)
+
+    def reach(self, value: Any, name: str) -> None:
+        """`value`, which was there before the step, is reached."""
+        if isinstance(value, (*_PLAIN, torch.Tensor, enum.Enum)) or id(value) in self._kept:
+            return
+        self._kept[id(value)] = value
+        if is_container(value):
+            self._reach_container(value, name)
+        elif is_array(value):
+            self.snapshots.array(value, name)
+        elif isinstance(value, types.ModuleType):
+            if _is_of_users(value.__name__):
+                self._reach_space(value, name)
+            elif value.__name__ == "os":
+                self._reach_environment()
+        elif isinstance(value, type):
+            if _is_of_users(value.__module__):
+                self._reach_space(value, name)
+                self._reach_functions(value, name)
+        elif isinstance(value, types.FunctionType):
+            self._reach_function(value, name)
+        elif isinstance(value, types.MethodType):
+            self.reach(value.__self__, name)
+            self.reach(value.__func__, name)
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            self._calls.reached(value, name)
+            if not isinstance(value.__self__, (types.ModuleType, type)):
+                self.reach(value.__self__, f"the owner of {name}")
+            known = self._known.get(id(value.__self__))
+            if known is not None and not known.whole:  # it reads past what is instrumented
+                self._take_whole(known)
+        elif isinstance(value, contextvars.ContextVar):
+            place = places.context(name, value)
+            self.read_at(place, place.value)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.reach(value.__func__, name)
+        elif _is_iterator(value):
+            if self._by_name:
+                return
+            self.refuse(
+                f"the step reads {name}, an iterator ({type(value).__name__})",
+                "what it gives next is not the same in the next call, and a graph would always "
+                "have the first",
+                name,
+            )
+        else:
+            if not self._by_name:
+                self._calls.reached(value, name)
+            self._reach_object(value, name)
+            if isinstance(value, functools._lru_cache_wrapper):
+                self.reach(value.__wrapped__, name)
+
+    def _reach_container(self, value: Any, name: str) -> None:
+        if hasattr(type(value), "__len__") and len(value) > _HUGE:
+            self.huge[id(value)] = (name, value, len(value))
+            return
+        self.snapshots.container(value, name)
+        keys, values = items_of(value)
+        if isinstance(value, (set, frozenset)):
+            keys, values = None, list(value)
+        for i, v in enumerate(values):
+            key = keys[i] if keys is not None else i
+            if type(v) is float and isinstance(value, (dict, list)):
+                place = places.item(f"{name}[{key!r}]", value, key)
+                self._offer_item(place, v)
+            elif not isinstance(v, _PLAIN):
+                self.reach(v, f"{name}.{key}" if _is_namespace(value) else f"{name}[{key!r}]")
+        if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
+            "builtins",
+            "collections",
+            "types",
+            "functools",
+        ):
+            self._reach_object(value, name)
+
+    def _offer_item(self, place: Place, value: float) -> None:
+        stands = self.stand_in_for_float(place.name, place.home, place.key, value)
+        if stands is not None:
+            self.numbers[place.identity] = (place, value)
+            place.write(stands)
+            self.snapshots.item(place, stands)
+
+    def _reach_object(self, value: Any, name: str) -> None:
+        kind = type(value)
+        if not kind.__flags__ & (1 << 9) or not _has_settings(
+            kind
+        ):  # made in C, or not looked into
+            return
+        if not self._instrument(kind):
+            return
+        held = _dict_of(value)
+        name = self._names.get(id(value), name)
+        known = _Known(value, name, dict(held or {}), _slots_of(kind))
+        self._known[id(value)] = known
+        self.types[id(value)] = (value, kind)
+        self.snapshots.owner(value, name, held, known.slots)
+        self._reach_functions(kind, kind.__name__)
+        if reads_by_itself(kind):
+            self._take_whole(known)
+            for key, v in known.held.items():
+                self.reach(v, f"{name}.{key}")
+
+    def _reach_functions(self, kind: type, name: str) -> None:
+        """The functions of a class, which are entered when they run."""
+        for base in kind.__mro__:
+            if id(base) in self._codes_of_functions or not _is_of_users(base.__module__):
+                continue
+            self._codes_of_functions.add(id(base))
+            self._kept.setdefault(id(base), base)
+            for key, value in list(vars(base).items()):
+                for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+                    if isinstance(f, types.FunctionType):
+                        self.reach(f, f"{name}.{key}")
+
+    def _reach_function(self, f: types.FunctionType, name: str) -> None:
+        code = f.__code__
+        recorded = is_recorded(code.co_filename)
+        if hasattr(f, "__wrapped__"):
+            self.reach(f.__wrapped__, name)
+        if not recorded:
+            # A decorator of a library's, as torch.no_grad: what it holds of the user's.
+            for where in f.__closure__ or ():
+                inner = _content(where)
+                if isinstance(inner, (types.FunctionType, types.MethodType, functools.partial)):
+                    self.reach(inner, name)
+            return
+        if f.__dict__:
+            self._reach_space(f, name)
+        if self._all_at_once:
+            self._enter_function(f, name)
+            self._enter_code(code, f.__globals__)
+        else:
+            self._waiting.setdefault(id(code), []).append((f, name))
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    def entered(self, frame: FrameType) -> None:
+        """A function of the user's is called."""
+        code = frame.f_code
+        if code.co_name == "<module>":  # it is imported now
+            return
+        new = id(code) not in self.codes
+        waiting = self._waiting.pop(id(code), None)
+        if not new and waiting is None:
+            return
+        with self._quietly():
+            if new:
+                self._enter_code(code, frame.f_globals)
+                if (
+                    waiting is None
+                    and code.co_freevars
+                    and id(code) not in self._codes_of_functions
+                ):
+                    waiting = [
+                        (f, f.__qualname__)
+                        for f in gc.get_referrers(code)
+                        if isinstance(f, types.FunctionType) and _runs(f, frame)
+                    ]
+            for f, name in waiting or ():
+                self._enter_function(f, name)
+
+    def _enter_code(self, code: CodeType, variables: dict[str, Any]) -> None:
+        if id(code) in self.codes:
+            return
+        self.codes[id(code)] = code
+        for const in code.co_consts:
+            if isinstance(const, CodeType):  # made within: its cells are those of this one
+                self._codes_of_functions.add(id(const))
+                self._kept[id(const)] = const
+                if self._all_at_once:
+                    self._enter_code(const, variables)
+        self._constants |= constants_of(code)
+        for name in global_names(code):
+            if name in variables or name not in _builtins(variables):
+                self.read_at(places.entry(name, variables, name), variables.get(name, MISSING))
+        for name in _imported(code):
+            module = sys.modules.get(name)
+            if module is not None:
+                self.reach(module, name)
+        new = names_of(code) - self._used
+        self._used |= new
+        for space, name in list(self._spaces.values()):
+            self._read_of_space(space, name, new)
+
+    def _enter_function(self, f: types.FunctionType, name: str) -> None:
+        if not isinstance(name, str):
+            return
+        for key, where in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            place = places.cell(key, where)
+            self.read_at(place, place.value)
+        self.read_at(places.function_part(name, f, "__code__"), f.__code__)
+        for key, called in (("__defaults__", "default"), ("__kwdefaults__", "default")):
+            self.read_at(places.function_part(f"{called} of {f.__name__}", f, key), getattr(f, key))
+
+    def _reach_space(self, space: Any, name: str) -> None:
+        """A module of Python, a class or a function, whose variables are read by the names used."""
+        self._spaces[id(space)] = (space, name)
+        self._read_of_space(space, name, self._used)
+
+    def _read_of_space(self, space: Any, name: str, names: set[str]) -> None:
+        if isinstance(space, type):
+            for key in names:
+                self._read_of_class(space, key)
+            return
+        held = vars(space)
+        before, self._by_name = self._by_name, True
+        for key in sorted(names & held.keys()):
+            if not key.startswith("__"):
+                self.read_at(places.entry(f"{name}.{key}", held, key), held[key])
+        self._by_name = before
+
+    def _reach_environment(self) -> None:
+        import os
+
+        data: Any = os.environ._data  # type: ignore[attr-defined]
+        self._kept[id(os.environ)] = os.environ
+        for text in sorted(self._constants):
+            key = os.environ.encodekey(text)  # type: ignore[attr-defined]
+            if text.isupper():
+                value = data.get(key, MISSING)
+                self.read_at(places.entry(f"os.environ[{text!r}]", data, key), value)
+
+    def _instrument(self, kind: type) -> bool:
+        if kind in self._instrumented:
+            return True
+        if instrument(kind):
+            self._instrumented.append(kind)
+            return True
+        return False
+
+
+def _dict_of(value: Any) -> Any:
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _inside(owner: Any, name: str) -> Any:
+    """The dictionary of a module's parameters, buffers or modules that has this name."""
+    if isinstance(owner, nn.Module):
+        held = _dict_of(owner)
+        for within in _INSIDE:
+            if name in held.get(within, ()):
+                return held[within]
+    return None
+
+
+def _slots_of(kind: type) -> dict[str, Any]:
+    return {
+        key: value
+        for base in reversed(kind.__mro__)
+        if _is_of_users(base.__module__)
+        for key, value in vars(base).items()
+        if _is_slot(value)
+    }
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, types.MemberDescriptorType)
+
+
+def _may_be_hidden(kind: type, name: str, found: Any) -> bool:
+    """May an attribute of the object itself come to stand before that of its class?"""
+    if name.startswith("__") and name.endswith("__"):
+        return False
+    if hasattr(type(found), "__set__"):  # a property
+        return False
+    return not (name != "forward" and vars(nn.Module).get(name) is found is not MISSING)
+
+
+def _is_of_users(module: Any) -> bool:
+    root = str(module).split(".")[0]
+    return (root not in _LIBRARY and root not in sys.stdlib_module_names) or root == "__main__"
+
+
+def _has_settings(kind: type) -> bool:
+    """Are attributes of its instances looked into?"""
+    if issubclass(kind, _OF_TORCH):
+        return True
+    root = kind.__module__.split(".")[0]
+    if root == "torch":
+        return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
+    return _is_of_users(root) or root in _OF_PYTHON
+
+
+def _is_namespace(value: Any) -> bool:
+    return isinstance(value, types.SimpleNamespace)
+
+
+def _is_iterator(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__next__") and not isinstance(value, (io.IOBase, nn.Module))
+
+
+def _content(where: types.CellType) -> Any:
+    try:
+        return where.cell_contents
+    except ValueError:
+        return None
+
+
+def _builtins(variables: dict[str, Any]) -> Any:
+    found = variables.get("__builtins__", {})
+    return found if isinstance(found, dict) else vars(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: CodeType) -> tuple[str, ...]:
+    import dis
+
+    return tuple(i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")
+
+
+def _runs(f: types.FunctionType, frame: FrameType) -> bool:
+    """Is it `f` that this frame runs, as far as the variables of its closure tell?"""
+    local = frame.f_locals
+    pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    return all(_content(where) is local.get(key) for key, where in pairs)

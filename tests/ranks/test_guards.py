@@ -1,0 +1,212 @@
+"""A compiled step reruns only while what its capture read is as it was; the rest is an error."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+import partita as pt
+
+from .state_changes import CHANGES, HOOKS, REFUSED
+
+OUTCOMES: dict[str, str] = {}
+
+
+def run(name, wrap):
+    """What four calls give and what can be seen after each; the third after the change."""
+    torch.manual_seed(0)
+    what = CHANGES[name]()
+    step = wrap(what.step)
+    found = []
+    try:
+        for i in range(4):
+            if i == 2:
+                what.change()
+            x = torch.linspace(-1, 2, 6).reshape(2, 3) * (i + 1)
+            result = step(x, *what.arguments(i))
+            found.append((result.detach().clone(), copy.deepcopy(what.seen())))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        while HOOKS:
+            HOOKS.pop().remove()
+    return found
+
+
+def same(a, b):
+    """Equal but for rounding, signs of zeros too; NaN is NaN."""
+    if isinstance(a, torch.Tensor):
+        close = torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)
+        small = a == 0
+        return a.dtype == b.dtype and close and torch.equal(a.signbit()[small], b.signbit()[small])
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def outcome(name):
+    want = run(name, lambda step: step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            got = run(name, lambda step: pt.compile(step, backend="graph"))
+        except pt.CaptureError as error:
+            assert str(error).startswith("capture: the step ")
+            return "error"
+    if same([g[0] for g in got], [w[0] for w in want]):
+        return "equal" if same(got, want) else "lost"
+    return "stale"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_state_is_seen_by_the_next_call(name):
+    OUTCOMES[name] = "crash"
+    OUTCOMES[name] = outcome(name)
+    assert OUTCOMES[name] == ("error" if name in REFUSED else "equal")
+
+
+def test_most_changes_are_equal_to_eager_and_none_is_stale_or_lost():
+    if len(OUTCOMES) < len(CHANGES):
+        pytest.skip("only some of the changes were tried")
+    counts = {kind: list(OUTCOMES.values()).count(kind) for kind in sorted({*OUTCOMES.values()})}
+    print(f"{len(OUTCOMES)} changes of state: {counts}")
+    assert len(OUTCOMES) >= 150 and set(counts) <= {"equal", "error"}
+    changes = len(CHANGES) - len(REFUSED)  # the others are named: no guard can hold them
+    assert counts["equal"] >= 0.85 * changes
+
+
+def test_a_program_is_found_again_when_the_value_returns():
+    cfg = {"k": 2}
+    step = pt.compile(lambda x: x * cfg["k"], backend="graph")
+    x = torch.ones(3)
+    for k in (2, 3, 2, 3, 2):
+        cfg["k"] = k
+        assert torch.equal(step(x), x * k)
+    assert step.reasons == ["the first call", "cfg['k']: 2 became 3"]
+
+
+def test_what_the_step_does_not_read_makes_no_capture():
+    class Trainer:
+        def __init__(self):
+            self.k, self.steps = 2, 0
+
+        def step(self, x):
+            return x * self.k
+
+    trainer = Trainer()
+    step = pt.compile(trainer.step, backend="graph")
+    for _ in range(4):
+        step(torch.ones(3))
+        trainer.steps += 1
+    assert len(step.reasons) == 1
+
+
+def test_what_cannot_be_written_is_named_with_its_line_and_left_as_it_was():
+    history, cfg = [], {"n": 0}
+
+    def keeps(x):
+        history.append(x.detach())
+        return x * 2
+
+    def counts(x):
+        cfg["n"] += 1
+        return x * 2
+
+    with pytest.raises(pt.CaptureError, match=r"leaves a tensor in history"):
+        pt.compile(keeps, backend="graph")(torch.ones(3))
+    with pytest.raises(pt.CaptureError, match=r"changes cfg\['n'\] \(0 became 1\) \(at .*:\d+\)"):
+        pt.compile(counts, backend="graph")(torch.ones(3))
+    assert history == [] and cfg == {"n": 0}
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        eager = pt.compile(counts, backend="graph", fallback="eager")
+        eager(torch.ones(3))
+    eager(torch.ones(3))
+    assert cfg == {"n": 2}
+
+
+def test_no_tensor_without_memory_stays_where_a_capture_fails():
+    class Holder:
+        seen = None
+
+    held, log = Holder(), {}
+
+    def step(x):
+        held.seen, log["x"] = x * 2, [x * 3]
+        return x.nonzero()
+
+    with pytest.raises(pt.CaptureError):
+        pt.compile(step, backend="graph", fallback=None)(torch.ones(3))
+    assert held.seen is None and log == {} and "__getattribute__" not in vars(Holder)
+    assert "__getattribute__" not in vars(torch.nn.Module)
+
+
+def test_a_print_is_said_to_run_once(capsys):
+    def step(x):
+        print("here")
+        return x * 2
+
+    step = pt.compile(step, backend="graph")
+    with pytest.warns(UserWarning, match=r"print at .*test_guards.py:\d+ runs while the step"):
+        step(torch.ones(3))
+    step(torch.ones(3))
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_a_thread_that_uses_the_model_meanwhile_sees_none_of_the_capture():
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        want = model(x)
+    wrong, stop = [], threading.Event()
+
+    def evaluate():
+        with torch.no_grad():
+            while not stop.is_set():
+                try:
+                    if torch.compiler.is_compiling() or not torch.equal(model(x), want):
+                        wrong.append("another result")
+                except Exception as error:
+                    wrong.append(repr(error))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for k in range(3):
+            pt.compile(lambda x, k=k: model(x) * k, backend="graph")(x)
+    finally:
+        stop.set()
+        thread.join()
+    assert wrong == []
+
+
+def test_a_capture_that_is_broken_off_leaves_nothing_changed():
+    class Stop(BaseException):
+        pass
+
+    model = torch.nn.Linear(4, 4)
+    weight = model.weight
+
+    def step(x):
+        model(x)
+        raise Stop
+
+    with pytest.raises(Stop):
+        pt.compile(step, backend="graph")(torch.ones(2, 4))
+    assert model.weight is weight and not torch.compiler.is_compiling()
+    assert "__getattribute__" not in vars(torch.nn.Module) and sys.getprofile() is None
+
+
+def test_a_profiler_in_place_does_not_hide_what_is_read():
+    cfg = {"k": 2}
+    step = pt.compile(lambda x: x * cfg["k"], backend="graph")
+    sys.setprofile(lambda *_: None)
+    try:
+        step(torch.ones(3))
+    finally:
+        sys.setprofile(None)
+    cfg["k"] = 4
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))

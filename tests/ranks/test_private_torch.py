@@ -13,7 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import _CheckpointFrame
 
 import partita as pt
@@ -325,3 +337,55 @@ def test_a_group_tells_its_timeout_and_how_many_collectives_it_has_begun():
         assert group._get_sequence_number_for_group() == before + 1
     finally:
         dist.destroy_process_group()
+
+
+def test_a_python_number_is_traced_and_what_is_asked_of_it_is_told():
+    env = ShapeEnv(allow_scalar_outputs=True, specialize_zero_one=False)
+    source = ConstantSource("rate")
+    with FakeTensorMode(shape_env=env, static_shapes=True):
+        symbol = env.create_unspecified_symbol(0.5, source, dynamic_dim=DimDynamic.DYNAMIC)
+        number = env.create_symfloatnode(symbol, hint=0.5, source=source)
+        x = torch.empty(3)
+
+    def run(x):
+        tracer = get_proxy_mode().tracer
+        with tracer.graph.inserting_after(tracer.graph.find_nodes(op="placeholder")[-1]):
+            node = tracer.graph.placeholder("number")
+        proxy = torch.fx.Proxy(node, tracer)
+        track_tensor_tree(number, proxy, constant=None, tracer=tracer)
+        assert number != 0
+        y = x * (1 - number)
+        z = torch.ones_like(x)
+        set_proxy_slot(z, tracer, get_proxy_slot(y, tracer))  # what reads z from now on reads y
+        return z + 1
+
+    made = make_fx(run)(x)
+    (condition,) = [g.expr for g in env.guards if str(symbol) in map(str, g.expr.free_symbols)]
+    code = PythonPrinter().doprint(condition)
+    assert eval(code, dict(SYMPY_INTERP), {str(symbol): 2.0})
+    assert not eval(code, dict(SYMPY_INTERP), {str(symbol): 0.0})
+    assert symbol in env.backed_var_to_val and not env.pending_fresh_unbacked_symbols
+    (end,) = made.graph.find_nodes(op="output")
+    (read, *_) = end.all_input_nodes[0].all_input_nodes
+    assert read.target is torch.ops.aten.mul.Tensor
+
+
+def test_the_hooks_of_tensors_and_optimizers_are_in_dictionaries():
+    p = nn.Parameter(torch.ones(2))
+    assert not p._backward_hooks and not getattr(p, "_post_accumulate_grad_hooks", None)
+    p.register_hook(lambda g: g)
+    p.register_post_accumulate_grad_hook(lambda p: None)
+    assert len(p._backward_hooks) == len(p._post_accumulate_grad_hooks) == 1
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    told = []
+    optimizer.register_step_pre_hook(lambda *_: told.append(1))
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    handle = register_optimizer_step_pre_hook(
+        lambda o, *_: o._optimizer_step_pre_hooks.clear() if o is optimizer else None
+    )
+    try:
+        p.grad = torch.ones(2)
+        optimizer.step()  # a hook of all optimizers runs first, and may keep others from it
+    finally:
+        handle.remove()
+    assert not told

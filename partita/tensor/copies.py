@@ -15,7 +15,7 @@ from .autograd import moved
 from .dtensor import DTensor, tagged
 from .plain import admit
 from .plain_writes import give_history, whole_alias
-from .spec import Spec, spec_of
+from .spec import Spec, spec_of, taken_by
 from .special import gradient_of, means
 from .tensor_state import OURS
 from .view_writes import written_through
@@ -40,6 +40,8 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
         admit(src, spec.wire, "copy_")
         src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
     fitting = _fitting(src, spec)
+    if src._spec is not fitting:
+        fitting = taken_by(fitting)
     with Local():
         local = src if src._spec is fitting else moved(src, src._spec, fitting, "copy_", "implicit")
         torch._C.TensorBase.copy_(x, local, non_blocking)

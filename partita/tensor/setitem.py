@@ -19,7 +19,7 @@ from .autograd import moved
 from .dtensor import DTensor
 from .plain import admit
 from .plain_writes import give_history, whole_alias
-from .spec import Spec, spec_of
+from .spec import Spec, spec_of, taken_by
 from .view_writes import written_through
 
 __all__ = ["set_item"]
@@ -221,4 +221,4 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
             return
         copy = moved(x, spec, whole, "setitem", "implicit").clone()
         _write(copy, places, value)
-        torch.Tensor.copy_(x, moved(copy, whole, spec, "setitem", "implicit"))
+        torch.Tensor.copy_(x, moved(copy, whole, taken_by(spec), "setitem", "implicit"))

@@ -13,7 +13,7 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-__all__ = ["Spec", "laid_out", "placed", "spec_of", "two_meshes"]
+__all__ = ["Spec", "laid_out", "placed", "spec_of", "taken_by", "two_meshes"]
 
 
 class Spec:
@@ -136,6 +136,16 @@ def laid_out(wire: Wire, shape: Sequence[int], placements: Sequence[Placement]) 
         return spec_of(Layout.of(wire.mesh, shape, placements), wire)
     except LayoutError as error:
         raise error.located(user_line()) from None
+
+
+def taken_by(spec: Spec) -> Spec:
+    """How a value must lie that is written into memory of `spec`: a pending maximum of one value is
+    that value, which each rank takes whole."""
+    layout = spec.layout
+    if all(op == "sum" for _, op in layout.partial):
+        return spec
+    sums = tuple((axis, op) for axis, op in layout.partial if op == "sum")
+    return spec_of(Layout(layout.shape, layout.shards, sums, layout.invariant), spec.wire)
 
 
 def two_meshes(op: str, one: Wire, other: Wire) -> LayoutError:

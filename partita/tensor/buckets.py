@@ -81,10 +81,11 @@ def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
     for key, group in groups.items():
         wires.setdefault(key[0], []).extend(group)
     for wire, group in wires.items():
-        key = ("gradients", *map(id, group))
+        # By places and specs, which are alike on all ranks; what an object's number is, is not.
+        place = {id(p): i for i, p in enumerate(params)}
+        key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
         if wire.mesh.size() == 1 or isinstance(wire, TraceWire) or is_agreed(wire, key):
             continue
-        place = {id(p): i for i, p in enumerate(params)}
         said = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
         agree(
             "gradients",

@@ -23,7 +23,7 @@ from .choose import Choice
 from .names import Form
 from .plan import Path, at_path, path_here, replaced, tensors_of
 
-__all__ = ["as_with_elements"]
+__all__ = ["as_with_elements", "tied_to"]
 
 Shape = tuple[int, ...]
 
@@ -142,14 +142,21 @@ def _tied(out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]) 
     outs = tensors_of(out)
     if len(outs) != len(like):
         return out
-    new = []
-    for t, there in zip(outs, like, strict=True):
-        reached = _nodes_behind([t], operands)
-        lost = [o for o in operands if _node(o) not in reached]
-        new.append(_Tie.apply(t, *lost) if lost and there.requires_grad else t)
+    new = [
+        tied_to(t, operands) if there.requires_grad else t
+        for t, there in zip(outs, like, strict=True)
+    ]
     if isinstance(out, torch.Tensor):
         return new[0]
     return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+
+
+def tied_to(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`t` with all of `operands`, which require grad, behind it."""
+    reached = _nodes_behind([t], operands)
+    lost = [o for o in operands if _node(o) not in reached]
+    tied: torch.Tensor = _Tie.apply(t, *lost) if lost else t
+    return tied
 
 
 class _Tie(torch.autograd.Function):

@@ -16,6 +16,7 @@ from partita.layout import Fix, LayoutError, Placement, own_placement
 
 from .arguments import one_wire
 from .dtensor import DTensor, tagged
+from .empty_pieces import tied_to
 from .spec import Spec, laid_out
 
 __all__ = ["local_map"]
@@ -85,12 +86,27 @@ def local_map(
             **pytree.tree_unflatten(named, shape_of_kwargs),
         )
         results, shape_of_results = pytree.tree_flatten(out)
+        results = _with_lost_operands(results, [*flat, *named], tensors)
         given = _one_each(_listed(out_placements), results, "out_placements", name)
         even = all(_is_even(t._spec) for t in tensors)
         made = [_typed(o, p, wire, even) for o, p in zip(results, given, strict=True)]
         return pytree.tree_unflatten(made, shape_of_results)
 
     return run
+
+
+def _with_lost_operands(
+    results: list[Any], locals_: list[Any], tensors: list[DTensor]
+) -> list[Any]:
+    """Where a piece is empty on this rank, torch's kernels may have left operands out of the graph
+    that they are in on other ranks."""
+    if not torch.is_grad_enabled() or all(t._piece().numel() for t in tensors):
+        return results
+    operands = [t for t in locals_ if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [
+        tied_to(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r
+        for r in results
+    ]
 
 
 def _listed(placements: Any) -> Any:

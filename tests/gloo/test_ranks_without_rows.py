@@ -206,9 +206,22 @@ def others() -> dict[str, Case]:
     }
 
 
+def bias_in_local_map() -> dict[str, Case]:
+    q, bias = randn(ROWS, 2, 5, 4), randn(5, 5)
+
+    def attend(q: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=m)
+
+    def run(q: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        mapped = pt.local_map(attend, [Shard(0)]) if isinstance(q, pt.DTensor) else attend
+        return mapped(q, m)
+
+    return {"a bias in local_map": ((q,), (bias,), run)}
+
+
 def every() -> dict[str, Case]:
     torch.manual_seed(0)
-    return losses() | norms() | attentions() | others()
+    return losses() | norms() | attentions() | others() | bias_in_local_map()
 
 
 def on_one_device(case: Case) -> list[torch.Tensor]:

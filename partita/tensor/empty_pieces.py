@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 
 from partita.comm import Wire
 from partita.layout import Layout
@@ -98,12 +98,17 @@ def _trial(
     cannot be told without values."""
     args, kwargs = replaced(args, kwargs, dict(metas))
     try:
-        with torch.enable_grad():
+        # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
+        with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
             outs = tensors_of(run(*args, **kwargs))
     except (RuntimeError, NotImplementedError):
         return None
     reached = _nodes_behind(outs, [m for m in metas.values() if m.requires_grad])
     return outs, [p for p, m in metas.items() if m.requires_grad and _node(m) in reached]
+
+
+def _save_nothing(_: Any) -> Any:
+    return None
 
 
 def _node(t: torch.Tensor) -> Node:

@@ -16,6 +16,14 @@ import torch
 
 __all__ = ["entered"]
 
+# An init function hands itself over by its name in its module, where transformers puts functions of
+# its own while it initialises a model; these call torch's. To enter one of them would not end.
+_INITS = {
+    name: func
+    for name, func in vars(torch.nn.init).items()
+    if isinstance(func, types.FunctionType) and name.endswith("_") and name[0] != "_"
+}
+
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -92,5 +100,7 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python."""
     if not isinstance(func, types.FunctionType):
         return None
+    if func.__module__ != torch.nn.init.__name__:
+        func = _INITS.get(func.__name__, func)
     closure = func.__closure__ and tuple(_entered_cell(c, func) for c in func.__closure__)
     return _copy(func, _space_of(func), closure)

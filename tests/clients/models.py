@@ -458,12 +458,12 @@ def unet() -> nn.Module:
 
     return UNet2DModel(
         sample_size=8,
-        block_out_channels=(8, 16),
+        block_out_channels=(8,),
         layers_per_block=1,
         norm_num_groups=4,
         attention_head_dim=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        down_block_types=("AttnDownBlock2D",),
+        up_block_types=("AttnUpBlock2D",),
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 __all__ = ["Cell", "main", "run_cells"]
 
-LIMIT = 600.0
+LIMIT = 1800.0
 """Seconds that a cell may take, on a loaded machine too; one of Inductor's takes five times."""
 
 

@@ -26,7 +26,7 @@ def train_cells(rank: int, cells: list[tuple[str, str]]) -> None:
 
 def test_two_models_train_on_processes() -> None:
     cells = [("Llama", "ZeRO-3"), ("BERT", "ZeRO-3, pt.remat"), ("BERT", "bf16 autocast")]
-    run_ranks(train_cells, 2, cells, timeout=100)
+    run_ranks(train_cells, 2, cells, timeout=300)
 
 
 def trainer_of_the_page(rank: int, environment: dict[str, str]) -> tuple[list[float], list[float]]:
@@ -52,5 +52,5 @@ def trainer_of_the_page(rank: int, environment: dict[str, str]) -> tuple[list[fl
 
 def test_the_trainer_of_the_page_runs_under_torchrun() -> None:
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for ours, truth in run_ranks(trainer_of_the_page, 2, environment, timeout=100):
+    for ours, truth in run_ranks(trainer_of_the_page, 2, environment, timeout=300):
         assert ours == pytest.approx(truth, rel=1e-4)

@@ -252,3 +252,22 @@ def test_what_has_memory_is_left_alone() -> None:
 
     with pt.ranks(tp=2) as world:
         world.run(ranks)
+
+
+def test_an_init_function_that_a_library_put_in_torchs_place_draws_what_torchs_draws(monkeypatch):
+    own = nn.init.normal_
+
+    def normal_(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+        return own(tensor, mean=mean, std=std)
+
+    monkeypatch.setattr(nn.init, "normal_", normal_)
+
+    def draw(mesh) -> torch.Tensor:
+        x = pt.zeros(4, 3, device_mesh=mesh, placements=[pt.Shard(0)])
+        torch.manual_seed(1)
+        return nn.init.normal_(x, std=0.5).full_tensor()
+
+    torch.manual_seed(1)
+    truth = own(torch.zeros(4, 3), std=0.5)
+    with pt.ranks(dp=2) as world:
+        assert all(torch.equal(x, truth) for x in world.run(draw))

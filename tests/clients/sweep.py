@@ -146,7 +146,8 @@ def format_table(cells: list[Cell], models: list[str], modes: list[str]) -> str:
 
 
 def format_sums(cells: list[Cell]) -> str:
-    verdicts = ("right", "refused", "wrong", "fault", "crash", "hang")
+    verdicts = dict.fromkeys(("right", "refused", "wrong", "fault", "crash", "hang"))
+    verdicts |= dict.fromkeys(c.verdict for c in cells)
     count = {v: sum(c.verdict == v for c in cells) for v in verdicts}
     share = 100 * count.pop("right") / max(1, len(cells))
     return f"{len(cells)} cells: {share:.1f} % right; " + ", ".join(

@@ -26,8 +26,8 @@ COLLECTIVES = (
 what `batch_isend_irecv` is given is looked at instead."""
 
 
-def look_before_collectives(look: Callable[[str, Any], None]) -> None:
-    """From now on each collective first calls `look` with its name and what it is given."""
+def look_before_collectives(look: Callable[[str, Any], Any]) -> None:
+    """From now on each collective takes what `look` gives for its name and what it is given."""
     if not dist.is_available():
         return
     for name in COLLECTIVES:
@@ -41,12 +41,11 @@ def look_before_collectives(look: Callable[[str, Any], None]) -> None:
 
 
 def _looking(
-    name: str, original: Callable[..., Any], look: Callable[[str, Any], None]
+    name: str, original: Callable[..., Any], look: Callable[[str, Any], Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        look(name, args)
-        look(name, kwargs)
+        args, kwargs = look(name, args), look(name, kwargs)
         if name == "batch_isend_irecv":
             lists = (*args, *kwargs.values())
             look(name, [getattr(op, "tensor", None) for ops in lists for op in ops])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.func
 import torch.utils.dlpack
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 from torch._C import _len_torch_function_stack
 from torch.jit import _builtins
@@ -210,14 +211,23 @@ SPECIAL[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def refuse_collective(name: str, given: Any) -> None:
-    """Raise where a collective of torch.distributed would take a DTensor's piece for its value."""
+def operands_of_collective(name: str, given: Any) -> Any:
+    """What a collective of torch.distributed gets for what it was given.
+
+    What every rank holds whole is, on each, the plain tensor of the same memory.
+
+    Raises:
+        LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
+    """
     if not _holds_dtensor(given):
-        return
+        return given
+    parted = [t for t in _dtensors(given) if not t._spec.is_whole]
+    if not parted:
+        return given if "object" in name else _as_plain(given)
     raise LayoutError(
-        f"torch.distributed: {name} cannot take a DTensor",
+        f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
         place=user_line(),
-        operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in _dtensors(given))[:2],
+        operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in parted)[:2],
         reason="it would exchange the ranks' pieces as if each were the whole value",
         fixes=(
             Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
@@ -227,6 +237,15 @@ def refuse_collective(name: str, given: Any) -> None:
     )
 
 
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        with Local():
+            return value.view_as(value)
+    if isinstance(value, dict):
+        return {key: _as_plain(v) for key, v in value.items()}
+    return type(value)(map(_as_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
 def _dtensors(value: Any) -> list[DTensor]:
     if isinstance(value, DTensor):
         return [value]
@@ -234,7 +253,7 @@ def _dtensors(value: Any) -> list[DTensor]:
     return [t for v in parts if _holds_dtensor(v) for t in _dtensors(v)]
 
 
-look_before_collectives(refuse_collective)
+look_before_collectives(operands_of_collective)
 
 
 # -- what can mean the right thing -----------------------------------------------------------------

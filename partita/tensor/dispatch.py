@@ -39,7 +39,7 @@ def _run_of(op: Op) -> Run | None:
     if op.func in SPECIAL or passes(op.func):
         return _meaning(SPECIAL.get(op.func))
     if is_collective(op.func):
-        return _refuse_collective
+        return _run_collective
     if op.form.name.startswith("_fused_"):
         return run_fused
     if op.form.operator is not None and op.form.operator.is_torchs:
@@ -49,11 +49,12 @@ def _run_of(op: Op) -> Run | None:
     return run_foreach if op.form.foreach else None
 
 
-def _refuse_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    from .bypass import refuse_collective
+def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    from .bypass import operands_of_collective
 
-    refuse_collective(op.form.name, (args, kwargs))
-    raise AssertionError("a collective was dispatched without a DTensor")
+    args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
+    with Local():
+        return func(*args, **kwargs)
 
 
 def _meaning(special: Callable[..., Any] | None) -> Run:

@@ -230,6 +230,19 @@ def test_collectives_of_torch_refuse_a_dtensor_and_take_its_piece():
         assert piece.tolist() == [4, 6, 8, 10] and torch.equal(whole, torch.arange(8.0))
 
 
+def of_whole_values(rank):
+    """What a program does that averages its loss by itself."""
+    loss = pt.distribute_tensor(torch.arange(8.0), mesh_of(rank), [Shard(0)]).sum().full_tensor()
+    whole = pt.distribute_tensor(loss, mesh_of(rank), [Replicate()])
+    summed = functional.all_reduce(whole, "sum", dist.group.WORLD)
+    dist.all_reduce(whole)
+    return (whole / dist.get_world_size()).item(), summed.item(), loss.item()
+
+
+def test_collectives_of_torch_take_what_every_rank_holds_whole():
+    assert run_ranks(of_whole_values, 2) == [(28.0, 56.0, 28.0)] * 2
+
+
 def in_other_groups(rank):
     for ranks in ([0, 1], [2, 3], [1, 2, 3]):
         dist.new_group(ranks)

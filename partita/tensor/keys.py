@@ -161,5 +161,5 @@ def _compiled(
         "flagged": flagged,
         **(defaults or {}),
     }
-    exec(source, space)
+    exec(compile(source, __file__, "exec"), space)  # in a file of ours: it is no user's code
     return space["key"]  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import partita as pt
+from partita.compile.guards.codes import is_recorded
+from partita.tensor.keys import declared_key, operand_key
 
 S = pt.Shard
 x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -371,3 +374,11 @@ def test_the_tensors_and_floats_of_a_plain_object_are_inputs():
             assert reasons == ["the first call"]
             for p, q in zip(found, want, strict=True):
                 torch.testing.assert_close(p, q)
+
+
+def test_code_that_the_library_makes_is_no_part_of_a_user_s_program():
+    for make in (
+        operand_key,
+        lambda names: declared_key([*signature(torch.nn.Linear).parameters.values()]),
+    ):
+        assert not is_recorded(make(["x", "other"]).__code__.co_filename)

@@ -23,7 +23,7 @@ from .origin import current
 from .setitem import set_item
 from .settled import allowed_gradient, hold, unmark_settled
 from .spec import Spec, spec_of
-from .tensor_state import own_state
+from .tensor_state import own_state, state_of
 
 __all__ = [
     "BROKEN_OFF",
@@ -78,9 +78,17 @@ def _getter(name: str) -> Any:
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
+def _show_gradient(x: torch.Tensor) -> None:
+    """What ZeRO keeps of x's gradient becomes a part of it: it is to be read, or cleared."""
+    rest = state_of(x).rest
+    if rest is not None:
+        rest.owner.show_gradient()
+
+
 @means(_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """The gradient, typed by duality. Typed once: later reads give the same object."""
+    _show_gradient(x)
     with Local():
         grad = _grad.__get__(x)
         if grad is None:
@@ -103,6 +111,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
 
 @means(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    _show_gradient(x)
     if grad is not None:
         if not isinstance(x, DTensor):
             raise LayoutError(
@@ -130,6 +139,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 @means(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
+    _show_gradient(x)
     unmark_settled(x)
     with Local():
         _grad.__delete__(x)
@@ -296,7 +306,12 @@ def _get_data(x: DTensor) -> DTensor:
 @means(T.data.__set__)
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
-        with Local():
+        before, after = value._spec, x._spec
+        with Local(), torch.no_grad():
+            alike = before.wire is after.wire and before.shape == after.shape
+            if x.requires_grad and alike and before is not after:
+                # Its optimizer's state, its gradient and ZeRO's blocks lie as a parameter does.
+                value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
             _data.__set__(x, value)
         x._spec = value._spec
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -77,10 +77,11 @@ def distribute_batch(
         raise ValueError(f'each_rank_has is "whole" or "piece", not {each_rank_has!r}')
     tensors = _tensors(batch)
     if each_rank_has == "whole":
-        _agree_whole(tensors, wire)
+        _agree_whole(batch, tensors, wire)
         specs = [_spec(tuple(t.shape), places, wire) for t in tensors]
         pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
+        _agree_kinds(batch, wire)
         shapes = _shapes(tensors, places, wire)
         specs = [_spec(shape, places, wire) for shape in shapes]
         _agree_pieces(tensors, specs, wire)
@@ -92,7 +93,7 @@ def distribute_batch(
     return _with(batch, iter(spread))
 
 
-def _agree_whole(tensors: list[torch.Tensor], wire: Wire) -> None:
+def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     """Raise on all ranks unless all have read one batch."""
     fixes = (
         Fix('each_rank_has="piece"', "where each rank has read its own rows"),
@@ -103,13 +104,23 @@ def _agree_whole(tensors: list[torch.Tensor], wire: Wire) -> None:
         "reason": 'each_rank_has="whole": each rank keeps its part of what all of them have',
         "fixes": fixes,
     }
-    shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+    shapes = _described(batch, lambda t: str(list(t.shape)))
     agree_first("distribute_batch", shapes, wire, **said)
     key = (call_site(), "distribute_batch", "whole")
     if _is_compared(wire, key):
         return
     agree("distribute_batch", f"{shapes}, checksum {_checksums(tensors)}", wire, **said)
     remember_agreed(wire, key)
+
+
+def _agree_kinds(batch: Any, wire: Wire) -> None:
+    """Raise on all ranks unless all have equally many tensors, of the same keys and dtypes."""
+    agree_first(
+        "distribute_batch",
+        _described(batch, lambda t: f" of {t.dim()} dimensions"),
+        wire,
+        fact="the ranks' pieces are not of one batch",
+    )
 
 
 def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
@@ -203,6 +214,15 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     return [t for part in batch for t in _tensors(part)] if isinstance(batch, list | tuple) else []
+
+
+def _described(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
+    if isinstance(batch, torch.Tensor):
+        return str(batch.dtype).removeprefix("torch.") + shape(batch)
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{key}: {_described(part, shape)}" for key, part in batch.items())
+    parts = batch if isinstance(batch, (list, tuple)) else []
+    return ", ".join(text for text in (_described(part, shape) for part in parts) if text)
 
 
 def _with(batch: Any, new: Any) -> Any:

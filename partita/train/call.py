@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward
@@ -37,6 +39,7 @@ class Call:
     Attributes:
         trains: does any of the block's parameters get a gradient?
         written: parameters that the forward wrote in place, and their versions at its end.
+        shards: the parameters that the forward gathered.
         since: autograd's number of the first node that the block itself made.
         needs: will backward read the parameters? Not of an embedding, say. What a checkpoint within
             saves is not seen here.
@@ -51,6 +54,7 @@ class Call:
         self.trains = any(wanting)
         self.since = 0
         self.written: dict[int, int] = {}
+        self.shards = unit.shards()
         self.watches_inputs = graded and not all(wanting)
         if self.trains and not in_backward():
             unit.calls.add(self)
@@ -93,6 +97,13 @@ class Call:
         """Take the gradients of the gathered parameters, in the order of the flats."""
         unit = self.unit
         unit.calls.discard(self)
+        if any(a is not b for a, b in zip(self.shards, unit.shards(), strict=True)):
+            raise LayoutError(
+                f"the block {unit.name!r} holds other parameters than in the forward of this pass",
+                place=user_line(),
+                reason="their gradients would be lost",
+                fixes=(Fix("exchange parameters after backward", "or take no nn.Parameter there"),),
+            )
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
             self._reduce_with_history(grads)
         else:

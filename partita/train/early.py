@@ -204,6 +204,9 @@ class Early:
                 hold(p, tagged(g, self._after(p)))
                 mark_settled(p)
 
+    def show_gradient(self) -> None:
+        """The program reads a gradient: what is kept here is in it."""
+
     def _after(self, p: DTensor) -> Spec:
         """The spec of a gradient that is summed over our axes; others may be pending yet."""
         layout = p._spec.gradient.layout

@@ -8,6 +8,8 @@ gathered is ever saved, and no graph, alias or cast can make it live longer.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +88,7 @@ class Unit:
     def _fit(self) -> None:
         """Make room for the parameters as they are now: `model.to(dtype)` changes them."""
         shards = self.shards()
-        kinds = [(p.dtype, p.device) for p in shards]
+        kinds = [(p.dtype, p.device, p._spec) for p in shards]
         if kinds == self._kinds:
             return
         for flat in self.flats:
@@ -114,6 +116,18 @@ class Unit:
         return self._shards
 
     @property
+    def holds_its_own(self) -> bool:
+        """Are the shards in their places?
+
+        `torch.func.functional_call` puts other values there, a program sets `p.data` to one of
+        another layout, or unties a weight. Such values are not gathered: ops use them as they lie.
+        """
+        return self.shown or all(
+            self.zero.has_sharded(held[0]) and all(p is held[0] for p in held)
+            for held in ([s.owner._parameters.get(s.attr) for s in some] for some in self.slots)
+        )
+
+    @property
     def saves_unseen(self) -> bool:
         """May there be a checkpoint within: of a module's part, or of its own forward?"""
         return any(next(m.children(), m) is not m or "forward" in vars(m) for m in self.modules)
@@ -131,7 +145,7 @@ class Unit:
 
     def start(self) -> None:
         """Begin to gather."""
-        if self._is_ready:
+        if self._is_ready or not self.holds_its_own:
             return
         shards = self.shards()
         if not self.depth and not self.busy:
@@ -273,17 +287,19 @@ class Unit:
             return self._prepared(args, kwargs, None)
         self._open.append(None)
         HERE.unfinished.append(self._finish)
-        if self.depth:  # a tied weight's other module, or the same module again, within
+        # Within: a tied weight's other module, or the same module again.
+        if self.depth or not self.holds_its_own:
             self.depth += 1
             return None
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
+        is_recorded = torch.is_grad_enabled()
         # Unheard by a region around, which would take what is done here for the program's.
-        with Unheard():
+        with Unheard(), _counting_versions():
             self.zero.enter_forward(self)
             self.depth = 1
             call = None
             wanted = graded or any(p.requires_grad for p in self.shards())
-            if torch.is_grad_enabled() and wanted:
+            if is_recorded and wanted:
                 call = Call(self, graded)
             self.show(call)
         if call is not None:
@@ -335,7 +351,7 @@ class Unit:
             forward.close()
         if self.depth:
             return
-        with Unheard():
+        with Unheard(), _counting_versions():
             try:
                 self._write_back(None if forward is None else forward.call)
             finally:
@@ -345,6 +361,17 @@ class Unit:
                     self.release()
                 elif not self.busy:
                     self.hide()
+
+
+@contextmanager
+def _counting_versions() -> Iterator[None]:
+    """Outside inference mode: the mode's own tensors count no versions, and what is gathered within
+    it may be used after it."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _version(p: torch.Tensor) -> int:

@@ -158,6 +158,14 @@ class Zero:
             layout = layout.put(a, Replicate())
         return spec_of(layout, spec.wire)
 
+    def has_sharded(self, p: torch.Tensor | None) -> bool:
+        """Is `p` a parameter that lies as this state lays them?"""
+        return (
+            isinstance(p, DTensor)
+            and isinstance(p, nn.Parameter)
+            and all(p._spec.layout.placement(a) == Shard(0) for a in self.axes)
+        )
+
     # -- forward -----------------------------------------------------------------------------------
 
     def _begin(self, *_: Any) -> None:
@@ -283,6 +291,11 @@ class Zero:
 
     def updated(self) -> None:
         """An optimizer has updated the shards: nothing has to be gathered before it is used."""
+
+    def show_gradient(self) -> None:
+        """The program reads a gradient, or clears it: shares that were kept become a part of it."""
+        if not in_backward() and any(unit.held for unit in self.units):
+            self.finish()
 
     def finish(self) -> None:
         """Reduce the shares that were kept, and add them to the parameters' gradients."""

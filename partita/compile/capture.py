@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
@@ -39,16 +40,21 @@ from .guards.expected import MISSING, brief
 from .guards.instrument import exclusive
 from .hooks import hang_hooks
 from .inputs import Inputs
-from .notes import Recorder
+from .notes import Recorder, note_of
 from .numbers import NUMBER, Numbers
 from .optimizers import Stepping
 from .program import Input, Output, Place, Program
-from .refusals import told_of, users_line
+from .refusals import not_an_input, told_of, users_line
 from .state import Cell, Slot, State
 from .symbolic import is_symbolic
 
 __all__ = ["capture"]
 
+_OF_NUMBERS = (  # what makes a tensor of numbers that the step has given
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift.default,
+)
 _NO_OWNERS = ("gradient", "mark", "number", "cotangent")  # inputs that have no gradient themselves
 
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
@@ -129,6 +135,18 @@ def _settle(run: _Capture, program: Program) -> None:
     program.writes = run.writes
 
 
+def _check_constants(graph: fx.Graph) -> None:
+    """Raise CaptureError if a tensor that is no input has come into the graph with its value.
+
+    What a step makes of numbers is copied first. Fake modes refuse any other tensor, but a proxy
+    mode takes some calls of a tensor of one number on itself.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            if user.op == "call_function" and user.target not in _OF_NUMBERS:
+                raise not_an_input(note_of(user).source)
+
+
 def _places_of(slots: Sequence[Slot]) -> list[tuple[int, Any]]:
     """As `Place.identity` has them."""
     homes = [(s.home.cell if isinstance(s.home, Cell) else s.home, s.key) for s in slots]
@@ -179,6 +197,7 @@ class _Capture:
             if told is error:
                 raise
             raise told from error
+        _check_constants(made.graph)
         made_inputs(made.graph, self.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         made.graph.eliminate_dead_code()

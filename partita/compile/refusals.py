@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from partita.comm import Uneven, user_line
 from partita.layout import Fix, LayoutError
 
-from .errors import not_captured, of_data
+from .errors import CaptureError, not_captured, of_data
 
-__all__ = ["told_of", "users_line"]
+__all__ = ["not_an_input", "told_of", "users_line"]
 
 
 def told_of(error: Exception, line: str) -> Exception:
@@ -48,13 +48,18 @@ def told_of(error: Exception, line: str) -> Exception:
             place=line,
         )
     if "FakeTensor" in text or "Fake" in type(error).__name__:
-        return not_captured(
-            "the step uses a tensor that is not among its inputs",
-            f"it is not an argument, nor found by name where the step is defined ({text})",
-            Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
-            place=line,
-        )
+        return not_an_input(line, f" ({text})")
     return error
+
+
+def not_an_input(place: str, more: str = "") -> CaptureError:
+    """The error to raise where a step uses a tensor that it does not reach by name."""
+    return not_captured(
+        "the step uses a tensor that is not among its inputs",
+        f"it is not an argument, nor found by name where the step is defined{more}",
+        Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
+        place=place,
+    )
 
 
 def users_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ stead for a while.
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import operator
@@ -31,6 +32,7 @@ __all__ = ["Slot", "State", "names_of_call", "state_of", "tensors_of_call"]
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _NOT_USERS = ("torch", "partita", "builtins")
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SEARCHED = 10_000  # entries of a container that an object holds
 
 
@@ -275,6 +277,10 @@ class _Search:
                 self.state.lists.append((value.param_groups, len(value.param_groups)))
                 for i, group in enumerate(value.param_groups):
                     self.state.lists.append((group["params"], len(group["params"])))
+                    for key, v in group.items():  # a rate that is a tensor
+                        if isinstance(v, torch.Tensor):
+                            at = Slot(f"{name}.param_groups[{i}][{key!r}]", "value", group, key)
+                            self.value(at.name, v, at)
                     for j, p in enumerate(group["params"]):
                         at = Slot(f"{name}.params[{i}][{j}]", "parameter", group["params"], j)
                         self.value(at.name, p, at)
@@ -304,7 +310,8 @@ class _Search:
         package = type(value).__module__.split(".")[0]
         if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
             return
-        if package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}:
+        library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
+        if library and not isinstance(value, _NAMESPACES):
             return
         if id(value) in self._named or not self._first_time(value):
             return

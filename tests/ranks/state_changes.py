@@ -8,6 +8,7 @@ run.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextvars
 import dataclasses
 import enum
@@ -16,8 +17,10 @@ import itertools
 import logging
 import math
 import os
+import queue
 import random
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -1985,3 +1988,132 @@ def a_function_with_a_name_built_up():
     return Change(
         lambda x: getattr(table, "f" + "1")(x), lambda: having("f1", lambda x: x * 5)(table)
     )
+
+
+# -- what a step meets beside its own names --------------------------------------------------------
+
+
+class _Base:
+    def scaled(self, x):
+        return x * 2
+
+
+class _Derived(_Base):
+    def scaled(self, x):
+        return super().scaled(x) + 1
+
+
+@change
+def a_method_of_a_base_that_super_calls():
+    base = type("Base", (_Base,), {"scaled": lambda self, x: x * 2})
+    made = type("Made", (_Derived, base), {})()
+
+    def put():
+        base.scaled = lambda self, x: x * 100
+
+    return Change(made.scaled, put)
+
+
+@change
+def a_method_of_a_base_that_is_named():
+    class Base:
+        def scaled(self, x):
+            return x * 2
+
+    class Derived(Base):
+        def scaled(self, x):
+            return Base.scaled(self, x) + 1
+
+    made = Derived()
+    return Change(
+        lambda x: made.scaled(x), lambda: setattr(Base, "scaled", lambda self, x: x * 100)
+    )
+
+
+@change
+def an_attribute_that_its_class_comes_to_have():
+    class Settings:
+        pass
+
+    held = Settings()
+    return Change(lambda x: x * getattr(held, "k", 3), lambda: setattr(Settings, "k", 4))
+
+
+@change
+def a_global_before_a_builtin():
+    variables: dict[str, Any] = {}
+    exec("def step(x):\n    return x * abs(-3)", variables)
+    return Change(variables["step"], lambda: variables.update(abs=lambda v: 10))
+
+
+@change
+def a_number_in_a_tensor_of_a_namespace():
+    held = types.SimpleNamespace(total=torch.zeros(()))
+
+    def step(x):
+        held.total = held.total * 0.9 + x.sum()
+        return x * held.total
+
+    return Change(step, lambda: setattr(held, "total", torch.tensor(5.0)))
+
+
+@refused
+def a_number_in_a_tensor_that_nothing_finds():
+    held = collections.UserDict(total=torch.zeros(()))
+
+    def step(x):
+        return x * (held["total"] * 0.9)
+
+    return Change(step, lambda: held.update(total=torch.tensor(5.0)))
+
+
+@change
+def a_rate_that_becomes_a_tensor():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Change(step, lambda: optimizer.param_groups[0].update(lr=torch.tensor(0.3)))
+
+
+@refused
+def an_event_of_other_threads():
+    event = threading.Event()
+    return Change(lambda x: x * (2 if event.is_set() else 1), event.set)
+
+
+@refused
+def a_queue_of_other_threads():
+    waiting: queue.Queue[int] = queue.Queue()
+
+    def step(x):
+        waiting.put(1)
+        return x * 2
+
+    return Change(step, lambda: None, waiting.qsize)
+
+
+@refused
+def a_file_that_is_read():
+    def step(x):
+        with open(__file__) as file:
+            return x * len(file.read(1))
+
+    return Change(step, lambda: None)
+
+
+@refused
+def work_that_another_thread_does():
+    model = nn.Linear(3, 3)
+
+    def step(x):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(model, x).result()
+
+    return Change(step, lambda: None)

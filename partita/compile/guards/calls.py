@@ -7,9 +7,13 @@ and logged is printed and logged while a step is captured, and that is said once
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
+import pathlib
+import queue
 import random
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,6 +56,26 @@ _SEEDS = {
 }
 # Decorators, through which what the user calls comes to what it names.
 _BETWEEN = ("contextlib.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+# What other threads, or other programs, see of a step and a step of them.
+_SHARED = {
+    f.__code__: f"{f.__module__}.{f.__qualname__}"
+    for f in (
+        threading.Thread.start,
+        threading.Event.set,
+        threading.Event.clear,
+        threading.Event.is_set,
+        threading.Event.wait,
+        queue.Queue.put,
+        queue.Queue.get,
+        queue.Queue.qsize,
+        concurrent.futures.ThreadPoolExecutor.submit,
+        pathlib.Path.open,
+        pathlib.Path.read_text,
+        pathlib.Path.read_bytes,
+        pathlib.Path.write_text,
+        pathlib.Path.write_bytes,
+    )
+}
 _SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
 _RANDOM_CODES = {
     f.__code__
@@ -64,7 +88,8 @@ def _kind_of(code: CodeType) -> str:
     if is_recorded(code.co_filename):
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
-    return "special" if logs or code in _SEEDS or code in _RANDOM_CODES else "library"
+    special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
+    return "special" if special else "library"
 
 
 def _is_between(code: CodeType, called: CodeType) -> bool:
@@ -142,7 +167,9 @@ class Calls:
         if code.co_name == "_log":
             self._tell("logging", caller)
             return
-        if code in _SEEDS:
+        if code in _SHARED:
+            self._shared(_SHARED[code])
+        elif code in _SEEDS:
             self._seed(_SEEDS[code])
         else:
             self._random(f"random.{code.co_name}")
@@ -151,6 +178,8 @@ class Calls:
         if function is print:
             self._tell("print", frame)
             return
+        if function is open:
+            self._shared("open")
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
         if owner is None:
@@ -193,6 +222,14 @@ class Calls:
         self._record.refuse(
             f"the step draws a number of Python's or numpy's ({name})",
             "a graph would always have the number of its capture",
+        )
+
+    def _shared(self, name: str) -> None:
+        self._record.refuse(
+            f"the step calls {name}",
+            "what other threads and files hold is no part of a graph: it would be read or written "
+            "once, at capture, and not in each call",
+            "what it reads",
         )
 
     def _tell(self, name: str, frame: FrameType) -> None:

@@ -21,7 +21,7 @@ _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.s
 # What torch itself computes with while it traces.
 _OF_TORCH = tuple(
     os.sep + name + os.sep
-    for name in "functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
+    for name in "filelock functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
 )
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL")

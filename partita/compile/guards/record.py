@@ -98,6 +98,8 @@ class Record:
         self._codes_of_functions: set[int] = set()
         self._spaces: dict[int, tuple[Any, str]] = {}  # modules of Python and classes
         self._used: set[str] = set()
+        self._supers: set[str] = set()  # names that code which may say `super()` uses
+        self._classes: dict[int, type] = {}
         self._constants: set[str] = set()
         self._instrumented: list[type] = []
         self._busy = False
@@ -211,6 +213,9 @@ class Record:
             self.read_at(places.entry(called, inside, name), inside[name])
             return
         found = self._read_of_class(type(owner), name)
+        if found is MISSING and not name.startswith("__"):  # a class may come to have it
+            kind = type(owner)
+            self.read_at(places.attribute_of_class(f"{kind.__name__}.{name}", kind, name), MISSING)
         if _may_be_hidden(type(owner), name, found) and known.held is not None:
             home = _dict_of(owner)
             if home is not None:
@@ -363,11 +368,12 @@ class Record:
 
     def _reach_functions(self, kind: type, name: str) -> None:
         """The functions of a class, which are entered when they run."""
+        self._classes[id(kind)] = kind
+        self._read_of_bases(kind)
         for base in kind.__mro__:
             if id(base) in self._codes_of_functions or not _is_of_users(base.__module__):
                 continue
             self._codes_of_functions.add(id(base))
-            self._kept.setdefault(id(base), base)
             for key, value in list(vars(base).items()):
                 for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
                     if isinstance(f, types.FunctionType):
@@ -432,7 +438,7 @@ class Record:
                     self._enter_code(const, variables)
         self._constants |= constants_of(code)
         for name in global_names(code):
-            if name in variables or name not in _builtins(variables):
+            if name != "super":  # one of Python's own may come to be hidden by a global
                 self.read_at(places.entry(name, variables, name), variables.get(name, MISSING))
         for name in _imported(code):
             module = sys.modules.get(name)
@@ -440,6 +446,10 @@ class Record:
                 self.reach(module, name)
         new = names_of(code) - self._used
         self._used |= new
+        if "__class__" in code.co_freevars:
+            self._supers |= names_of(code)
+            for kind in list(self._classes.values()):
+                self._read_of_bases(kind)
         for space, name in list(self._spaces.values()):
             self._read_of_space(space, name, new)
 
@@ -457,6 +467,13 @@ class Record:
         """A module of Python, a class or a function, whose variables are read by the names used."""
         self._spaces[id(space)] = (space, name)
         self._read_of_space(space, name, self._used)
+
+    def _read_of_bases(self, kind: type) -> None:
+        """What `super()` may give: what a base has, though another class stands before it."""
+        for base in kind.__mro__[1:]:
+            if _is_of_users(base.__module__):
+                for key in sorted(self._supers & vars(base).keys()):
+                    self._read_of_class(base, key)
 
     def _read_of_space(self, space: Any, name: str, names: set[str]) -> None:
         if isinstance(space, type):
@@ -559,11 +576,6 @@ def _content(where: types.CellType) -> Any:
         return where.cell_contents
     except ValueError:
         return None
-
-
-def _builtins(variables: dict[str, Any]) -> Any:
-    found = variables.get("__builtins__", {})
-    return found if isinstance(found, dict) else vars(found)
 
 
 @functools.lru_cache(maxsize=4096)

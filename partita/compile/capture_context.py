@@ -20,13 +20,36 @@ __all__ = ["call_by_call", "compiling", "swapped", "unseen"]
 
 
 class _InThisThread:
-    """A flag that is set in the threads that capture."""
+    """A flag that is set in the threads that capture; to whoever calculates with it, a bool."""
 
     def __init__(self, otherwise: Any):
         self.otherwise = otherwise
 
     def __bool__(self) -> bool:
         return HERE.capturing or bool(self.otherwise)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __int__(self) -> int:
+        return int(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __index__, __ror__, __rand__, __rxor__ = __int__, __or__, __and__, __xor__
 
 
 _LOCK = threading.Lock()

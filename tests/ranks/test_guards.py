@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -210,3 +212,21 @@ def test_a_profiler_in_place_does_not_hide_what_is_read():
         sys.setprofile(None)
     cfg["k"] = 4
     assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
+
+
+def test_what_a_collection_of_garbage_runs_is_no_part_of_a_step():
+    read = []
+
+    def hear(*_):
+        read.append(time.perf_counter())
+
+    gc.callbacks.append(hear)
+    try:
+
+        def step(x):
+            gc.collect()
+            return x.sum()
+
+        assert pt.compile(step, backend="graph")(torch.ones(3)).item() == 3 and read
+    finally:
+        gc.callbacks.remove(hear)

@@ -8,6 +8,7 @@ and logged is printed and logged while a step is captured, and that is said once
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import inspect
 import pathlib
 import queue
@@ -123,6 +124,7 @@ class Calls:
         self._kinds: dict[int, str] = {}
         self._codes: dict[int, CodeType] = {}
         self._told: set[str] = set()
+        self._collecting = False
 
     @contextmanager
     def heard(self, listen: bool) -> Iterator[None]:
@@ -132,17 +134,44 @@ class Calls:
             return
         states = _states()
         before = sys.getprofile()
-        sys.setprofile(self._event)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
+        with self._collections_unheard():
+            sys.setprofile(self._event)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
         for name, (state, put) in states.items():
             if _states()[name][0] != state and self._record.error is None:
                 put(state)
                 self._random(name)
 
+    @contextmanager
+    def _collections_unheard(self) -> Iterator[None]:
+        """Within, what a collection of garbage runs (finalizers, callbacks) is none of the step's.
+
+        It comes at any time, in whichever thread allocates.
+        """
+        thread = threading.get_ident()
+
+        def begins(phase: str, _: Any) -> None:
+            if phase == "start" and threading.get_ident() == thread:
+                self._collecting = True
+
+        def ends(phase: str, _: Any) -> None:
+            if phase == "stop" and threading.get_ident() == thread:
+                self._collecting = False
+
+        gc.callbacks.insert(0, begins)
+        gc.callbacks.append(ends)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(begins)
+            gc.callbacks.remove(ends)
+
     def _event(self, frame: FrameType, what: str, argument: Any) -> None:
+        if self._collecting:
+            return
         kind = self._kinds.get(id(frame.f_code))
         if kind == "library":  # most calls by far
             return

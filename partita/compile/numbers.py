@@ -53,7 +53,7 @@ class Numbers:
         Args:
             given: the input that it is going to be.
         """
-        if self.plain or not math.isfinite(value):
+        if self.plain or not _is_traceable(value):
             self._values.append((given, value))
             return value
         mode = get_proxy_mode()
@@ -80,7 +80,9 @@ class Numbers:
             if not names or any(name not in self._symbols for name in names):
                 continue  # of what is read out of a tensor, which torch decides by itself
             numbers = tuple(self._symbols[name] for name in names)
-            code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
+            code = None  # what is read as a number has the sign of its zero, too
+            if not _is_value(guard.expr):
+                code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
             said = _said(guard.expr, {n: g.name for n, g in self._symbols.items()})
             found.append(
                 Condition(
@@ -94,15 +96,25 @@ class Numbers:
             )
         for given, value in self._values:
             if id(given) not in symbolic:
-                text = f"a Python number is read ({self.plain or 'it is not finite'})"
+                text = f"a Python number is read ({self.plain or f'{value} cannot be traced'})"
                 found.append(Condition(text, user_line(), (given,), (value,), None))
         return found
+
+
+def _is_traceable(value: float) -> bool:
+    """Symbolic numbers are finite, and know no zero below zero."""
+    return math.isfinite(value) and not (value == 0 and math.copysign(1, value) < 0)
+
+
+def _is_value(expr: Any) -> bool:
+    """Does a condition say what one number is?"""
+    return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
 
 
 def _said(expr: Any, names: dict[str, str]) -> str:
     """A condition in words."""
     kind = type(expr).__name__
-    if kind == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol:
+    if _is_value(expr):
         return f"{_named(expr.lhs, names)} is read as a number"
     sign = {"Equality": "==", "Unequality": "!="}.get(kind, getattr(expr, "rel_op", ""))
     text = f"{_named(expr.lhs, names)} {sign} {_named(expr.rhs, names)}" if sign else str(expr)

@@ -295,7 +295,7 @@ class Program:
         for output, value in zip(self.given, found, strict=True):
             if output.spec is not None:
                 value = tagged(value, output.spec)
-            if output.scalar:
+            if output.scalar and isinstance(value, torch.Tensor):  # else the step's own constant
                 value = value.item()
             if output.kind == "result":
                 leaves.append(value)

@@ -382,3 +382,26 @@ def test_code_that_the_library_makes_is_no_part_of_a_user_s_program():
         lambda names: declared_key([*signature(torch.nn.Linear).parameters.values()]),
     ):
         assert not is_recorded(make(["x", "other"]).__code__.co_filename)
+
+
+def test_the_sign_of_a_zero_that_is_read_as_a_number_makes_another_program():
+    fast = graph_of(lambda x, s: x * math.copysign(1.0, s))
+    for s in (0.0, -0.0, 0.0):
+        assert torch.equal(fast(x, s), x * math.copysign(1.0, s))
+    assert len(fast.reasons) == 2
+
+
+def test_a_float_that_the_step_sets_to_a_constant_is_what_the_next_call_reads():
+    class Warm:
+        factor = None
+
+    def step(x, warm):
+        y = x * warm.factor
+        warm.factor = 0.25
+        return y
+
+    one, other = Warm(), Warm()
+    one.factor = other.factor = 0.5
+    fast = graph_of(lambda x: step(x, one))
+    for _ in range(3):
+        assert torch.equal(fast(x), step(x, other)) and one.factor == other.factor

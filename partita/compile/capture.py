@@ -31,10 +31,10 @@ from .captured_attributes import Attributes, check_result, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
-from .errors import not_captured
+from .errors import CaptureError, not_captured
 from .finished import Trace
 from .functional import functional
-from .guards import Record, Write
+from .guards import Guards, Record, Write
 from .guards.codes import line_of_write
 from .guards.expected import MISSING, brief
 from .guards.instrument import exclusive
@@ -73,7 +73,8 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
         run = _Capture(step, args, kwargs, state, unmarked, plain)
         try:
             program = _run(run)
-        except LayoutError:
+        except LayoutError as error:
+            _note_guards(error, run)
             raise
         except Exception as error:
             # What is traced of numbers is not all that can be done with them.
@@ -84,12 +85,22 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
         if program is not None:
             if run.writes:
                 other = _Capture(step, args, kwargs, state, unmarked, plain)
-                _run(other)
-                _check_repeats(run, other)
+                try:
+                    _run(other)
+                    _check_repeats(run, other)
+                except LayoutError as error:
+                    _note_guards(error, run)
+                    raise
             _settle(run, program)
             return program
         run.undo()
         unmarked |= run.read_marks
+
+
+def _note_guards(error: LayoutError, run: _Capture) -> None:
+    """Have an error know what the step had read until then."""
+    if isinstance(error, CaptureError):
+        error.guards = run.guards()
 
 
 def _run(run: _Capture) -> Program | None:
@@ -119,17 +130,7 @@ def _check_repeats(run: _Capture, other: _Capture) -> None:
 def _settle(run: _Capture, program: Program) -> None:
     """Note as guards of a program what its step has read, as it was before the step."""
     run.undo()
-    numbers = set()
-    for given in run.numbers.given:
-        if given.path:
-            home = given.home.cell if isinstance(given.home, Cell) else given.home
-            numbers.add((id(home), given.path[0]))
-
-    def number(home: Any, key: Any) -> bool:
-        return (id(home), key) in numbers
-
-    slots = frozenset(_places_of(run.slots))
-    program.guards = run.record.guards(number, slots, run.state.guarded())
+    program.guards = run.guards()
     for write in run.writes:
         write.redo()
     program.writes = run.writes
@@ -331,6 +332,20 @@ class _Capture:
             raise
         for write in self._left:
             write.undo()
+
+    def guards(self) -> Guards:
+        """What the step has read, as it is now."""
+        numbers = set()
+        for given in self.numbers.given:
+            if given.path:
+                home = given.home.cell if isinstance(given.home, Cell) else given.home
+                numbers.add((id(home), given.path[0]))
+
+        def number(home: Any, key: Any) -> bool:
+            return (id(home), key) in numbers
+
+        slots = frozenset(_places_of(self.slots))
+        return self.record.guards(number, slots, self.state.guarded())
 
     def undo(self) -> None:
         """Make the step's writes undone."""

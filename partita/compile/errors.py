@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from partita.comm import user_line
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
+
+if TYPE_CHECKING:
+    from .guards import Guards
 
 __all__ = ["EAGER", "CaptureError"]
 
@@ -12,7 +17,13 @@ EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be ca
 
 
 class CaptureError(LayoutError):
-    """A step does what a graph cannot say: a branch on data, a tensor from nowhere."""
+    """A step does what a graph cannot say: a branch on data, a tensor from nowhere.
+
+    Attributes:
+        guards: what the step had read of Python until then; None where that is not known.
+    """
+
+    guards: Guards | None = None
 
 
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:

@@ -21,7 +21,7 @@ from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, r
 from partita.tensor.watch import HERE
 
 from .errors import CaptureError
-from .guards import CallGuard, History, described, signature_of
+from .guards import CallGuard, Guards, History, described, signature_of
 from .last import Last
 from .optimizers import prime, unprime
 from .state import State, names_of_call, state_of, tensors_of_call
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledStep"]
 
 _EAGER_KEPT = 1024  # kinds of calls that are known not to be captured
+_TRIES = 16  # captures of one kind of call that may fail, for other values of Python
 
 
 class CompiledStep(Last):
@@ -57,7 +58,8 @@ class CompiledStep(Last):
         # By signature, and a number that tells programs of one signature apart.
         self._programs: OrderedDict[tuple[Any, int], Program] = OrderedDict()
         self._made = 0
-        self._eager: set[Any] = set()
+        self._eager: dict[Any, _Refused] = {}  # by signature
+        self._runs_eagerly: _Refused | None = None
         self._state: State | None = None
         self._last: Program | None = None
         self._call_guard: CallGuard | None = None
@@ -92,13 +94,13 @@ class CompiledStep(Last):
         watcher = HERE.watcher
         if watcher is None:
             program, tensors = self._ready(args, kwargs)
-            return self.step(*args, **kwargs) if program is None else self._run(program, tensors)
+            return self._run(program, tensors) if program else self._run_eagerly(args, kwargs)
         HERE.watcher = None  # what finds and makes a program is no part of the user's
         try:
             program, tensors = self._ready(args, kwargs)
         finally:
             HERE.watcher = watcher
-        return self.step(*args, **kwargs) if program is None else self._heard(program, tensors)
+        return self._heard(program, tensors) if program else self._run_eagerly(args, kwargs)
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
         """The program of a call and the call's tensors; None where it runs eagerly."""
@@ -111,11 +113,14 @@ class CompiledStep(Last):
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
-        if signature in self._eager:
-            return None, []
         key, why = self._kept(signature, tensors)
         if key is None:
+            refused = self._eager.get(signature)
+            if refused is not None and refused.holds():
+                self._runs_eagerly = refused
+                return None, []
             return self._first(signature, args, kwargs, why)
+        self._history.reused()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
         guard = CallGuard(slots, tensors, (args, kwargs), program, state)
@@ -159,6 +164,13 @@ class CompiledStep(Last):
                 wire.check(f"compiled {self.title} runs {program.key[:16]} at {user_line()}")
             program.compare(tensors)
         tell(program.runs)
+
+    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
+        refused, self._runs_eagerly = self._runs_eagerly, None
+        result = self.step(*args, **kwargs)
+        if refused is not None:
+            refused.ran()
+        return result
 
     def _run(self, program: Program, tensors: list[Any]) -> Any:
         guard = self._call_guard
@@ -210,7 +222,9 @@ class CompiledStep(Last):
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
             if len(self._eager) >= _EAGER_KEPT:
                 self._eager.clear()
-            self._eager.add(signature)
+            before = self._eager.get(signature)
+            tries = 1 if before is None else before.tries + 1
+            self._eager[signature] = self._runs_eagerly = _Refused(error.guards, tries)
             return None, []
         inputs = {id(i.tensor) for i in program.inputs}
         unprime(primed, lambda t: id(t) in inputs)
@@ -281,6 +295,27 @@ class CompiledStep(Last):
     def _what(self) -> str:
         name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
         return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
+
+
+class _Refused:
+    """A kind of call that could not be captured, and what the step had read of Python by then.
+
+    What the step itself changes of it, run eagerly, is no reason to try again: what stands there
+    after one call is what the next is compared to.
+    """
+
+    def __init__(self, guards: Guards | None, tries: int):
+        self._guards = guards if tries < _TRIES else None
+        self.tries = tries
+
+    def holds(self) -> bool:
+        """Would another try find what the last one found?"""
+        return self._guards is None or self._guards.hold()
+
+    def ran(self) -> None:
+        """The step has run eagerly."""
+        if self._guards is not None and not self._guards.hold():
+            self._guards = self._guards.as_now()
 
 
 def _rebuilt(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:

@@ -5,8 +5,8 @@
              SimpleFSDP (a parametrization that gathers, compiled); all in turn in one run
     small    D=64, two layers, ZeRO-3 over one process that trains on the full batch
     tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute
-    guards   what share of a call it takes to look at what the step read of Python: tiny, compiled,
-             and 24 layers, d=256, captured (the share of a step that runs node by node)
+    guards   what share of a call it takes to look at what the step read of Python (and, beside it,
+             at tensors and arguments too): a tiny GPT and a Llama of 24 layers, d=256, compiled
     start    a cold store and a warm one: how long until 4 ranks have made their first step
 
 What memory a compiled step takes is asked by `partita bench memory`.
@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import partita as pt
+from partita.train.models.llama import Llama
 from partita.train.zero import zero
 
 from .bench_zero import Shape, fsdp, training
@@ -180,24 +181,47 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _guards(options: argparse.Namespace) -> dict[str, Any]:
-    """Time of `Guards.hold` beside that of whole calls, in one process."""
+    """Time of `Guards.hold`, and of all that is checked, beside that of whole calls."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    shapes = {"tiny": (TINY, "inductor"), "24 layers": (Shape(layers=24, width=256), "graph")}
-    print(f"\n{'':<12}{'guards':>8}{'check':>12}{'call':>12}{'share':>8}")
-    for name, (shape, backend) in shapes.items():
-        step = pt.compile(training(shape.model()), backend=backend)
-        batch = shape.tokens(1)
-        for _ in range(3):
-            step(*batch)
-        guards = step.program.guards
-        assert guards is not None
-        check = _median(lambda hold=guards.hold: hold(), 20 * options.rounds)
-        call = _median(lambda step=step, batch=batch: step(*batch), options.rounds)
-        found[name] = {"guards": len(guards), "check": check, "call": call, "share": check / call}
-        said = f"{len(guards):>8}{check * 1e6:>9.0f} us{call * 1e3:>9.2f} ms{check / call:>8.1%}"
-        print(f"{name:<12}{said}", flush=True)
+    llama = Shape(layers=24, width=256)
+    models = {"tiny": (TINY, TINY.model), "llama": (llama, lambda: _llama(llama))}
+    print(f"\n{'':<8}{'backend':<10}{'guards':>8}{'check':>11}{'call':>12}{'share':>8}{'all':>11}")
+    for name, (shape, model) in models.items():
+        for backend in options.backends:
+            step = pt.compile(training(model()), backend=backend)
+            found[f"{name} {backend}"] = one = _share(step, tuple(shape.tokens(1)), options.rounds)
+            print(
+                f"{name:<8}{backend:<10}{one['guards']:>8}{one['check'] * 1e6:>8.0f} us"
+                f"{one['call'] * 1e3:>9.2f} ms{one['check'] / one['call']:>8.2%}"
+                f"{one['all'] * 1e6:>8.0f} us",
+                flush=True,
+            )
     return found
+
+
+def _llama(shape: Shape) -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        groups=shape.heads // 2,
+        context=shape.context,
+    )
+
+
+def _share(step: Any, batch: Any, rounds: int) -> dict[str, float]:
+    """Seconds of one call of a step and of what is checked before it."""
+    for _ in range(3):
+        step(*batch)
+    guards, call = step.program.guards, step._call_guard
+    return {
+        "guards": len(guards),
+        "check": _median(guards.hold, 20 * rounds),
+        "call": _median(lambda: step(*batch), rounds),
+        "all": _median(lambda: call.tensors(batch, {}), 20 * rounds),
+    }
 
 
 def _median(run: Callable[[], Any], times: int) -> float:
@@ -245,6 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=(), help="these ways of `train`, and `alone`")
+    parser.add_argument(
+        "--backends", nargs="+", default=["inductor"], help="of `guards`: inductor, graph"
+    )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     unknown = set(options.parts) - set(PARTS)

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextvars
 import dataclasses
 import enum
+import fractions
 import functools
 import itertools
 import logging
@@ -376,6 +377,145 @@ item(
     lambda: [Lazy().__getattribute__],
     lambda c: c[0]("_k"),
     lambda c: having("_k", 5)(c[0].__self__),
+)
+
+
+# -- large containers, and what is reached in other ways -------------------------------------------
+
+MANY = 100_001
+
+
+def read_by_bound(method: str, *arguments: Any) -> Callable[[], Change]:
+    """A value that is read by a container's own method, which the closure holds."""
+
+    def build() -> Change:
+        held = {"k": 2} if method == "get" else [2, 5, 2]
+        read = getattr(held, method)
+        write = functools.partial(held.__setitem__, "k" if method == "get" else 0)
+        return Change(lambda x: x * read(*arguments), lambda: write(7))
+
+    return build
+
+
+CHANGES["a_dicts_get_in_a_closure"] = read_by_bound("get", "k")
+CHANGES["a_lists_count_in_a_closure"] = read_by_bound("count", 2)
+
+
+class Setter:
+    """A property that is written through."""
+
+    def __init__(self) -> None:
+        self._k = 2
+
+    @property
+    def k(self) -> int:
+        return self._k
+
+    @k.setter
+    def k(self, value: int) -> None:
+        self._k = value
+
+
+def bare(**values: Any) -> Any:
+    """An object of a class of its own."""
+    return type("Bare", (Plain,), {})(**values)
+
+
+class Meta(type):
+    scale = 2
+
+
+item(
+    "an_attribute_that_comes_to_a_class",
+    bare,
+    lambda c: getattr(c, "scale", 2),
+    lambda c: setattr(type(c), "scale", 5),
+)
+item(
+    "an_attribute_that_hides_that_of_a_base",
+    bare,
+    lambda c: type(c).factor,
+    lambda c: setattr(type(c), "factor", 5),
+)
+item("an_item_of_a_large_list", lambda: [2] * MANY, lambda c: c[-1], setting(-1, 4))
+item("a_large_list_that_grows", lambda: [2] * MANY, len, lambda c: c.append(4))
+item("a_large_dict", lambda: dict.fromkeys(range(MANY), 2), lambda c: c[5], setting(5, 4))
+item(
+    "a_key_of_a_large_dict",
+    lambda: dict.fromkeys(range(MANY), 2),
+    lambda c: 2 if 5 in c else 3,
+    lambda c: c.__setitem__(-1, c.pop(5)),
+)
+item(
+    "a_member_of_a_large_set",
+    lambda: set(range(MANY)),
+    lambda c: 2 if 5 in c else 3,
+    lambda c: (c.discard(5), c.add(-1)),
+)
+item("a_large_tuple_in_a_list", lambda: [(2,) * MANY], lambda c: c[0][7], setting(0, (3,) * MANY))
+item(
+    "a_large_list_in_a_dict",
+    lambda: {"k": [2] * MANY},
+    lambda c: c["k"][7],
+    lambda c: c["k"].sort(key=id) or c["k"].__setitem__(7, 3),
+)
+item("a_large_list_of_floats", lambda: [2.0] * MANY, lambda c: c[3], setting(3, 4.0))
+item(
+    "a_zero_in_a_large_list",
+    lambda: [0.0] * MANY,
+    lambda c: math.copysign(2, c[3]),
+    setting(3, -0.0),
+)
+item("a_user_dict", lambda: collections.UserDict(k=2), lambda c: c["k"], setting("k", 4))
+item("a_user_list", lambda: collections.UserList([2]), lambda c: c[0], setting(0, 4))
+item("what_a_property_writes", Setter, lambda c: c.k, having("k", 4))
+item(
+    "a_fraction",
+    lambda: [fractions.Fraction(1, 2)],
+    lambda c: float(c[0]),
+    setting(0, fractions.Fraction(3, 2)),
+)
+item(
+    "a_default_factory",
+    lambda: collections.defaultdict(lambda: 2),
+    lambda c: c.copy()["k"],
+    lambda c: setattr(c, "default_factory", lambda: 5),
+)
+item(
+    "the_type_of_a_value",
+    lambda: {"k": 2},
+    lambda c: 3 if isinstance(c["k"], str) else 2,
+    setting("k", "2"),
+)
+item(
+    "a_key_of_another_type",
+    lambda: {1: 2},
+    lambda c: 3 if any(k is True for k in c) else 2,
+    lambda c: (c.clear(), c.update({True: 2})),
+)
+item(
+    "a_dict_in_another_order",
+    lambda: {"a": 2, "b": 3},
+    lambda c: next(iter(c.values())),
+    lambda c: c.__setitem__("a", c.pop("a")),
+)
+item(
+    "a_list_of_lists_of_lists",
+    lambda: [[[2]]],
+    lambda c: c[0][0][0],
+    lambda c: c[0][0].__setitem__(0, 4),
+)
+item(
+    "a_list_that_holds_itself",
+    lambda: [c := [2], c.append(c)][0],
+    lambda c: c[1][1][0],
+    setting(0, 4),
+)
+item(
+    "a_class_made_by_another",
+    lambda: Meta("OfMeta", (), {}),
+    lambda c: c.scale,
+    lambda c: setattr(c, "scale", 5),
 )
 
 
@@ -1281,8 +1421,12 @@ def a_step_post_hook_of_an_optimizer(model):
 
 @trained
 def a_step_pre_hook_of_an_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1), lambda o: o.register_step_pre_hook(
-        lambda o, a, k: model.weight.grad.mul_(0.5)
+    def halve(optimizer, args, kwargs):  # None: what a hook returns stands for the arguments
+        model.weight.grad.mul_(0.5)
+
+    return (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda o: o.register_step_pre_hook(halve),
     )
 
 

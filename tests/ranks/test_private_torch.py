@@ -370,6 +370,55 @@ def test_a_python_number_is_traced_and_what_is_asked_of_it_is_told():
     assert read.target is torch.ops.aten.mul.Tensor
 
 
+def test_hooks_of_all_modules_are_in_dictionaries_that_each_call_of_a_module_looks_at():
+    held = {k: v for k, v in vars(nn.modules.module).items() if k.startswith("_global_")}
+    tables = {k: v for k, v in held.items() if k.endswith("_hooks")}
+    hang = nn.modules.module
+    for register, key in (
+        (hang.register_module_forward_hook, "_global_forward_hooks"),
+        (hang.register_module_forward_pre_hook, "_global_forward_pre_hooks"),
+        (hang.register_module_full_backward_hook, "_global_backward_hooks"),
+        (hang.register_module_full_backward_pre_hook, "_global_backward_pre_hooks"),
+    ):
+        assert isinstance(tables[key], dict) and not tables[key]
+        handle = register(lambda *_: None)
+        assert len(tables[key]) == 1 and vars(hang)[key] is tables[key]
+        handle.remove()
+        assert not tables[key]
+
+
+def test_the_hooks_and_parts_of_a_module_are_in_dictionaries_of_its_own():
+    module = nn.Linear(2, 2)
+    held = vars(module)
+    for register, key in (
+        (module.register_forward_hook, "_forward_hooks"),
+        (module.register_forward_pre_hook, "_forward_pre_hooks"),
+        (module.register_full_backward_hook, "_backward_hooks"),
+    ):
+        assert isinstance(held[key], dict) and not held[key]
+        register(lambda *_: None)
+        assert len(held[key]) == 1
+    assert [*held["_parameters"]] == ["weight", "bias"]
+    assert all(isinstance(held[key], dict) for key in ("_buffers", "_modules"))
+    assert "__getattribute__" not in vars(nn.Module)  # it may be put there, and taken away
+
+
+def test_torch_asks_one_flag_whether_it_is_compiled():
+    compiler = torch.compiler
+    assert compiler._is_compiling_flag is False and not compiler.is_compiling()
+
+    class Yes:
+        def __bool__(self):
+            return True
+
+    compiler._is_compiling_flag = Yes()
+    try:
+        assert compiler.is_compiling()
+    finally:
+        compiler._is_compiling_flag = False
+    assert not compiler.is_compiling()
+
+
 def test_the_hooks_of_tensors_and_optimizers_are_in_dictionaries():
     p = nn.Parameter(torch.ones(2))
     assert not p._backward_hooks and not getattr(p, "_post_accumulate_grad_hooks", None)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import functools
 import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,9 +28,11 @@ __all__ = [
     "Difference",
     "Expected",
     "Identity",
+    "Many",
     "argument_key",
     "as_expected",
     "brief",
+    "holds_no_more",
     "is_array",
     "is_container",
     "items_of",
@@ -48,6 +52,7 @@ Difference = tuple[str, str, str]
 """Where within a value, as "['k'][0]"; what was there; what is there now."""
 
 _BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+_PLAIN = (*_BY_EQUALITY, float, complex)
 _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
@@ -129,19 +134,28 @@ class AnyTensor(Expected):
 
 @dataclass(frozen=True, eq=False)
 class Bound(Expected):
-    """A method of an object. Each time that it is read it is another object."""
+    """A method of an object. Each time that it is read it is another object.
+
+    Attributes:
+        inner: what that object was, if it is a container: its methods read what it holds.
+    """
 
     kind: type
     name: str
     function: Any
     owner: Any
+    inner: Expected | None = None
 
     def difference(self, now: Any) -> Difference | None:
         if type(now) is self.kind and now.__self__ is self.owner:
             function = getattr(now, "__func__", None)
             if now.__name__ == self.name and function is self.function:
-                return None
+                return None if self.inner is None else self.inner.difference(self.owner)
         return ("", f"the method {self.name}", brief(now))
+
+    def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
+        if self.inner is not None:
+            yield from self.inner.parts(self.owner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +232,76 @@ class Contents(Expected):
                     yield from expected.parts(value)
             finally:
                 self._busy = False
+
+
+@dataclass(eq=False)
+class Many(Expected):
+    """A container of very many entries, which are compared one by one but not looked into.
+
+    Attributes:
+        name: what it is called.
+        value: the container itself.
+    """
+
+    name: str
+    value: Any
+    keys: list[Any] | None = field(init=False, default=None)
+    values: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys, self.values = _entries_of(self.value)
+
+    def difference(self, now: Any) -> Difference | None:
+        kind = type(self.value)
+        if type(now) is not kind:
+            return ("", brief(self.value), brief(now))
+        keys, values = _entries_of(now)
+        if len(values) != len(self.values):
+            return ("", f"{_name(kind)} of {len(self.values)}", f"of {len(values)}")
+        if isinstance(now, _SETS):
+            known = {v: v for v in self.values}
+            if all(_same_entry(known.get(v, MISSING), v) for v in values):
+                return None
+            return ("", f"{_name(kind)} of {len(values)}", "of others")
+        if self.keys is not None and (found := _other_key(self.keys, keys or [])) is not None:
+            return found
+        if all(map(is_, self.values, values)):
+            return None
+        for i, (was, value) in enumerate(zip(self.values, values, strict=True)):
+            if not _same_entry(was, value):
+                return (f"[{keys[i]!r}]" if keys else f"[{i}]", brief(was), brief(value))
+        return None
+
+    def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
+        yield self, now
+
+
+def _entries_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
+    return (None, list(value)) if isinstance(value, _SETS) else items_of(value)
+
+
+def _other_key(was: list[Any], now: list[Any]) -> Difference | None:
+    if all(map(is_, was, now)) or all(map(_same_key, was, now)):
+        return None
+    i = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if not _same_key(a, b))
+    return ("", f"{brief(was[i])} there", f"{brief(now[i])}")
+
+
+def _same_entry(a: Any, b: Any) -> bool:
+    if a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same_entry, a, b))
+    return type(a) in _PLAIN and same_bits(a, b)
+
+
+def holds_no_more(value: Any) -> bool:
+    """Is there nothing in an entry that could change while it stands where it is?"""
+    if type(value) is tuple:
+        return all(map(holds_no_more, value))
+    return type(value) in _PLAIN or isinstance(value, (torch.Tensor, enum.Enum))
 
 
 def _other_keys(was: list[Any], now: Any) -> Difference | None:
@@ -310,7 +394,10 @@ def as_expected(
         return Memory(type(value), _shape(value), _bytes(value))
     if isinstance(value, _METHODS) and value.__self__ is not None:
         function = getattr(value, "__func__", None)
-        return Bound(type(value), value.__name__, function, value.__self__)
+        owner = value.__self__
+        held = is_container(owner) or is_array(owner)
+        inner = as_expected(owner, known, number) if held else None
+        return Bound(type(value), value.__name__, function, owner, inner)
     if _compares_by_value(value):
         return Bits(value)
     return Identity(value)

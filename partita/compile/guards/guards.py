@@ -21,10 +21,11 @@ from .expected import (
     AnyTensor,
     Contents,
     Expected,
-    Identity,
     Kind,
+    Many,
     as_expected,
 )
+from .instrument import own_attributes
 from .places import Place, item
 
 __all__ = ["Guards"]
@@ -45,8 +46,9 @@ class Guards:
         places: what was read. What stands there now is what is expected.
         types: objects, and of which type each is.
         numbers: whether a number that stands at a place is an input of the graph.
-        huge: containers that are compared by identity and length.
+        huge: names of containers that are not looked into, and these.
         slots: places whose tensors are inputs, which are looked at for themselves.
+        classes: of which the number of attributes is part of it: one may hide another.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Guards:
         places: Sequence[Place],
         types: Sequence[tuple[Any, type]] = (),
         numbers: Callable[[Any, Any], bool] = lambda home, key: False,
-        huge: Sequence[tuple[str, Any, int]] = (),
+        huge: Sequence[tuple[str, Any]] = (),
         slots: frozenset[tuple[int, Any]] = frozenset(),
+        classes: Sequence[type] = (),
     ):
-        known: dict[int, Expected] = {id(value): Identity(value) for _, value, _ in huge}
+        self._given = (places, types, numbers, huge, slots, classes)
+        known: dict[int, Expected] = {id(value): Many(name, value) for name, value in huge}
         self._guards = []
         for place in places:
             value, taken = place.value, numbers(place.home, place.key)
@@ -65,11 +69,18 @@ class Guards:
             self._guards.append(_Guard(place, expected))
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
-        self._huge, self._slots = list(huge), slots
+        self._slots, self._classes = slots, classes
+        self._named = [vars(kind) for kind in classes]
+        self._counts = [*map(own_attributes, classes)]
         self._arm()
 
     def __len__(self) -> int:
         return len(self._guards)
+
+    def as_now(self) -> Guards:
+        """The same, of what is there now."""
+        places, types, *more = self._given
+        return Guards(places, [(o, type(o)) for o, _ in types], *more)
 
     def hold(self) -> bool:
         """Is all as it was?"""
@@ -86,9 +97,9 @@ class Guards:
         for owner, kind in zip(self._objects, self._types, strict=True):
             if type(owner) is not kind:
                 found.append(f"a {kind.__name__} became a {type(owner).__name__}")
-        for name, value, length in self._huge:
-            if len(value) != length:
-                found.append(f"{name}: {length} entries became {len(value)}")
+        for kind, count in zip(self._classes, self._counts, strict=True):
+            if (now := own_attributes(kind)) != count:
+                found.append(f"{kind.__name__}: {count} attributes became {now}")
         for guard in self._guards:
             if len(found) >= most:
                 break
@@ -103,11 +114,11 @@ class Guards:
             and all(map(is_, map(_get, self._homes, self._keys, repeat(MISSING)), self._values))
             and all(map(is_, map(type, self._objects), self._types))
             and all(map(is_, [get() for get in self._gets], self._got))
+            and [*map(len, self._named)] == self._counts
             and [*map(len, self._containers)] == self._lengths
             and all(map(is_, chain.from_iterable(self._iterables()), self._contents))
             and all(was.difference(value) is None for was, value in self._contained)
             and all(was.difference(place.value) is None for was, place in self._loose)
-            and all(len(value) == length for _, value, length in self._huge)
             and all(len(value) == length for value, length in self._sized)
         )
 
@@ -145,13 +156,13 @@ class Guards:
     def _watch(self, expected: Expected, part: Any) -> None:
         if isinstance(part, SimpleNamespace):
             part = vars(part)
-        if not isinstance(expected, Contents) or isinstance(part, MappingProxyType):
+        if not isinstance(expected, (Contents, Many)) or isinstance(part, MappingProxyType):
             self._contained.append((expected, part))
         elif isinstance(part, (tuple, frozenset, functools.partial)):
             return  # it cannot change
         elif not len(part):
             self._empty.append(part)
-        elif any(isinstance(e, Kind) for e in expected.values):
+        elif isinstance(expected, Contents) and any(isinstance(e, Kind) for e in expected.values):
             self._watch_items(expected, part)
         else:
             self._containers.append(part)

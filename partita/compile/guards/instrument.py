@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .record import Record
 
-__all__ = ["exclusive", "instrument", "recorded_by", "release"]
+__all__ = [
+    "exclusive",
+    "instrument",
+    "own_attributes",
+    "reads_by_itself",
+    "recorded_by",
+    "release",
+]
 
 _RECORDS: dict[int, Record] = {}  # by thread
 _LOCK = threading.RLock()
@@ -76,6 +83,13 @@ def _reading(kind: type) -> Callable[[Any, str], Any]:
     __getattribute__._partita_own = own  # type: ignore[attr-defined]
     __getattribute__._partita_usual = usual  # type: ignore[attr-defined]
     return __getattribute__
+
+
+def own_attributes(kind: type) -> int:
+    """How many attributes a class has, without what `instrument` has put there."""
+    held = vars(kind)
+    added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
+    return len(held) - added
 
 
 def reads_by_itself(kind: type) -> bool:

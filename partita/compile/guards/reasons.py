@@ -21,6 +21,7 @@ Description = dict[str, dict[str, str]]
 """Of a call: by the name of each part of it, what it is in each respect."""
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000
+_IN_A_ROW = 3  # captures for another value of the same entry, after which it is taken for a counter
 
 
 def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: Any) -> Description:
@@ -140,6 +141,8 @@ class History:
         self._kept: dict[Any, tuple[Description, Guards | None]] = {}
         self._dropped: set[int] = set()
         self._warned = False
+        self._row: list[set[str]] = []  # of captures of which none was used by a second call
+        self._told: set[str] = set()
 
     def reason(self, description: Description) -> str:
         """Why such a call needs a program of its own."""
@@ -154,12 +157,31 @@ class History:
             reason: why.
             key: the call's signature, and what tells programs of one signature apart.
         """
+        self._look_for_counters(reason, description)
         if hash(key[0]) in self._dropped:
             reason += " (captured before, and dropped)"
             self._warn(reason, keep)
         self._kept[key] = description, guards
         self.reasons.append(reason)
         del self.reasons[:-_REMEMBERED]
+
+    def reused(self) -> None:
+        """A program serves another call."""
+        self._row.clear()
+
+    def _look_for_counters(self, reason: str, description: Description) -> None:
+        """Warn of what Python holds that is another value in each call."""
+        names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
+        self._row.append({name for name in names if name not in description})
+        always = set.intersection(*self._row[-_IN_A_ROW:]) - self._told
+        if len(self._row) >= _IN_A_ROW and always:
+            self._told |= always
+            warnings.warn(
+                f"{self.what} is captured at each call: {reason}. If the step does not need "
+                f"{' or '.join(sorted(always))}, keep it apart from what the step reads; if it "
+                "does, give it as an argument, as a tensor or a float",
+                stacklevel=6,  # of the call of the step
+            )
 
     def dropped(self, key: Any) -> None:
         """This program is not kept any longer."""

@@ -8,6 +8,7 @@ everything stands again where it was.
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import enum
 import functools
@@ -15,6 +16,7 @@ import gc
 import io
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +30,7 @@ from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
 from .codes import constants_of, global_names, is_recorded, names_of
-from .expected import MISSING, is_array, is_container, items_of
+from .expected import MISSING, brief, holds_no_more, is_array, is_container, items_of
 from .guards import Guards
 from .instrument import instrument, reads_by_itself, recorded_by, release
 from .places import Place
@@ -44,7 +46,7 @@ _MODULES = vars(nn.modules.module)
 _HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a module looks at
     key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
 ]
-_HUGE = 100_000  # entries of a container; a larger one is taken by its identity and length
+_HUGE = 100_000  # entries of a container; into those of a larger one it is not looked
 _PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
@@ -87,7 +89,8 @@ class Record:
         self.places: dict[tuple[int, Any], Place] = {}
         self.types: dict[int, tuple[Any, type]] = {}
         self.numbers: dict[tuple[int, Any], tuple[Place, float]] = {}
-        self.huge: dict[int, tuple[str, Any, int]] = {}
+        self.huge: dict[int, tuple[str, Any]] = {}
+        self.classes: list[type] = []  # of the user's, which may come to have what they have not
         self.snapshots = Snapshots()
         self.codes: dict[int, CodeType] = {}
         self.error: CaptureError | None = None
@@ -157,6 +160,7 @@ class Record:
             number,
             [*self.huge.values()],
             slots,
+            self.classes,
         )
 
     def watch(self, value: Any, name: str) -> None:
@@ -283,6 +287,7 @@ class Record:
             if _is_of_users(value.__module__):
                 self._reach_space(value, name)
                 self._reach_functions(value, name)
+                self.reach(type(value), type(value).__name__)
         elif isinstance(value, types.FunctionType):
             self._reach_function(value, name)
         elif isinstance(value, types.MethodType):
@@ -317,10 +322,12 @@ class Record:
                 self.reach(value.__wrapped__, name)
 
     def _reach_container(self, value: Any, name: str) -> None:
-        if hasattr(type(value), "__len__") and len(value) > _HUGE:
-            self.huge[id(value)] = (name, value, len(value))
-            return
         self.snapshots.container(value, name)
+        if hasattr(type(value), "__len__") and len(value) > _HUGE:
+            self._take_entries(value, name)
+            return
+        if isinstance(value, collections.defaultdict):
+            self._read_factory(value, name)
         keys, values = items_of(value)
         if isinstance(value, (set, frozenset)):
             keys, values = None, list(value)
@@ -338,6 +345,27 @@ class Record:
             "functools",
         ):
             self._reach_object(value, name)
+
+    def _read_factory(self, value: collections.defaultdict[Any, Any], name: str) -> None:
+        def put(factory: Any) -> None:
+            value.default_factory = factory
+
+        called, key = f"{name}.default_factory", ("default_factory",)
+        place = Place(called, value, key, lambda: value.default_factory, put)
+        self.read_at(place, value.default_factory)
+
+    def _take_entries(self, value: Any, name: str) -> None:
+        """Take a huge container by its entries, and say so where these may change themselves."""
+        self.huge[id(value)] = (name, value)
+        entries = value.values() if hasattr(value, "values") else value
+        inner = next((v for v in entries if not holds_no_more(v)), None)
+        if inner is not None and not self._by_name:
+            warnings.warn(
+                f"{name} has {len(value):,} entries: a compiled step sees when one is replaced, "
+                f"not when something within one changes ({brief(inner)}). Give what the step needs "
+                "of it as an argument",
+                stacklevel=2,
+            )
 
     def _offer_item(self, place: Place, value: float) -> None:
         stands = self.stand_in_for_float(place.name, place.home, place.key, value)
@@ -374,6 +402,7 @@ class Record:
             if id(base) in self._codes_of_functions or not _is_of_users(base.__module__):
                 continue
             self._codes_of_functions.add(id(base))
+            self.classes.append(base)
             for key, value in list(vars(base).items()):
                 for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
                     if isinstance(f, types.FunctionType):

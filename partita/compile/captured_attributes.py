@@ -7,6 +7,7 @@ tensor without memory, which must not stay there; the graph gives what stands th
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,25 +99,33 @@ def _filled(home: dict[str, Any]) -> list[str]:
 
 
 def is_filled(value: Any) -> bool:
-    """Does it hold a tensor without memory?"""
-    if isinstance(value, FakeTensor) or is_symbolic(value):
+    """Does it hold a tensor without memory, or refer to one?"""
+    if _stands_in(value):
         return True
     if isinstance(value, (list, tuple, dict, set)):
-        leaves = pytree.tree_leaves(value)
-        return any(isinstance(v, FakeTensor) or is_symbolic(v) for v in leaves)
+        return any(map(_stands_in, pytree.tree_leaves(value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return any(is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
     return False
 
 
+def _stands_in(value: Any) -> bool:
+    if isinstance(value, weakref.ref):
+        value = value()
+    return isinstance(value, FakeTensor) or is_symbolic(value)
+
+
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """Is it a list that a module, nn.GRU say, makes of its parameters whenever it finds others?"""
+    """Is it a list that a module, nn.GRU say, makes of its parameters whenever it finds others?
+
+    Of them, or of weak references to them.
+    """
     if type(value) is not type(before) or not isinstance(value, (list, tuple)):
         return False
     return len(value) == len(before) and all(
         isinstance(v, torch.nn.Parameter)
         or (isinstance(v, torch.Tensor) and state_of(v).gathered_from is not None)
-        for v in value
+        for v in (v() if isinstance(v, weakref.ref) else v for v in value)
         if v is not None
     )
 

@@ -15,7 +15,10 @@ __all__ = ["constants_of", "global_names", "is_recorded", "line_of_write", "name
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 # Our own models and training loop stand where a user's program would.
-_LIKE_USERS = os.path.join(_PARTITA, "train", "")
+_LIKE_USERS = (
+    os.path.join(_PARTITA, "train", "models", ""),
+    os.path.join(_PARTITA, "train", "trainer.py"),
+)
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 # What torch itself computes with while it traces.

@@ -7,6 +7,7 @@ none at all (`dry`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -229,11 +230,13 @@ class Wire:
             return [tuple(values)]
         if self.scope.check is not None:
             self.check(f"gather_ints of {len(values)} at {user_line()}")
-        x = torch.tensor(values, dtype=torch.int64, device=self.device)
-        out = x.new_empty((len(members), len(values)))
-        with torch.no_grad():
+        # No mode of the user's or of remat's hears of it: a comparison is no part of the program.
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            x = torch.frombuffer(array("q", values), dtype=torch.int64).to(self.device)
+            out = x.new_empty((len(members), len(values)))
             self._all_gather(out.view(-1), x, axes, Ask("gather_ints", None, ""))
-        by_place = dict(zip(members, map(tuple, out.tolist()), strict=True))
+            rows = out.tolist()
+        by_place = dict(zip(members, map(tuple, rows), strict=True))
         return [by_place[m] for m in self.mesh.coordinates()]
 
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:

@@ -42,7 +42,12 @@ _TRACED = frozenset(
 def _skip_files(rules: Any) -> None:
     """Have Dynamo skip the frames of this package; `rules` is its module of what it skips."""
     package = Path(__file__).parents[1]
-    files = {str(f) for f in package.rglob("*.py") if f.name not in _TRACED}
+    remat = package / "train" / "remat"  # what it runs is the user's, compiled or not as a whole
+    files = {
+        str(f)
+        for f in package.rglob("*.py")
+        if f.name not in _TRACED and not f.is_relative_to(remat)
+    }
     rules.FORCE_SKIP_FILES.update(files)
 
 

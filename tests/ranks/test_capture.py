@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 
 import pytest
@@ -440,10 +441,11 @@ class Holder:
 
 def test_a_tensor_in_an_unknown_place_is_refused_unless_its_holder_is_named():
     holder = Holder()
+    places = collections.deque([holder])
 
     def step(x):
-        holder.w.add_(x)
-        return holder.w * 2
+        places[0].w.add_(x)
+        return places[0].w * 2
 
     with pytest.raises(pt.CaptureError, match="not among its inputs"):
         pt.compile(step, backend="graph")(torch.ones(3))

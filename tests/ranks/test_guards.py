@@ -79,12 +79,13 @@ def test_most_changes_of_state_are_equal_to_eager_the_rest_refused_and_none_stal
     print(f"{len(found)} changes of state: {dict(sorted(tally.items()))}")
     odd = {n: how for n, how in found.items() if (how == "refused") != (n in REFUSED)}
     assert not odd and {*tally} <= {"equal", "refused"}, (odd, tally)
-    assert tally["equal"] >= 0.85 * len(found)
 
 
 def test_every_change_of_state_is_in_one_slice():
     names = [name for part in range(SLICES) for name in programs_of(part)]
     assert sorted(names) == sorted(CHANGES) and len(names) >= 250
+    # Each slice holds its outcomes against this list, so the share is the list's.
+    assert len(CHANGES) - len(REFUSED) >= 0.85 * len(CHANGES)
 
 
 def test_a_program_is_found_again_when_the_value_returns():

@@ -587,7 +587,7 @@ def test_compiled_blocks_send_what_eager_ones_do_and_when(how):
 
 def test_ranks_that_compile_other_regions_are_told_so():
     def rank(mesh):
-        factor = 2.0 if mesh.get_rank() else 3.0
+        factor = 2 if mesh.get_rank() else 3
         region = compiled(lambda x: x * factor)
         with pytest.raises(pt.LayoutError, match="captured different programs"):
             region(pt.distribute_tensor(BATCH, mesh, ROWS).requires_grad_())

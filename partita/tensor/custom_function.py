@@ -33,8 +33,6 @@ _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
 
 
 def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling():  # which knows what `apply` is, if asked by name
-        return cls.apply(*args, **kwargs)
     watcher = HERE.watcher
     if watcher is None:
         return _apply_to_dtensors(cls, *args, **kwargs)
@@ -144,5 +142,7 @@ def _laid_out(grad: Any, spec: Spec | None, name: str) -> Any:
     return spec.wire.fill_padding(grad, spec.gradient.layout, 0)
 
 
-# A Function is applied by a class method of its base; torch asks no override about it.
+# A Function is applied by a class method of its base; torch asks no override about it. Dynamo knows
+# it by its name, and enters none of it.
+_apply_watched.__name__ = "apply"
 Function.apply = classmethod(_apply_watched)  # type: ignore[assignment]

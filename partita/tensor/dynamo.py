@@ -4,7 +4,8 @@ Dynamo knows of a tensor only what its class lets it see: of a DTensor the shard
 global ones. It must not trace one. Before anything else it asks a tensor for an attribute of its
 own (is the tensor's address static?); of a DTensor that is answered by a refusal, after which the
 frame, with all that it calls, runs as it would without `torch.compile`, with one warning. Where a
-whole graph was asked for, the refusal is the error. partita's own code is never traced.
+whole graph was asked for, the refusal is the error. Of partita's own code Dynamo enters only what
+`_ENTERED` names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import warnings
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
 from .special import SPECIAL
 
-__all__: list[str] = []
+__all__ = ["only_entered"]
 
 _SAID = (
     "torch.compile met a DTensor, which it cannot compile: what takes one runs as it is written "
@@ -32,23 +34,36 @@ _SAID = (
 )
 
 
-_TRACED = frozenset(
-    f"{name}.py"
-    for name in "bypass checkpoint_inputs custom_function flex module_hooks optimizer".split()
+_ENTERED = (
+    *(f"tensor/{name}.py" for name in "bypass checkpoint_inputs flex module_hooks".split()),
+    "train/optimizer.py",
+    "train/remat/",
 )
-"""Files whose functions stand in torch's own places, where plain programs are compiled, too."""
+"""What Dynamo may enter: functions that stand in torch's own places, where plain programs are
+compiled, too, and regions, which know what they are in a program that is compiled."""
+
+
+def only_entered(function: FunctionType) -> FunctionType:
+    """Have Dynamo run frames of `function` as they stand, though it enters it from others.
+
+    One that asks `is_dynamo_compiling()` and is compiled by itself has that folded: what Dynamo
+    should do would be what runs. Private: `torch.compiler` keeps Dynamo out of a function callers
+    and all, not of its own frame alone.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def _skip_files(rules: Any) -> None:
     """Have Dynamo skip the frames of this package; `rules` is its module of what it skips."""
     package = Path(__file__).parents[1]
-    remat = package / "train" / "remat"  # what it runs is the user's, compiled or not as a whole
-    files = {
-        str(f)
-        for f in package.rglob("*.py")
-        if f.name not in _TRACED and not f.is_relative_to(remat)
-    }
-    rules.FORCE_SKIP_FILES.update(files)
+    rules.FORCE_SKIP_FILES.update(
+        str(file)
+        for file in package.rglob("*.py")
+        if not file.relative_to(package).as_posix().startswith(_ENTERED)
+    )
 
 
 class _WhenDynamoLoads(MetaPathFinder):

@@ -27,6 +27,7 @@ from partita.comm import agree
 from partita.layout import Fix
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
+from partita.tensor.dynamo import only_entered
 from partita.tensor.settled import settled_spec, update_spec
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
@@ -60,6 +61,7 @@ _grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 
 
+@only_entered
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

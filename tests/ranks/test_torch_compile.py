@@ -52,6 +52,20 @@ class Double(torch.autograd.Function):
     def backward(ctx, g):
         return g * 2
 
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch._dynamo.graph_break()
+        return x * 2
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+def around_breaks(x):
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return Breaks.apply(y)
+
 class Sub(torch.Tensor):
     pass
 
@@ -119,6 +133,12 @@ programs = {
     "function": lambda: backward(lambda x: graph(Double.apply, x)),
     "function": lambda: backward(lambda x: graph(Double.apply, x)),
     "called function": lambda: backward(lambda x: graph(lambda x: Double.apply(x).sum(), x)),
+    "function that breaks": lambda: backward(torch.compile(around_breaks, backend="eager")),
+    "broken checkpoint": lambda: backward(
+        torch.compile(
+            lambda x: checkpoint(around_breaks, x, use_reentrant=False), backend="eager"
+        )
+    ),
     "checkpoint": lambda: backward(lambda x: checkpoint(lambda t: t.sin(), x, use_reentrant=False)),
     "reentrant": lambda: backward(lambda x: checkpoint(lambda t: t.sin(), x, use_reentrant=True)),
     "compiled checkpoint": lambda: backward(

@@ -102,11 +102,10 @@ def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
         return
     onednn: Any = torch.backends.mkldnn
-    before, onednn.enabled = onednn.enabled, False
-    try:
+    # As torch asks for it: whoever disabled global flags may still set them for a while.
+    others = dict(deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32)
+    with onednn.flags(enabled=False, **others, fp32_precision=onednn.fp32_precision):
         yield
-    finally:
-        onednn.enabled = before
 
 
 @contextmanager

@@ -159,13 +159,13 @@ def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any)
     if now is before and value is now:
         return
     if not can_hold(before, value) or before.shape != value.shape:
-        part.register_parameter(key, torch.nn.Parameter(value.detach(), now.requires_grad))
+        setattr(part, key, torch.nn.Parameter(value.detach(), now.requires_grad))
         return
     grad = hold_value(before, value)
     before.requires_grad_(now.requires_grad)
     if grad is not None:
         before.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, device_mesh)
-    part.register_parameter(key, before)
+    setattr(part, key, before)  # as the user's code sets it: recurrent layers keep a list of theirs
 
 
 # -- factories -------------------------------------------------------------------------------------

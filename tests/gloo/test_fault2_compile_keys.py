@@ -161,7 +161,7 @@ def test_programs_that_differ_have_different_keys_and_equal_ones_have_one():
 def goes_apart(rank):
     mesh = mesh_of(4, 1)
     x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0), pt.Replicate()])
-    scale = 2.0 if rank < 3 else 3.0
+    scale = 2 if rank < 3 else 3  # a float would be an input, and told as one
 
     def step(x):
         y = (x + 1) * scale
@@ -175,7 +175,7 @@ def goes_apart(rank):
 def test_a_rank_with_another_program_is_told_on_every_rank_with_the_first_line_that_differs():
     told = run_ranks(goes_apart, 4)
     assert len(set(told)) == 1
-    assert "aten.mul.Tensor(%1, 2.0)" in told[0] and "aten.mul.Tensor(%1, 3.0)" in told[0]
+    assert "aten.mul.Tensor(%1, 2)" in told[0] and "aten.mul.Tensor(%1, 3)" in told[0]
     assert "rank 3" in told[0] and "test_fault2_compile_keys.py" in told[0]
 
 
@@ -185,7 +185,7 @@ def fails_alone(rank):
 
     def step(x):
         if rank == 1:
-            x.sum().item()
+            bool(x.sum() > 0)
         return x * 2
 
     with pytest.raises(pt.LayoutError, match="different programs") as caught:

@@ -63,7 +63,9 @@ def test_a_captured_layer_still_runs_eagerly_and_ran_before(stage):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
-def test_onednn_is_as_it_was_after_a_capture():
+def test_onednn_is_as_it_was_after_a_capture(monkeypatch):
+    # As after torch.backends.disable_global_flags(), which cannot be taken back.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
     before = torch.backends.mkldnn.enabled
     train(None, "LSTM", 0, True)
     assert torch.backends.mkldnn.enabled == before

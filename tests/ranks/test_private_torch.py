@@ -289,8 +289,18 @@ def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_is_called_and_made_where_it_can_be_asked():
-    assert torch.jit.ScriptFunction.__call__.__wrapped__ is not None
-    assert torch._C.ScriptMethod.__call__.__wrapped__ is not None
+    heard = []
+    for kind, call in (
+        (torch.jit.ScriptFunction, lambda: torch.jit.script(torch.nn.functional.relu)),
+        (torch._C.ScriptMethod, lambda: torch.jit.script(nn.ReLU()).forward),
+    ):
+        base = kind.__call__
+        kind.__call__ = lambda self, *a, base=base: heard.append(type(self)) or base(self, *a)
+        try:
+            call()(torch.ones(2))
+        finally:
+            kind.__call__ = base
+    assert heard == [torch.jit.ScriptFunction, torch._C.ScriptMethod]
     heard = []
     made = torch.jit._recursive.create_script_module
     torch.jit._recursive.create_script_module = lambda *a, **k: heard.append(a[0]) or made(*a, **k)

@@ -103,7 +103,7 @@ def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         return
     onednn: Any = torch.backends.mkldnn
     # As torch asks for it: whoever disabled global flags may still set them for a while.
-    others = dict(deterministic=onednn.deterministic, allow_tf32=onednn.allow_tf32)
+    others = {"deterministic": onednn.deterministic, "allow_tf32": onednn.allow_tf32}
     with onednn.flags(enabled=False, **others, fp32_precision=onednn.fp32_precision):
         yield
 

@@ -27,6 +27,7 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
 
 from .errors import not_captured, of_data
+from .hearing import unheard
 from .scalars import taken_as_numbers
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
@@ -120,6 +121,9 @@ class Recorder(TorchDispatchMode):
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return unheard(self._call_and_note, func, args, kwargs or {})
+
+    def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
             raise of_data(func._schema.name)
         if func is _ONEDNN_LSTM and args[-1]:
@@ -128,7 +132,7 @@ class Recorder(TorchDispatchMode):
                 "it keeps memory for backward whose size only oneDNN knows",
                 Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
             )
-        args, kwargs = taken_as_numbers(func, args, kwargs or {})
+        args, kwargs = taken_as_numbers(func, args, kwargs)
         with Local():
             out = func(*args, **kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):

@@ -28,7 +28,8 @@ from partita.comm import user_line
 from partita.layout import Fix
 
 from ..errors import CaptureError, not_captured
-from .codes import is_recorded
+from ..hearing import heard_by
+from .codes import is_of_users, is_recorded
 
 if TYPE_CHECKING:
     from .record import Record
@@ -85,12 +86,19 @@ _RANDOM_CODES = {
 }
 
 
-def _kind_of(code: CodeType) -> str:
-    if is_recorded(code.co_filename):
+def _kind_of(frame: FrameType) -> str:
+    code = frame.f_code
+    if is_recorded(code.co_filename) and not _is_made_by_library(frame):
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
     special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
     return "special" if special else "library"
+
+
+def _is_made_by_library(frame: FrameType) -> bool:
+    """Is it of no file, as what `dataclass` makes, in a module of a library's?"""
+    made = frame.f_code.co_filename.startswith("<")
+    return made and not is_of_users(frame.f_globals.get("__name__"))
 
 
 def _is_between(code: CodeType, called: CodeType) -> bool:
@@ -133,13 +141,8 @@ class Calls:
             yield
             return
         states = _states()
-        before = sys.getprofile()
-        with self._collections_unheard():
-            sys.setprofile(self._event)
-            try:
-                yield
-            finally:
-                sys.setprofile(before)
+        with self._collections_unheard(), heard_by(self._event):
+            yield
         for name, (state, put) in states.items():
             if _states()[name][0] != state and self._record.error is None:
                 put(state)
@@ -177,7 +180,7 @@ class Calls:
             return
         if kind is None:
             code = frame.f_code
-            kind = self._kinds[id(code)] = _kind_of(code)
+            kind = self._kinds[id(code)] = _kind_of(frame)
             self._codes[id(code)] = code
         if what == "call":
             if kind == "recorded":

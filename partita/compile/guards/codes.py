@@ -5,12 +5,21 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import sys
 import sysconfig
 from types import CodeType
+from typing import Any
 
 import torch
 
-__all__ = ["constants_of", "global_names", "is_recorded", "line_of_write", "names_of"]
+__all__ = [
+    "constants_of",
+    "global_names",
+    "is_of_users",
+    "is_recorded",
+    "line_of_write",
+    "names_of",
+]
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -26,6 +35,7 @@ _OF_TORCH = tuple(
     os.sep + name + os.sep
     for name in "filelock functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
 )
+_LIBRARY = ("torch", "partita", "builtins", "numpy", "sympy", "mpmath", "functorch", "torchgen")
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL")
 _METHODS = ("LOAD_METHOD", "LOAD_ATTR")
@@ -49,6 +59,12 @@ def is_recorded(filename: str) -> bool:
     if installed and any(part in path for part in _OF_TORCH):
         return False
     return installed or not path.startswith(_STDLIB)
+
+
+def is_of_users(module: Any) -> bool:
+    """Is the module of this name the user's, or a library's whose code is recorded?"""
+    root = str(module).split(".")[0]
+    return (root not in _LIBRARY and root not in sys.stdlib_module_names) or root == "__main__"
 
 
 @functools.lru_cache(maxsize=4096)

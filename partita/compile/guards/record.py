@@ -29,7 +29,7 @@ from torch import nn
 from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
-from .codes import constants_of, global_names, is_recorded, names_of
+from .codes import constants_of, global_names, is_of_users, is_recorded, names_of
 from .expected import MISSING, brief, holds_no_more, is_array, is_container, items_of
 from .guards import Guards
 from .instrument import instrument, reads_by_itself, recorded_by, release
@@ -40,7 +40,6 @@ __all__ = ["Record"]
 
 _OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _OF_PYTHON = ("argparse", "collections", "configparser", "types")  # whose objects hold settings
-_LIBRARY = ("torch", "partita", "builtins", "numpy", "sympy", "mpmath", "functorch", "torchgen")
 _INSIDE = ("_parameters", "_buffers", "_modules")
 _MODULES = vars(nn.modules.module)
 _HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a module looks at
@@ -279,12 +278,12 @@ class Record:
         elif is_array(value):
             self.snapshots.array(value, name)
         elif isinstance(value, types.ModuleType):
-            if _is_of_users(value.__name__):
+            if is_of_users(value.__name__):
                 self._reach_space(value, name)
             elif value.__name__ == "os":
                 self._reach_environment()
         elif isinstance(value, type):
-            if _is_of_users(value.__module__):
+            if is_of_users(value.__module__):
                 self._reach_space(value, name)
                 self._reach_functions(value, name)
                 self.reach(type(value), type(value).__name__)
@@ -399,7 +398,7 @@ class Record:
         self._classes[id(kind)] = kind
         self._read_of_bases(kind)
         for base in kind.__mro__:
-            if id(base) in self._codes_of_functions or not _is_of_users(base.__module__):
+            if id(base) in self._codes_of_functions or not is_of_users(base.__module__):
                 continue
             self._codes_of_functions.add(id(base))
             self.classes.append(base)
@@ -500,7 +499,7 @@ class Record:
     def _read_of_bases(self, kind: type) -> None:
         """What `super()` may give: what a base has, though another class stands before it."""
         for base in kind.__mro__[1:]:
-            if _is_of_users(base.__module__):
+            if is_of_users(base.__module__):
                 for key in sorted(self._supers & vars(base).keys()):
                     self._read_of_class(base, key)
 
@@ -557,7 +556,7 @@ def _slots_of(kind: type) -> dict[str, Any]:
     return {
         key: value
         for base in reversed(kind.__mro__)
-        if _is_of_users(base.__module__)
+        if is_of_users(base.__module__)
         for key, value in vars(base).items()
         if _is_slot(value)
     }
@@ -576,11 +575,6 @@ def _may_be_hidden(kind: type, name: str, found: Any) -> bool:
     return not (name != "forward" and vars(nn.Module).get(name) is found is not MISSING)
 
 
-def _is_of_users(module: Any) -> bool:
-    root = str(module).split(".")[0]
-    return (root not in _LIBRARY and root not in sys.stdlib_module_names) or root == "__main__"
-
-
 def _has_settings(kind: type) -> bool:
     """Are attributes of its instances looked into?"""
     if issubclass(kind, _OF_TORCH):
@@ -588,7 +582,7 @@ def _has_settings(kind: type) -> bool:
     root = kind.__module__.split(".")[0]
     if root == "torch":
         return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
-    return _is_of_users(root) or root in _OF_PYTHON
+    return is_of_users(root) or root in _OF_PYTHON
 
 
 def _is_namespace(value: Any) -> bool:

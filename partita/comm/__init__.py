@@ -2,6 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from .after_import import after_import
 from .agreement import (
     agree,
     agree_first,
@@ -9,8 +10,10 @@ from .agreement import (
     digest_of_text,
     gather_texts,
     is_agreed,
+    is_alone,
     remember_agreed,
 )
+from .ask import Ask
 from .checks import ON_CHECK, check_ranks, strict
 from .collectives import look_before_collectives
 from .deadlock import begin_graph, end_graph
@@ -32,7 +35,7 @@ from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, tor
 from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins
 from .under_way import UnderWay
-from .wire import Ask, Wire
+from .wire import Wire
 
 __all__ = [
     "LOOPBACK",
@@ -55,6 +58,7 @@ __all__ = [
     "Uneven",
     "Wire",
     "World",
+    "after_import",
     "agree",
     "agree_first",
     "begin_graph",
@@ -69,6 +73,7 @@ __all__ = [
     "in_place_of",
     "init_device_mesh",
     "is_agreed",
+    "is_alone",
     "is_uneven",
     "join",
     "ledger",

@@ -23,6 +23,7 @@ __all__ = [
     "digest_of_text",
     "gather_texts",
     "is_agreed",
+    "is_alone",
     "remember_agreed",
 ]
 
@@ -47,7 +48,7 @@ def agree(
     Raises:
         LayoutError: with what two of the ranks say.
     """
-    if wire.mesh.size() == 1 or isinstance(wire, TraceWire):  # while tracing, keys tell
+    if is_alone(wire):
         return
     why = f"compares {what}"
     if len(set(wire.exchange(why, _digest(mine)))) > 1:
@@ -72,9 +73,14 @@ def agree_first(
     remember_agreed(wire, key)
 
 
+def is_alone(wire: Wire) -> bool:
+    """Is there nobody to compare with? While a step is captured, what it reads is compared."""
+    return wire.mesh.size() == 1 or isinstance(wire, TraceWire)
+
+
 def is_agreed(wire: Wire, key: object) -> bool:
-    """Was this compared before, so that it need not be again?"""
-    return wire.scope.check is None and key in wire.agreed
+    """Need this not be compared, since it was, or since there is nobody to compare with?"""
+    return is_alone(wire) or (wire.scope.check is None and key in wire.agreed)
 
 
 def remember_agreed(wire: Wire, key: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..layout import Fix, LayoutError
 from .ledger import scope
@@ -12,7 +12,6 @@ from .source import user_line
 
 if TYPE_CHECKING:
     from ..redistribute import Move
-    from .groups import GroupWire
 
 __all__ = ["ON_CHECK", "Check", "check_ranks", "listening", "refuse_implicit", "strict"]
 
@@ -57,6 +56,13 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
 # -- process groups ------------------------------------------------------------------------------
 
 
+class Exchanging(Protocol):
+    """A wire on which ranks compare."""
+
+    def exchange(self, why: str, mine: bytes, deadline: float | None = None) -> list[bytes]:
+        """What every rank brings; raises on all of them where they come for other reasons."""
+
+
 class Check:
     """One `check_ranks()` region: what its ranks compare before each collective.
 
@@ -66,12 +72,11 @@ class Check:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.wires: dict[
-            int, GroupWire
-        ] = {}  # those used inside, which the end of the region compares
+        # Those used inside, which the end of the region compares.
+        self.wires: dict[int, Exchanging] = {}
         self.broken = False  # ranks have parted: whoever would still wait for another would hang
 
-    def compare(self, wire: GroupWire, text: str) -> None:
+    def compare(self, wire: Exchanging, text: str) -> None:
         """Raise on every rank of the mesh, naming two that differ, unless all say `text`."""
         self.wires[id(wire)] = wire
         try:

@@ -29,7 +29,7 @@ from ..layout import Fix, LayoutError
 from .source import user_line
 
 if TYPE_CHECKING:
-    from .wire import Ask
+    from .ask import Ask
 
 __all__ = [
     "BEGUN",
@@ -37,6 +37,7 @@ __all__ = [
     "Pending",
     "begin_graph",
     "end_graph",
+    "named",
     "outlast",
     "patience",
     "verdict_of_others",

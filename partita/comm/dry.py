@@ -6,9 +6,10 @@ import torch
 
 from ..layout import LayoutError, Mesh
 from ..redistribute.cost import BANDWIDTH, LATENCY
+from .ask import Ask
 from .handle import MeshHandle
 from .ledger import scope
-from .wire import Ask, Axes, Wire
+from .wire import Axes, Wire
 
 __all__ = ["DryWire", "dry_mesh"]
 

@@ -18,7 +18,7 @@ from .deadlock import Pending
 from .under_way import All, Summed, UnderWay
 
 if TYPE_CHECKING:
-    from .wire import Ask
+    from .ask import Ask
 
 __all__ = ["SMALL", "start_all_gather", "start_all_reduce", "start_reduce_scatter"]
 

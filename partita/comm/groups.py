@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..layout import Coordinate, Fix, LayoutError, Mesh
 from . import gloo
+from .ask import Ask
 from .control import ControlGroup
 from .deadlock import Pending, patience
+from .roll_call import roll_call
 from .source import place_of_user, user_line
 from .under_way import UnderWay, ordered_sum
-from .wire import Ask, Axes, Wire
+from .wire import Axes, Wire
 
 __all__ = ["GroupWire"]
 
@@ -190,8 +192,6 @@ class GroupWire(Wire):
     def control(self) -> ControlGroup:
         """The control group of this mesh; the first time, every rank of the mesh must ask."""
         if self._control is None:
-            from .roll_call import roll_call
-
             roll_call(self, f"is at {user_line() or 'no line'}, where ranks first compare")
             self.make_control()
         assert self._control is not None
@@ -202,6 +202,13 @@ class GroupWire(Wire):
         if self._control is None and self._others_exist():
             ranks = [self._rank_at[at] for at in self.mesh.coordinates()]
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
+
+    def group_of_all(self) -> dist.ProcessGroup | None:
+        """That of all ranks of the mesh, whose store other meshes may use too."""
+        if not self._others_exist():
+            return None
+        axes, _ = self.group(self.mesh.names)
+        return self.process_group(axes)
 
     def _others_exist(self) -> bool:
         return self.mesh.size() > 1 and dist.get_backend() != "fake"

@@ -7,8 +7,8 @@ from types import FrameType
 from typing import Any
 
 from ..layout import LayoutError
+from .ask import Ask
 from .source import user_line
-from .wire import Ask
 
 __all__ = ["Call", "Payload", "Verdict", "brief", "is_from_verdict"]
 

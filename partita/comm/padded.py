@@ -26,8 +26,8 @@ from .source import user_line
 
 if TYPE_CHECKING:
     from ..redistribute import Move
+    from .ask import Ask
     from .trace import TraceWire
-    from .wire import Ask
 
 __all__ = ["Uneven", "ends_last", "is_uneven", "padded_step", "padding", "span", "uneven"]
 

@@ -21,7 +21,8 @@ from ..layout import LayoutError
 
 if TYPE_CHECKING:
     from ..redistribute import Move
-    from .wire import Ask, Wire
+    from .ask import Ask
+    from .wire import Wire
 
 __all__ = ["Step", "neutral", "prepare"]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ..layout import LayoutError, Mesh
+from .ask import Ask
 from .handle import MeshHandle
 from .ledger import Scope
 from .meeting import Call, Payload
-from .wire import Ask, Axes, Wire
+from .wire import Axes, Wire
 from .world import World, running_rank
 
 __all__ = ["RankWire", "World", "ranks", "running_wire"]

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
-from .deadlock import verdict_of_others
-from .groups import GroupWire
+from .deadlock import named, verdict_of_others
 from .source import user_line
 from .wire import Wire
 
@@ -43,11 +41,10 @@ def roll_call(wire: Wire, why: str) -> None:
         LayoutError: some did not come for as long as the job waits for a rank (the timeout of
             `init_process_group`). After `PATIENCE` seconds a warning names them.
     """
-    if not _may_part(wire):
+    group = wire.group_of_all()
+    if group is None:
         return
-    assert isinstance(wire, GroupWire)
-    group, me = _group(wire), dist.get_rank()
-    store: Any = group.get_group_store()
+    me, store = dist.get_rank(), group.get_group_store()
     number = _calls[group] = _calls.get(group, 0) + 1
     store.set(_place(number, me), why)
     begun, warned, nap = time.monotonic(), False, _LOOK[0]
@@ -56,7 +53,7 @@ def roll_call(wire: Wire, why: str) -> None:
         waited = time.monotonic() - begun
         if waited > store.timeout.total_seconds():
             raise LayoutError(
-                f"rank {me} waited {waited:.0f} s for {_named(away)}",
+                f"rank {me} waited {waited:.0f} s for {named(away)}",
                 place=user_line(),
                 operands=(f"rank {me}  {why}",),
                 reason="the others go on without it, or have ended",
@@ -64,7 +61,7 @@ def roll_call(wire: Wire, why: str) -> None:
             )
         if waited > PATIENCE and not warned:
             warned = True
-            warnings.warn(f"rank {me} {why}; {_named(away)} has not come yet", stacklevel=2)
+            warnings.warn(f"rank {me} {why}; {named(away)} has not come yet", stacklevel=2)
         time.sleep(nap)
         nap = min(2 * nap, _LOOK[1])
     if number > 1:
@@ -74,14 +71,13 @@ def roll_call(wire: Wire, why: str) -> None:
 def missed_call(wire: Wire) -> LayoutError | None:
     """What to raise where a collective of this rank failed since others wait at a roll call, or
     where they have found that ranks wait for one another."""
-    if not _may_part(wire):
+    group = wire.group_of_all()
+    if group is None:
         return None
-    assert isinstance(wire, GroupWire)
     if (told := verdict_of_others()) is not None:
         return told
     with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
-        group, me = _group(wire), dist.get_rank()
-        store: Any = group.get_group_store()
+        me, store = dist.get_rank(), group.get_group_store()
         number = _calls.get(group, 0) + 1
         for r in dist.get_process_group_ranks(group):
             if store.check([_place(number, r)]):
@@ -95,20 +91,5 @@ def missed_call(wire: Wire) -> LayoutError | None:
     return None
 
 
-def _may_part(wire: Wire) -> bool:
-    """Ranks of one process are compared anyhow, and others there are none."""
-    return isinstance(wire, GroupWire) and wire.mesh.size() > 1 and dist.get_backend() != "fake"
-
-
-def _group(wire: GroupWire) -> dist.ProcessGroup:
-    """That of all ranks of the mesh, whose store other meshes may use too."""
-    axes, _ = wire.group(wire.mesh.names)
-    return wire.process_group(axes)
-
-
 def _place(number: int, rank: int) -> str:
     return f"partita/roll call {number}/{rank}"
-
-
-def _named(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -10,13 +10,11 @@ them); they are exchanged when torch's module is imported, which partita itself 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from .after_import import after_import
 
 __all__ = ["SpreadTensors", "teach_state_dicts"]
 
@@ -49,9 +47,9 @@ class SpreadTensors(Protocol):
 
 def teach_state_dicts(tensors: SpreadTensors) -> None:
     """Let torch's functions of state dicts ask `tensors`, now or when they are imported."""
-    _after_import(_WALK, lambda module: _teach_walk(module, tensors))
-    _after_import(_DOOR, lambda module: _teach_door(module, tensors))
-    _after_import(_STAGER, lambda module: _teach_stager(module.StateDictStager, tensors))
+    after_import(_WALK, lambda module: _teach_walk(module, tensors))
+    after_import(_DOOR, lambda module: _teach_door(module, tensors))
+    after_import(_STAGER, lambda module: _teach_stager(module.StateDictStager, tensors))
 
 
 def _teach_walk(module: Any, tensors: SpreadTensors) -> None:
@@ -120,40 +118,3 @@ def _teach_stager(stager: Any, tensors: SpreadTensors) -> None:
         return offload(self, x, memo, *args, **options)
 
     stager._offload_tensor = _offload_tensor
-
-
-# -- when torch's module is imported ---------------------------------------------------------------
-
-
-def _after_import(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with the module `name`: now if it is there, else once it has been imported."""
-    module = sys.modules.get(name)
-    if module is not None:
-        act(module)
-    else:
-        sys.meta_path.insert(0, _OnImport(name, act))
-
-
-class _OnImport(importlib.abc.MetaPathFinder):
-    """Finds one module, as the other finders do, and has it seen once it has run."""
-
-    def __init__(self, name: str, act: Callable[[Any], None]):
-        self._name, self._act = name, act
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                self._act(module)
-
-            loader.exec_module = exec_module
-        return spec

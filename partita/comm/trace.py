@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..layout import Coordinate, Fix, Layout, LayoutError
+from .ask import Ask
 from .groups import GroupWire
 from .ledger import Scope
 from .padded import ends_last, is_uneven, padded_step, padding, span, uneven
 from .pieces import neutral, prepare
 from .source import user_line
-from .wire import Ask, Axes, Wire
+from .wire import Axes, Wire
 
 if TYPE_CHECKING:
     from ..redistribute import Move

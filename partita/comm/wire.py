@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..layout import Coordinate, Layout, LayoutError, Mesh
 from ..redistribute.cost import bytes_sent
+from .ask import Ask
 from .checks import refuse_implicit
 from .ledger import Record, Scope, human, scope
 from .pieces import Step, prepare
@@ -25,23 +26,9 @@ from .under_way import Done, Summed, UnderWay
 if TYPE_CHECKING:
     from ..redistribute import Move
 
-__all__ = ["Ask", "Wire"]
+__all__ = ["Wire"]
 
 Axes = tuple[str, ...]
-
-
-class Ask(NamedTuple):
-    """Why a collective runs: what ranks compare and what errors print."""
-
-    kind: str
-    move: Move | None
-    op: str
-
-    def describe(self) -> str:
-        """`all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
-        if self.move is None:
-            return self.kind
-        return f"{self.move}, for {self.op}"
 
 
 # Summed or compared in a type that holds all their values, where a backend lacks the type itself.
@@ -210,6 +197,11 @@ class Wire:
         lengths = [n for (n,) in self.gather_ints((len(mine),))]
         rows = self.gather_ints(tuple(mine.ljust(max(lengths))))
         return [bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+
+    def group_of_all(self) -> Any:
+        """The process group of all ranks of the mesh; None of ranks of one process, which are
+        compared anyhow, and where there are no others."""
+        return None
 
     @property
     def ranks_to_wait_for(self) -> list[int]:

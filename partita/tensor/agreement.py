@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from partita.comm import (
-    TraceWire,
     Wire,
     call_site,
     differing,
@@ -60,7 +59,7 @@ def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
     wire, fits = spec.wire, local.shape == spec.local_shape
     graded = local.requires_grad and torch.is_grad_enabled()
     key = (call_site(), "from_local", spec, local.dtype, graded)
-    if wire.mesh.size() > 1 and not isinstance(wire, TraceWire) and not is_agreed(wire, key):
+    if not is_agreed(wire, key):
         said = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
         told = wire.gather_ints((digest_of_text(said), int(fits)))
         if len(set(told)) > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import TraceWire, Wire, agree, is_agreed, remember_agreed
+from partita.comm import Wire, agree, is_agreed, remember_agreed
 from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
@@ -84,7 +84,7 @@ def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
         # By places and specs, which are alike on all ranks; what an object's number is, is not.
         place = {id(p): i for i, p in enumerate(params)}
         key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
-        if wire.mesh.size() == 1 or isinstance(wire, TraceWire) or is_agreed(wire, key):
+        if is_agreed(wire, key):
             continue
         said = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
         agree(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import TraceWire, Wire, agree, user_line, wire_of
+from partita.comm import Wire, agree, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 from partita.rules.pieces import part as cut
 
@@ -256,8 +256,7 @@ def _drawn(
     wire: Wire = wire_of(device_mesh)
     spec = placed(device_mesh, _size(size), placements)
     draw = partial(make, _size(size), dtype=dtype, device=wire.device)
-    alone = wire.mesh.size() == 1 or isinstance(wire, TraceWire)
-    whole = draw() if alone else draw_alike(draw, make.__name__, wire)
+    whole = draw_alike(draw, make.__name__, wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 

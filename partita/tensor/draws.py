@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import TraceWire, Wire, agree, call_site, is_agreed, remember_agreed
+from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_agreed
 from partita.layout import Fix
 
 from .names import Form
@@ -30,7 +30,7 @@ _ALSO = frozenset(
 def drawing(kernel: Callable[..., Any], form: Form, wire: Wire) -> Callable[..., Any] | None:
     """`kernel` of an op that draws, which compares the generators where a place first does so; None
     of an op that does not draw, or where there is nobody to compare with."""
-    if not _draws(form.name) or wire.mesh.size() == 1 or isinstance(wire, TraceWire):
+    if is_alone(wire) or not _draws(form.name):
         return None
     return partial(draw_alike, kernel, form.name, wire)
 

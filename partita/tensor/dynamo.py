@@ -10,17 +10,15 @@ whole graph was asked for, the refusal is the error. Of partita's own code Dynam
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import after_import
 
 from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
@@ -66,36 +64,6 @@ def _skip_files(rules: Any) -> None:
     )
 
 
-class _WhenDynamoLoads(MetaPathFinder):
-    """Finds nothing; once Dynamo's rules are loaded, which takes seconds, they learn of us."""
-
-    module = "torch._dynamo.trace_rules"
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                _skip_files(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-def _hide_files() -> None:
-    rules = sys.modules.get(_WhenDynamoLoads.module)
-    if rules is not None:
-        _skip_files(rules)
-    else:
-        sys.meta_path.insert(0, _WhenDynamoLoads())
-
-
 _told: list[str] = []
 
 
@@ -137,4 +105,4 @@ def _answer_dynamo(function: Any) -> None:
 
 _answer_dynamo(torch.Tensor.untyped_storage)
 _answer_dynamo(torch.Tensor.storage_offset)
-_hide_files()
+after_import("torch._dynamo.trace_rules", _skip_files)  # which takes seconds

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .origin import Origin
     from .spec import Spec
 
 __all__ = ["OURS", "MovedValue", "ReopenHook", "Rest", "TensorState", "own_state", "state_of"]
@@ -75,7 +74,7 @@ class TensorState:
     Attributes:
         rest: where ZeRO keeps its gradient and its update.
         gradient_of: the tensor whose gradient this object was typed as.
-        origin: what it was copied from, where one device has a view.
+        origin: what it was copied from (an `Origin`), where one device has a view.
         moved: its value in the last layout that an op needed it in.
         reopens: the hook that makes a settled gradient shares again.
         written_unseen: may it have been written through `.data`, which torch does not count?
@@ -86,7 +85,7 @@ class TensorState:
 
     rest: Rest | None = None
     gradient_of: weakref.ref[Any] | None = None
-    origin: Origin | None = None
+    origin: Any = None
     moved: MovedValue | None = None
     reopens: ReopenHook | None = None
     written_unseen: bool = False

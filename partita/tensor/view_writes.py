@@ -62,7 +62,7 @@ def alias_of(x: DTensor) -> DTensor:
     """`x` under another name, which keeps its shape when that of `x` is changed in place."""
     with Local():
         alias = tagged(x.view_as(x), x._spec)
-    origin = state_of(x).origin
+    origin: Origin | None = state_of(x).origin
     if origin is not None:
         own_state(alias).origin = origin
     return alias
@@ -85,7 +85,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
     """Do `write(copy, ...)`, an op in place, and write the result into the tensor behind `copy`."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
-    origin = state_of(copy).origin
+    origin: Origin | None = state_of(copy).origin
     if origin is None:  # another tensor of the same spec: nothing is behind it
         copy._spec = held
         write(copy, *args, **kwargs)
@@ -113,7 +113,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
 
 def _before_expand(origin: Origin) -> Origin:
     """The same part as one of what was expanded: what is stretched cannot be written itself."""
-    wide = state_of(origin.source).origin
+    wide: Origin | None = state_of(origin.source).origin
     if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
         return origin
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from partita.comm import (
-    TraceWire,
     Wire,
     agree,
     agree_first,
@@ -107,7 +106,7 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     shapes = _described(batch, lambda t: str(list(t.shape)))
     agree_first("distribute_batch", shapes, wire, **said)
     key = (call_site(), "distribute_batch", "whole")
-    if _is_compared(wire, key):
+    if is_agreed(wire, key):
         return
     agree("distribute_batch", f"{shapes}, checksum {_checksums(tensors)}", wire, **said)
     remember_agreed(wire, key)
@@ -126,7 +125,7 @@ def _agree_kinds(batch: Any, wire: Wire) -> None:
 def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
     """Raise on all ranks unless those that are to have the same piece have read the same."""
     key = (call_site(), "distribute_batch", "piece")
-    if _is_compared(wire, key):
+    if is_agreed(wire, key):
         return
     told = wire.gather_ints(tuple(n for t in tensors for n in checksum(t.detach())))
     coordinates = wire.mesh.coordinates()
@@ -151,10 +150,6 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
                     ),
                 )
     remember_agreed(wire, key)
-
-
-def _is_compared(wire: Wire, key: object) -> bool:
-    return wire.mesh.size() == 1 or isinstance(wire, TraceWire) or is_agreed(wire, key)
 
 
 def _checksums(tensors: list[torch.Tensor]) -> str:

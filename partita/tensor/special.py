@@ -320,8 +320,15 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         place=user_line(),
         reason="a tensor cannot become a DTensor, or stop being one, by its data",
         fixes=(
-            Fix("y = pt.distribute_tensor(y, mesh, placements)"),
-            Fix("y = y.to_local()", "this rank's piece"),
+            (
+                Fix("x.data.copy_(y)", "of a y that every rank has whole: x stays what it is"),
+                Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
+            )
+            if isinstance(x, DTensor)
+            else (
+                Fix("y = y.full_tensor()", "the whole value, plain"),
+                Fix("y = y.to_local()", "this rank's piece"),
+            )
         ),
     )
 

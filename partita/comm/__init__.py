@@ -28,6 +28,7 @@ from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .messages import message
 from .padded import Uneven, is_uneven, uneven
 from .pieces import neutral
+from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
 from .roll_call import missed_call, roll_call
 from .source import call_site, user_line
@@ -51,6 +52,7 @@ __all__ = [
     "Ledger",
     "MeshHandle",
     "Piece",
+    "RankGoneError",
     "Record",
     "Region",
     "TraceWire",
@@ -69,11 +71,13 @@ __all__ = [
     "dry_mesh",
     "end_graph",
     "everyone",
+    "find_ended",
     "gather_texts",
     "in_place_of",
     "init_device_mesh",
     "is_agreed",
     "is_alone",
+    "is_lost",
     "is_uneven",
     "join",
     "ledger",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
 from .deadlock import BEGUN, SLICE, Need, patience, wait_longer
+from .presence import describe_process, lost_rank, remember_processes
 from .source import user_line
 
 __all__ = ["ControlGroup"]
@@ -45,8 +46,16 @@ class ControlGroup:
         # already, which need not be the same number on all of them.
         store = dist.PrefixStore(self._name, dist.group.WORLD.get_group_store())  # type: ignore
         me = self._ranks.index(dist.get_rank())
-        self._group = dist.ProcessGroupGloo(store, me, len(self._ranks), patience())
+        why = "makes the control group of a mesh"
+        try:
+            self._group = dist.ProcessGroupGloo(store, me, len(self._ranks), patience())
+        except RuntimeError as error:
+            if (gone := lost_rank(error, _located(why), self._ranks)) is None:
+                raise
+            raise gone from error
         BEGUN[self._name] = 0
+        # One that left now would break off the connections that slower ranks have yet to accept.
+        remember_processes(self._ranks, self.exchange(why, describe_process()))
 
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""

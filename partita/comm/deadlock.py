@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
+from .presence import lost_rank, named
 from .source import user_line
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ __all__ = [
     "Pending",
     "begin_graph",
     "end_graph",
-    "named",
     "outlast",
     "patience",
     "verdict_of_others",
@@ -103,7 +103,8 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
     """Go on waiting for `work` of a Gloo group, whose wait of `SLICE` seconds raised `error`.
 
     Raises:
-        LayoutError: as `outlast`; or a rank has ended, where all had to meet.
+        LayoutError: as `outlast`.
+        RankGoneError: a rank has ended.
         RuntimeError: what else the collective failed of.
     """
 
@@ -124,7 +125,7 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
     except LayoutError:
         raise
     except RuntimeError as failure:
-        told = verdict_of_others() or (_gone(need) if need.meets else None)
+        told = verdict_of_others() or lost_rank(failure, need.text, need.ranks)
         if told is None:
             raise
         raise told from failure
@@ -401,24 +402,5 @@ def verdict_of_others() -> LayoutError | None:
     return None
 
 
-def _gone(need: Need) -> LayoutError:
-    me = dist.get_rank()
-    return LayoutError(
-        f"rank {me} waited for {named([r for r in need.ranks if r != me])}, and one has ended or "
-        "cannot be reached",
-        place=user_line(),
-        operands=(f"rank {me}  {need.text}",),
-        reason="every rank of a mesh must make the same moves, and read the same values, in the "
-        "same order",
-        fixes=_ONE_WAY,
-    )
-
-
 def _place(rank: int) -> str:
     return f"partita/waits/{rank}"
-
-
-def named(ranks: Sequence[int]) -> str:
-    """`ranks 1, 2`, of at most eight."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return ("rank " if len(ranks) == 1 else "ranks ") + shown

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..layout import LayoutError
 from .messages import message, pack, unpack
+from .presence import lost_rank
 from .ranks import RankWire, running_wire
 
 __all__ = ["Aside", "Decide", "Everyone", "everyone"]
@@ -163,7 +164,9 @@ class _OfGroups(Everyone):
                 answers = _all_packed(_outcomes(list(map(unpack, brought)), answer))
             got = unpack(self._scatter(group, answers))
         except RuntimeError as error:  # of Gloo: `answer`'s own are outcomes
-            raise RuntimeError("another rank has ended, or cannot be reached") from error
+            if (gone := lost_rank(error, "agrees with all ranks", range(self.size))) is None:
+                raise
+            raise gone from error
         if isinstance(got, _Failed) and got.rank == self.rank:
             mine.__notes__ = got.error.__notes__
             got.error = mine  # of its own class, and with its traceback

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
-from .deadlock import named, verdict_of_others
+from .deadlock import verdict_of_others
+from .presence import find_ended, lost_rank, named, rank_gone
 from .source import user_line
 from .wire import Wire
 
@@ -40,6 +41,7 @@ def roll_call(wire: Wire, why: str) -> None:
     Raises:
         LayoutError: some did not come for as long as the job waits for a rank (the timeout of
             `init_process_group`). After `PATIENCE` seconds a warning names them.
+        RankGoneError: one has ended.
     """
     group = wire.group_of_all()
     if group is None:
@@ -59,6 +61,8 @@ def roll_call(wire: Wire, why: str) -> None:
                 reason="the others go on without it, or have ended",
                 fixes=(_ONE_WAY,),
             )
+        if nap == _LOOK[1] and (ended := find_ended(away)):
+            raise rank_gone(ended, why)
         if waited > PATIENCE and not warned:
             warned = True
             warnings.warn(f"rank {me} {why}; {named(away)} has not come yet", stacklevel=2)
@@ -68,18 +72,19 @@ def roll_call(wire: Wire, why: str) -> None:
         store.delete_key(_place(number - 1, me))
 
 
-def missed_call(wire: Wire) -> LayoutError | None:
-    """What to raise where a collective of this rank failed since others wait at a roll call, or
-    where they have found that ranks wait for one another."""
+def missed_call(wire: Wire, failure: RuntimeError) -> LayoutError | None:
+    """What to raise for `failure` of a collective of this rank: others wait at a roll call, or have
+    found that ranks wait for one another, or one is gone. None where none of this is so."""
     group = wire.group_of_all()
     if group is None:
         return None
     if (told := verdict_of_others()) is not None:
         return told
+    ranks = dist.get_process_group_ranks(group)
     with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
         me, store = dist.get_rank(), group.get_group_store()
         number = _calls.get(group, 0) + 1
-        for r in dist.get_process_group_ranks(group):
+        for r in ranks:
             if store.check([_place(number, r)]):
                 return LayoutError(
                     f"rank {r} does not make the same moves as rank {me}",
@@ -88,7 +93,7 @@ def missed_call(wire: Wire) -> LayoutError | None:
                     reason=f"rank {me} runs what it has captured",
                     fixes=(_ONE_WAY,),
                 )
-    return None
+    return lost_rank(failure, "runs what it has captured", ranks)
 
 
 def _place(number: int, rank: int) -> str:

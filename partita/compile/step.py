@@ -181,7 +181,7 @@ class CompiledStep(Last):
             return program.run(tensors, guard.inputs(tensors) if known else None)
         except RuntimeError as error:  # a collective's, where others do not make it
             for wire in program.wires:
-                if (away := missed_call(wire)) is not None:
+                if (away := missed_call(wire, error)) is not None:
                     raise away from error
             raise
         finally:

@@ -51,14 +51,20 @@ class LayoutError(ValueError):
         """This error with a `place`, for one who knows it; itself where it has one already."""
         if self.place or not place:
             return self
-        return _rebuild(self.fact, place, self.operands, self.reason, self.fixes)
+        return _rebuild(type(self), self.fact, place, self.operands, self.reason, self.fixes)
 
     # An error crosses process boundaries whole.
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.fact, self.place, self.operands, self.reason, self.fixes)
+        kind = type(self)
+        return _rebuild, (kind, self.fact, self.place, self.operands, self.reason, self.fixes)
 
 
 def _rebuild(
-    fact: str, place: str, operands: tuple[str, ...], reason: str, fixes: tuple[Fix, ...]
+    kind: type[LayoutError],
+    fact: str,
+    place: str,
+    operands: tuple[str, ...],
+    reason: str,
+    fixes: tuple[Fix, ...],
 ) -> LayoutError:
-    return LayoutError(fact, place=place, operands=operands, reason=reason, fixes=fixes)
+    return kind(fact, place=place, operands=operands, reason=reason, fixes=fixes)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partita.comm import user_line
+from partita.comm import is_lost, user_line
 
 __all__ = ["Failure", "Last", "failure_of", "obituary", "phase_of"]
-
-_LOST = re.compile(
-    r"(connection (closed|reset|refused)|broken pipe|socket closed|another rank has ended"
-    r"|gloo/transport|recvValue failed)",
-    re.IGNORECASE,
-)
-"""What Gloo and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
 
 _PHASES = {
     "forward": "in forward of step {}",
@@ -61,15 +53,7 @@ def failure_of(error: BaseException) -> Failure:
     said = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ValueError):
         said = f"{type(error).__name__}: {error}"
-    return Failure(said, isinstance(error, RuntimeError) and _is_lost(error), _place(error))
-
-
-def _is_lost(error: BaseException | None) -> bool:
-    while error is not None:
-        if _LOST.search(str(error)):
-            return True
-        error = error.__cause__
-    return False
+    return Failure(said, is_lost(error), _place(error))
 
 
 def _place(error: BaseException) -> str:

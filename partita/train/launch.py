@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
-from partita.comm import LOOPBACK, MEETING, join
+from partita.comm import LOOPBACK, MEETING, find_ended, join, user_line
 
 from .failures import Failure, Last, failure_of, obituary, phase_of
 from .progress import printable
@@ -309,8 +310,20 @@ def joined(show: Show) -> Iterator[Rank]:
     listener = os.environ.get(EVENTS)
     if listener is not None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
+    else:
+        signal.signal(signal.SIGTERM, lambda _, frame: end_of_signal(frame))
 
     at: dict[str, Any] | None = None
+
+    def end_of_signal(frame: FrameType | None) -> None:
+        """What torchrun sends to those that are left, often before they hear of it themselves."""
+        place = user_line(frame) or "no line"
+        others = [r for r in range(world) if r != rank]
+        gone = find_ended(others, GRACE)
+        said = f"another rank is gone ({place})" if gone else f"ended by SIGTERM ({place})"
+        _say(f"rank {rank} failed {phase_of(at)}: {said}")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def tell(event: str, **facts: Any) -> None:
         nonlocal at
@@ -335,9 +348,12 @@ def joined(show: Show) -> Iterator[Rank]:
             tell("failed", when=time.monotonic(), **asdict(failure))
         else:
             said = f"another rank is gone ({failure.place})" if failure.lost else failure.said
-            line = printable(f"rank {rank} failed {phase_of(at)}: {said}")
-            print(line, file=sys.stderr, flush=True)
+            _say(f"rank {rank} failed {phase_of(at)}: {said}")
         os._exit(1)  # threads of a broken process group may never end
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _end_with_parent() -> None:

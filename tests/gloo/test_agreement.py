@@ -81,7 +81,7 @@ def test_a_value_that_one_rank_reads_is_an_error_on_all_whatever_the_others_do(o
 def test_a_rank_that_reads_after_the_others_have_ended_is_told_so():
     alone, ended = run_ranks(reads_alone, 2, "item", "ends")
     assert ended == "ended"
-    assert "rank 0 waited for rank 1, and one has ended" in alone and HERE in alone
+    assert "rank 0 waited for rank 1, which has ended" in alone and HERE in alone
 
 
 def reads_beside_a_graph(rank):

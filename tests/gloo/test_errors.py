@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,6 +48,85 @@ def test_a_mesh_that_does_not_match_the_world_is_refused_on_every_rank(sizes, sa
     assert len({text for text, _ in results}) == 1
     assert f"a mesh of {said} places, and the job 4 ranks" in results[0][0]
     assert all(fitted == 4 for _, fitted in results)
+
+
+def leaves_at_once(rank, folder):
+    made = dist.ProcessGroupGloo
+
+    def slowly(*args):
+        group = made(*args)
+        if rank == 1:
+            time.sleep(1)
+            Path(folder, "made").touch()
+        return group
+
+    dist.ProcessGroupGloo = slowly
+    mesh_of(rank)
+    return Path(folder, "made").exists()
+
+
+def test_no_rank_has_a_mesh_and_may_end_before_all_are_connected(tmp_path):
+    assert run_ranks(leaves_at_once, 2, str(tmp_path)) == [True, True]
+
+
+# -- a rank that is gone ---------------------------------------------------------------------------
+
+
+class Broken(torch.autograd.Function):
+    """Raises on rank 1 of the job, in the pass that is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, where):
+        if dist.get_rank() == 1 and where == "forward":
+            raise ZeroDivisionError("this rank has had enough")
+        ctx.where = where
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if dist.get_rank() == 1 and ctx.where == "backward":
+            raise ZeroDivisionError("this rank has had enough")
+        return g, None
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.where = ""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Broken.apply(layer(x), self.where)
+        return x
+
+
+def one_raises(rank, folder, where):
+    mesh = mesh_of(rank, (3,))
+    model = pt.zero(pt.parallelize(Net(), mesh, {}), mesh, "dp", stage=3)
+    x = pt.distribute_tensor(T, mesh, [Shard(0)])
+    model(x).sum().backward()
+    model.where = where
+    try:
+        model(x).sum().backward()
+        if rank == 1:
+            raise ZeroDivisionError("this rank has had enough")
+        (x + 1).sum().item()
+    except RuntimeError as error:  # as torch's own is, for those who wait for it
+        assert isinstance(error, LayoutError)
+        assert type(pickle.loads(pickle.dumps(error))) is type(error)
+        Path(folder, str(rank)).write_text(str(error))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "afterwards"])
+@pytest.mark.filterwarnings("ignore:module forward hook")
+def test_where_a_rank_raises_within_a_step_the_others_are_told_which_is_gone(where, tmp_path):
+    with pytest.raises(ZeroDivisionError, match="this rank has had enough"):
+        run_ranks(one_raises, 3, str(tmp_path), where)
+    for rank in (0, 2):
+        said = (tmp_path / str(rank)).read_text()
+        assert f"rank {rank} waited for rank 1, which has ended (at " in said
+        assert "tests/gloo/test_errors.py:" in said and "Connection closed" not in said
 
 
 # -- what one rank finds, and all are told ---------------------------------------------------------

@@ -37,6 +37,7 @@ from partita.tensor.engine import (
     next_node,
     saving_hooks,
 )
+from tests.gloo.launch import run_ranks
 
 
 class Typed(torch.Tensor):
@@ -333,20 +334,17 @@ def test_dynamo_asks_a_tensor_for_one_attribute_before_it_traces_it():
     assert callable(frames.set_code_exec_strategy)
 
 
+def told_by_a_group(rank):
+    group = dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
+    assert group in dist.distributed_c10d._world.pg_map
+    before = group._get_sequence_number_for_group()
+    group.allreduce([torch.ones(1)]).wait(timedelta(seconds=1))
+    return group._get_sequence_number_for_group() - before
+
+
 def test_a_group_tells_its_timeout_and_how_many_collectives_it_has_begun():
-    if dist.is_initialized():
-        pytest.skip("another test's groups are up")
-    limit = timedelta(seconds=33)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-    try:
-        group = dist.group.WORLD
-        assert group._get_backend(torch.device("cpu")).options._timeout == limit
-        assert group in dist.distributed_c10d._world.pg_map
-        before = group._get_sequence_number_for_group()
-        group.allreduce([torch.ones(1)]).wait(timedelta(seconds=1))
-        assert group._get_sequence_number_for_group() == before + 1
-    finally:
-        dist.destroy_process_group()
+    assert run_ranks(told_by_a_group, 1, timeout=33) == [1]
 
 
 def test_a_python_number_is_traced_and_what_is_asked_of_it_is_told():

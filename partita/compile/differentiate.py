@@ -81,6 +81,8 @@ def differentiate(
 
 def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: Inputs) -> None:
     """Make inputs of the graph of the nodes at which gradients come in."""
+    if not seeds:
+        return
     nodes = {n.name: n for n in graph.nodes}
     last = graph.find_nodes(op="placeholder")[-1]
     for number, seed in enumerate(seeds):

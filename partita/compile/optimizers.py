@@ -87,13 +87,20 @@ def _prime_momentum(optimizer: Optimizer) -> Primed:
     return found
 
 
-def unprime(primed: Primed, used: Callable[[Any], bool]) -> None:
-    """Take the state away again that the step turned out not to use: `used` of each tensor."""
+def unprime(primed: Primed, used: Callable[[Any], bool]) -> bool:
+    """Take the state away again that the step turned out not to use: `used` of each tensor.
+
+    Returns:
+        Whether there was any.
+    """
+    found = False
     for optimizer, p in primed:
         state = optimizer.state.get(p)
         tensors = [v for v in (state or {}).values() if isinstance(v, torch.Tensor)]
         if state is not None and not any(map(used, tensors)):
             del optimizer.state[p]
+            found = True
+    return found
 
 
 def _cut(p: torch.Tensor, state: dict[str, Any]) -> None:

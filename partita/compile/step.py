@@ -227,7 +227,11 @@ class CompiledStep(Last):
             self._eager[signature] = self._runs_eagerly = _Refused(error.guards, tries)
             return None, []
         inputs = {id(i.tensor) for i in program.inputs}
-        unprime(primed, lambda t: id(t) in inputs)
+        if unprime(primed, lambda t: id(t) in inputs):
+            # Its inputs are counted among tensors of which some are gone.
+            for write in reversed(program.writes):
+                write.undo()
+            program = make_program(self.step, args, kwargs, state, budget=self.budget, **how)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from partita.comm import user_line
 
-__all__ = ["NumberEnv", "is_symbolic"]
+__all__ = ["NumberEnv", "TypeOfNumbers", "is_symbolic"]
 
 
 def is_symbolic(value: Any) -> bool:
@@ -54,13 +54,72 @@ class NumberEnv(ShapeEnv):
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         self._made.append(symbol)
         made = self.create_symfloatnode(symbol, hint=value, source=source)
-        return SymbolicFloat(made.node)
+        found = SymbolicFloat(made.node)
+        found.kind = type(value)
+        return found
 
 
 class SymbolicFloat(torch.SymFloat):
-    """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float."""
+    """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float.
 
-    __class__ = property(lambda self: float)  # type: ignore[assignment]
+    Attributes:
+        kind: the type of what it stands for: float, or NumPy's.
+    """
+
+    kind: type = float
+    __class__ = property(lambda self: self.kind)  # type: ignore[assignment]
+
+
+class _Type(type):
+    """`type(x)` is that of what x stands for; in all else it is `type`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        found = type(args[0])
+        if found is SymbolicFloat:
+            return args[0].kind
+        return cls if found is type else found  # so that `type(x) is type` holds
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is type
+
+    def __hash__(cls) -> int:
+        return hash(type)
+
+
+class TypeOfNumbers:
+    """Has the user's code find the type of a float, which that of its stand-in would not be.
+
+    A class cannot say of its objects that `type` gives another; so where code names `type`, its
+    globals have one for a while.
+    """
+
+    kind = _Type("type", (type,), {})
+
+    def __init__(self) -> None:
+        self._put: list[dict[str, Any]] = []
+
+    def put(self, variables: dict[str, Any]) -> None:
+        """Have code whose globals are `variables` ask this one, unless it has one of its own."""
+        if "type" not in variables:
+            variables["type"] = self.kind
+            self._put.append(variables)
+
+    def take_away(self) -> None:
+        for variables in self._put:
+            if variables.get("type") is self.kind:
+                del variables["type"]
+        self._put.clear()
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from inspect import signature
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -405,3 +406,15 @@ def test_a_float_that_the_step_sets_to_a_constant_is_what_the_next_call_reads():
     fast = graph_of(lambda x: step(x, one))
     for _ in range(3):
         assert torch.equal(fast(x), step(x, other)) and one.factor == other.factor
+
+
+def typed(x, a):
+    known = {float: 2.0, int: 3.0}.get(type(a), 5.0)
+    made = type("Made", (), {"at": 7})  # in all else it is what Python has
+    assert type(type(a)) is type and isinstance(made, type) and type(made()) is made
+    return x * a * known if type(a) in (float, int) else x / a
+
+
+def test_type_of_a_float_is_float():
+    check(typed, [0.5, 1, 0.25, 2, np.float64(0.5), np.float64(0.75), 0.5], 4)
+    assert "type" not in globals()

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
+from ..symbolic import TypeOfNumbers
 from . import places
 from .calls import Calls, unguarded
 from .codes import constants_of, global_names, is_of_users, is_recorded, names_of
@@ -108,6 +109,7 @@ class Record:
         self._by_name = False  # what is reached now is perhaps not what the step reads
         self._all_at_once = False
         self._calls = Calls(self)
+        self._types = TypeOfNumbers()
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
@@ -127,6 +129,7 @@ class Record:
             if self.error is not None:
                 raise self.error
         finally:
+            self._types.take_away()
             release(self._instrumented)
             self._instrumented = []
 
@@ -468,6 +471,8 @@ class Record:
         for name in global_names(code):
             if name != "super":  # one of Python's own may come to be hidden by a global
                 self.read_at(places.entry(name, variables, name), variables.get(name, MISSING))
+                if name == "type":
+                    self._types.put(variables)
         for name in _imported(code):
             module = sys.modules.get(name)
             if module is not None:

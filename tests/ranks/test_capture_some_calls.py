@@ -1,0 +1,45 @@
+"""Captured steps of which only some calls step an optimizer, and steps without inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+
+OPTIMIZERS = {
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "moments": lambda ps: torch.optim.AdamW(ps, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_only_some_calls_step_shifts_no_argument(name):
+    def run(compiled):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def step(last, *parts):  # more arguments than the optimizer has states
+            loss = sum(k * model(part).square().mean() for k, part in enumerate(parts))
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        fast = pt.compile(step, backend="graph") if compiled else step
+        parts = [torch.full((2, 3), float(k)) for k in range(8)]
+        losses = [fast(call % 2 == 1, *parts).detach() for call in range(6)]
+        return losses, [p.detach() for p in model.parameters()]
+
+    for found, want in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found, want)
+
+
+def test_a_step_that_reads_nothing_is_a_graph_too():
+    fast = pt.compile(lambda: (torch.arange(3) * 2, 7), backend="graph")
+    for _ in range(2):
+        found, number = fast()
+        assert found.tolist() == [0, 2, 4] and number == 7

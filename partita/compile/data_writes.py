@@ -13,6 +13,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from partita.layout import Fix
 from partita.tensor.autograd import moved
@@ -20,14 +21,16 @@ from partita.tensor.dtensor import tagged
 
 from .errors import not_captured
 from .inputs import Inputs
+from .symbolic import as_number
 
 __all__ = ["DataWrites"]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READS = (torch.Tensor.item, torch.Tensor.tolist)
 
 
 class DataWrites(TorchFunctionMode):
-    """Follows the `.data` of tensors while a step is traced."""
+    """Follows the `.data` of tensors while a step is traced, and the numbers read out of them."""
 
     def __init__(self, inputs: Inputs):
         super().__init__()
@@ -39,6 +42,8 @@ class DataWrites(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _set_data:
             return self._write(*args)
+        if func in _READS:
+            return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _write(self, x: Any, value: Any) -> None:

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from partita.comm import user_line
 
-__all__ = ["NumberEnv", "TypeOfNumbers", "is_symbolic"]
+__all__ = ["NumberEnv", "TypeOfNumbers", "as_number", "is_symbolic"]
 
 
 def is_symbolic(value: Any) -> bool:
@@ -59,6 +59,9 @@ class NumberEnv(ShapeEnv):
         return found
 
 
+_class = property(lambda self: self.kind)
+
+
 class SymbolicFloat(torch.SymFloat):
     """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float.
 
@@ -67,7 +70,31 @@ class SymbolicFloat(torch.SymFloat):
     """
 
     kind: type = float
-    __class__ = property(lambda self: self.kind)  # type: ignore[assignment]
+    __class__ = _class  # type: ignore[assignment]
+
+
+class SymbolicInt(torch.SymInt):
+    """An int that is known when the graph runs."""
+
+    kind: type = int
+    __class__ = _class  # type: ignore[assignment]
+
+
+class SymbolicBool(torch.SymBool):
+    """A bool that is known when the graph runs."""
+
+    kind: type = bool
+    __class__ = _class  # type: ignore[assignment]
+
+
+_OF_TORCH = {SymbolicFloat: torch.SymFloat, SymbolicInt: torch.SymInt, SymbolicBool: torch.SymBool}
+_OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
+
+
+def as_number(value: Any) -> Any:
+    """A symbolic number of torch's, as what is a number to whoever asks for its class."""
+    ours = _OURS.get(type(value))
+    return value if ours is None else ours(value.node)
 
 
 class _Type(type):
@@ -77,7 +104,7 @@ class _Type(type):
         if len(args) != 1 or kwargs:
             return type(*args, **kwargs)
         found = type(args[0])
-        if found is SymbolicFloat:
+        if found in _OF_TORCH:
             return args[0].kind
         return cls if found is type else found  # so that `type(x) is type` holds
 
@@ -124,17 +151,28 @@ class TypeOfNumbers:
 
 def _plain(value: Any) -> Any:
     """What torch's methods of symbolic numbers know, who take a float for a constant."""
-    return torch.SymFloat(value.node) if type(value) is SymbolicFloat else value
+    torchs = _OF_TORCH.get(type(value))
+    return value if torchs is None else torchs(value.node)
 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
-        return getattr(_plain(self), name)(*map(_plain, others))
+        found = getattr(_plain(self), name)(*map(_plain, others))
+        # A comparison is True or False itself, for `is` and for who writes it down: a condition.
+        if type(found) is torch.SymBool and found.node.has_hint():
+            return bool(found)
+        return as_number(found)
 
     return method
 
 
+def _itself(self: Any, *_: Any) -> Any:
+    return self  # a copy of its node would be of another graph
+
+
 _OWN = ("__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "__doc__")
-for _name, _found in list(vars(torch.SymFloat).items()):
-    if _name.startswith("__") and callable(_found) and _name not in _OWN:
-        setattr(SymbolicFloat, _name, _method(_name))
+for _ours, _torchs in _OF_TORCH.items():
+    for _name, _found in list(vars(_torchs).items()):
+        if _name.startswith("__") and callable(_found) and _name not in _OWN:
+            setattr(_ours, _name, _method(_name))
+    _ours.__copy__ = _ours.__deepcopy__ = _itself  # type: ignore[attr-defined]

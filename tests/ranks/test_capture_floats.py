@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from inspect import signature
 
@@ -418,3 +419,32 @@ def typed(x, a):
 def test_type_of_a_float_is_float():
     check(typed, [0.5, 1, 0.25, 2, np.float64(0.5), np.float64(0.75), 0.5], 4)
     assert "type" not in globals()
+
+
+def asked(value):
+    """What a program may ask of a number beside its value."""
+    known = {float: 2.0, int: 3.0, bool: 5.0}[type(value)]
+    return known * (7.0 if isinstance(value, float) else 11.0 if isinstance(value, int) else 13.0)
+
+
+KINDS = {
+    "reckoned": lambda x, a: x * asked(a * 2) * asked(1 - a) * asked(a**2) * asked(-a),
+    "read": lambda x, a: x * a * asked(x.sum().item()) * asked(x.sum().item() / 2),
+    "read, an int": lambda x, a: x * a * asked(x.argmax().item()) * asked(x.argmax().item() + 1),
+    "read, a bool": lambda x, a: x * a * asked((x > 0).any().item()),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_reckoned_with_numbers_or_read_is_of_the_class_that_it_has_in_eager(name):
+    check(KINDS[name], [0.1, 0.3], 1)
+
+
+def test_a_comparison_is_true_or_false_itself():
+    step = lambda x, a: (x * (2.0 if (a > 0.5) is True else 3.0), a > 0.5)  # noqa: E731
+    check(step, [0.1, 0.3, 0.7, 0.4], 2)
+
+
+def test_a_copy_of_a_float_is_that_float():
+    step = lambda x, a: x if copy.deepcopy({"a": a})["a"] > 0.5 else -x  # noqa: E731
+    check(step, [0.1, 0.7, 0.1], 2)

@@ -59,6 +59,7 @@ class Numbers:
         mode = get_proxy_mode()
         assert mode is not None
         found = self.env.symbolic(f"{given.name} {len(self.made)}", float(value))
+        found.kind = type(value)
         graph = mode.tracer.graph
         inputs = graph.find_nodes(op="placeholder")
         with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():

@@ -13,6 +13,8 @@ from .errors import CaptureError, not_captured, of_data
 
 __all__ = ["not_an_input", "told_of", "users_line"]
 
+_NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
+
 
 def told_of(error: Exception, line: str) -> Exception:
     """What torch raised while a step was captured, said of the step; or the error itself.
@@ -30,7 +32,7 @@ def told_of(error: Exception, line: str) -> Exception:
     if (
         "_local_scalar_dense" in str(error)
         or "data-dependent" in str(error).lower()
-        or any(f"passed to {name}." in text for name in ("SymFloat", "SymInt", "SymBool"))
+        or any(f"passed to {name}." in text for name in _NUMBERS)
     ):
         return not_captured(
             "the step reads a value",

@@ -10,6 +10,7 @@ stead for a while.
 from __future__ import annotations
 
 import argparse
+import collections
 import dis
 import functools
 import operator
@@ -47,6 +48,21 @@ class Cell:
 
     def __setitem__(self, _: Any, value: Any) -> None:
         self.cell.cell_contents = value
+
+
+class Defaults:
+    """The defaults of a function, read and written as a list."""
+
+    def __init__(self, function: types.FunctionType):
+        self.function = function
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.function.__defaults__ or ())[i]
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        found = list(self.function.__defaults__ or ())
+        found[i] = value
+        self.function.__defaults__ = tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +254,12 @@ class _Search:
             if name in f.__globals__:
                 self.value(name, f.__globals__[name], Slot(name, "value", f.__globals__, name))
         for i, value in enumerate(f.__defaults__ or ()):
-            self.value(f"default[{i}]", value, None)
+            at = Slot(f"default[{i}]", "value", Defaults(f), i)
+            self.value(at.name, value, at if isinstance(value, torch.Tensor) else None)
+        for name, value in vars(f).items():
+            if isinstance(value, (torch.Tensor, list, dict)) and name != "__wrapped__":
+                at = Slot(f"{f.__name__}.{name}", "value", vars(f), name)
+                self.value(at.name, value, at)
         for name, value in (f.__kwdefaults__ or {}).items():
             self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
         return None
@@ -287,7 +308,7 @@ class _Search:
         elif isinstance(value, torch.Tensor):
             if slot is not None:
                 self.state.slots.append(slot)
-        elif isinstance(value, (list, dict)):
+        elif isinstance(value, (list, dict, collections.deque)):
             if self._first_time(value):
                 self.state.lists.append((value, len(value)))
                 for key, v in value.items() if isinstance(value, dict) else enumerate(value):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._dynamo.source import ConstantSource
@@ -48,15 +49,13 @@ class NumberEnv(ShapeEnv):
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
 
-    def symbolic(self, name: str, value: float) -> torch.SymFloat:
+    def symbolic(self, name: str, value: float) -> SymbolicFloat:
         """What stands for the float `value`."""
         source = ConstantSource(name)
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         self._made.append(symbol)
         made = self.create_symfloatnode(symbol, hint=value, source=source)
-        found = SymbolicFloat(made.node)
-        found.kind = type(value)
-        return found
+        return SymbolicFloat(made.node)
 
 
 _class = property(lambda self: self.kind)
@@ -132,21 +131,35 @@ class TypeOfNumbers:
     """
 
     kind = _Type("type", (type,), {})
+    _lock = threading.Lock()
+    _put: ClassVar[dict[int, list[Any]]] = {}
+    """By identity, globals and how many captures use them: threads may capture at once."""
 
     def __init__(self) -> None:
-        self._put: list[dict[str, Any]] = []
+        self._mine: dict[int, dict[str, Any]] = {}
 
     def put(self, variables: dict[str, Any]) -> None:
         """Have code whose globals are `variables` ask this one, unless it has one of its own."""
-        if "type" not in variables:
-            variables["type"] = self.kind
-            self._put.append(variables)
+        with self._lock:
+            found = self._put.get(id(variables))
+            if id(variables) in self._mine or (found is None and "type" in variables):
+                return
+            self._mine[id(variables)] = variables
+            if found is None:
+                found = self._put[id(variables)] = [variables, 0]
+                variables["type"] = self.kind
+            found[1] += 1
 
     def take_away(self) -> None:
-        for variables in self._put:
-            if variables.get("type") is self.kind:
-                del variables["type"]
-        self._put.clear()
+        with self._lock:
+            for key, variables in self._mine.items():
+                found = self._put[key]
+                found[1] -= 1
+                if not found[1]:
+                    del self._put[key]
+                    if variables.get("type") is self.kind:
+                        del variables["type"]
+            self._mine.clear()
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 from torch import nn
@@ -43,3 +45,30 @@ def test_a_step_that_reads_nothing_is_a_graph_too():
     for _ in range(2):
         found, number = fast()
         assert found.tolist() == [0, 2, 4] and number == 7
+
+
+def scaled(x, by=torch.full((2, 3), 2.0)):  # noqa: B008
+    return x * by
+
+
+def test_tensors_in_defaults_attributes_of_functions_and_deques_are_inputs():
+    def attributed(x):
+        return x * attributed.by
+
+    attributed.by = torch.full((2, 3), 2.0)
+    last = collections.deque([torch.full((2, 3), 2.0)], maxlen=2)
+    x = torch.ones(2, 3)
+    for step, held in (
+        (scaled, scaled.__defaults__[0]),
+        (attributed, attributed.by),
+        (lambda x: x * last[0], last[0]),
+    ):
+        fast = pt.compile(step, backend="graph")
+        for _ in range(3):
+            held.add_(1.0)
+            assert torch.equal(fast(x), step(x))
+        assert len(fast.reasons) == 1
+    last[0] = torch.full((2, 3), 9.0)
+    assert torch.equal(fast(x), x * 9.0)
+    attributed.by = torch.full((2, 3), 9.0)
+    assert torch.equal(pt.compile(attributed, backend="graph")(x), x * 9.0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..symbolic import TypeOfNumbers
 from .expected import MISSING
 
 __all__ = [
@@ -131,3 +132,13 @@ def function_part(name: str, function: Any, key: str) -> Place:
 
 def context(name: str, variable: contextvars.ContextVar[Any]) -> Place:
     return Place(name, variable, "value", lambda: variable.get(MISSING), variable.set)
+
+
+def type_of(variables: dict[str, Any]) -> Place:
+    """A global `type` of the user's, beside which one of ours is none."""
+
+    def get() -> Any:
+        found = variables.get("type", MISSING)
+        return MISSING if found is TypeOfNumbers.kind else found
+
+    return Place("type", variables, "type", get)

@@ -469,10 +469,11 @@ class Record:
                     self._enter_code(const, variables)
         self._constants |= constants_of(code)
         for name in global_names(code):
-            if name != "super":  # one of Python's own may come to be hidden by a global
+            if name == "type":
+                self.read_at(place := places.type_of(variables), place.value)
+                self._types.put(variables)
+            elif name != "super":  # one of Python's own may come to be hidden by a global
                 self.read_at(places.entry(name, variables, name), variables.get(name, MISSING))
-                if name == "type":
-                    self._types.put(variables)
         for name in _imported(code):
             module = sys.modules.get(name)
             if module is not None:
@@ -516,7 +517,7 @@ class Record:
         held = vars(space)
         before, self._by_name = self._by_name, True
         for key in sorted(names & held.keys()):
-            if not key.startswith("__"):
+            if not key.startswith("__") and held[key] is not TypeOfNumbers.kind:
                 self.read_at(places.entry(f"{name}.{key}", held, key), held[key])
         self._by_name = before
 

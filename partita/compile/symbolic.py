@@ -183,9 +183,21 @@ def _itself(self: Any, *_: Any) -> Any:
     return self  # a copy of its node would be of another graph
 
 
+def _text(name: str) -> Callable[..., Any]:
+    def method(self: Any, *spec: str) -> Any:
+        if any(spec) or self.node.has_hint():  # that it is written down is a condition
+            return getattr(_BUILTIN[type(self)](_plain(self)), name)(*spec)
+        return str(_plain(self))
+
+    return method
+
+
+_BUILTIN = {SymbolicFloat: float, SymbolicInt: int, SymbolicBool: bool}
 _OWN = ("__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "__doc__")
 for _ours, _torchs in _OF_TORCH.items():
     for _name, _found in list(vars(_torchs).items()):
         if _name.startswith("__") and callable(_found) and _name not in _OWN:
             setattr(_ours, _name, _method(_name))
+    for _name in ("__str__", "__repr__", "__format__"):
+        setattr(_ours, _name, _text(_name))
     _ours.__copy__ = _ours.__deepcopy__ = _itself  # type: ignore[attr-defined]

@@ -218,7 +218,8 @@ BRANCHES = {
     "a > b": (lambda x, a: x * a if a > 0.25 else x / a, "0.1 became 0.3, and the program asks"),
     "an eps": (lambda x, a: F.layer_norm(x, (6,), eps=a), "is read as a number"),
     "math": (lambda x, a: x * math.sqrt(a), "is read as a number"),
-    "text": (lambda x, a: (x, f"{a:.2f}"), "a Python number is read"),
+    "text": (lambda x, a: (x, f"{a:.2f}"), "is read as a number"),
+    "text as it is": (lambda x, a: (x, f"{a} {a * 2!r}"), "is read as a number"),
 }
 
 

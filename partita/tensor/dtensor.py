@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 
-from partita.comm import user_line, wire_of
+from partita.comm import is_alone, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 from .agreement import agree_pieces, compare, no_strides
@@ -116,7 +116,7 @@ class DTensor(torch.Tensor):
         """Take each rank's local tensor as its piece of one global tensor. Differentiable.
 
         The ranks compare shapes and dtypes the first time that a place of the program brings such
-        a piece, and each time under `check_ranks()`.
+        a piece, and each time under `check_ranks()`, then as with `run_check`.
 
         Args:
             placements: one per mesh axis; all Replicate where not given.
@@ -173,6 +173,8 @@ class DTensor(torch.Tensor):
             compare(local_tensor, spec)
         else:
             agree_pieces(local_tensor, spec)
+            if spec.wire.scope.check is not None and not is_alone(spec.wire):
+                compare(local_tensor, spec)
         return spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

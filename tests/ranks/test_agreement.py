@@ -308,3 +308,16 @@ def test_numbers_that_a_compiled_step_takes_are_compared(when):
         dp=2,
     )
     assert each_rank(lambda mesh: body(mesh, lambda r: 1.5), dp=2) == [1.5 * T.sum()] * 2
+
+
+def test_under_check_ranks_from_local_refuses_other_values_that_are_taken_for_whole():
+    def body(mesh):
+        local = torch.ones(3) * mesh.get_local_rank("dp")
+        with pt.check_ranks():
+            pt.DTensor.from_local(local, mesh, [pt.Partial()])
+            with pytest.raises(LayoutError, match="the ranks along dp do not hold the same value"):
+                pt.DTensor.from_local(local, mesh, [pt.Replicate()])
+            return pt.DTensor.from_local(local * 0, mesh, [pt.Replicate()]).full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        assert all(torch.equal(x, torch.zeros(3)) for x in world.run(body))

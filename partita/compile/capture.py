@@ -8,6 +8,7 @@ node; a redistribution becomes collectives of local tensors. Nothing is carried 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -42,7 +43,7 @@ from .hooks import hang_hooks
 from .inputs import Inputs
 from .notes import Recorder, note_of
 from .numbers import NUMBER, Numbers
-from .optimizers import Stepping
+from .optimizers import Group, Stepping
 from .program import Input, Output, Place, Program
 from .refusals import not_an_input, told_of, users_line
 from .state import Cell, Slot, State
@@ -57,15 +58,25 @@ _OF_NUMBERS = (  # what makes a tensor of numbers that the step has given
 )
 _NO_OWNERS = ("gradient", "mark", "number", "cotangent")  # inputs that have no gradient themselves
 
+# Tracers of torch.fx put theirs in place of nn.Module.__call__, which all threads see.
+_ONE_AT_A_TIME = threading.RLock()
+
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
 def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> Program:
     """The graph of `step(*args, **kwargs)`.
 
+    Captures of several threads are made one after the other.
+
     Raises:
         CaptureError: the step does what a graph cannot say, naming the user's line.
     """
+    with _ONE_AT_A_TIME:
+        return _captured(step, args, kwargs, state)
+
+
+def _captured(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> Program:
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
     unmarked: set[int] = set()
     plain = ""
@@ -338,7 +349,9 @@ class _Capture:
         numbers = set()
         for given in self.numbers.given:
             if given.path:
-                home = given.home.cell if isinstance(given.home, Cell) else given.home
+                home = given.home
+                if isinstance(home, (Cell, Group)):
+                    home = home.cell if isinstance(home, Cell) else home.now
                 numbers.add((id(home), given.path[0]))
 
         def number(home: Any, key: Any) -> bool:

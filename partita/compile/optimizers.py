@@ -116,6 +116,20 @@ def _cut(p: torch.Tensor, state: dict[str, Any]) -> None:
             state[key] = tagged(part, update)
 
 
+class Group:
+    """A group of an optimizer by its number: `load_state_dict` makes other dictionaries of all."""
+
+    def __init__(self, optimizer: Optimizer, index: int):
+        self.optimizer, self.index = optimizer, index
+
+    @property
+    def now(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.index]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.now[key]
+
+
 class _StateOf:
     """The state of one parameter, as a dictionary that is there once it is written."""
 
@@ -201,7 +215,8 @@ class Stepping:
         def standing(value: Any, *path: Any) -> Any:
             if isinstance(value, float):
                 within = "".join(f"[{at}]" for at in path[1:])
-                return number(f"{name}.{path[0]}[{index}]{within}", value, group, path)
+                called = f"{name}.{path[0]}[{index}]{within}"
+                return number(called, value, Group(self.optimizers[name], index), path)
             if type(value) in (tuple, list):
                 return type(value)(standing(v, *path, i) for i, v in enumerate(value))
             return stand_in(value)

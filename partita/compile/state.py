@@ -102,6 +102,7 @@ class State:
         parts: of each module, with all within it, what was in it.
         given: the modules and optimizers among the arguments of the call.
         lists: lists and dictionaries in which tensors were looked for, and how long each was.
+        groups: of each optimizer, the list of its groups, these and their lists of parameters.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class State:
     parts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
     lists: list[tuple[Any, int]] = field(default_factory=list)
+    groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those that it was made for?"""
@@ -120,11 +122,23 @@ class State:
 
     def moved(self) -> bool:
         """Is another module or optimizer where one was found, or in a module what was not there?"""
-        if any(slot.value is not value for slot, value in self.found):
+        try:
+            if any(slot.value is not value for slot, value in self.found):
+                return True
+        except LookupError:  # a list or a dictionary that has become shorter
+            return True
+        if self.regrouped():
             return True
         if any(len(held) != count for held, count in self.lists):
             return True
         return any(_inside(module) != inside for module, inside in self.parts)
+
+    def regrouped(self) -> bool:
+        """Has an optimizer other groups, as `load_state_dict` gives it?"""
+        return any(
+            len(now := _parts_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
+            for o, parts in self.groups
+        )
 
     def optimizer_slots(self) -> list[Slot]:
         """The tensors that optimizers hold now."""
@@ -165,6 +179,11 @@ def _hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
     if not one and not other:
         return ()
     return (*users_hooks(one), *users_hooks(other))
+
+
+def _parts_of(optimizer: Optimizer) -> list[Any]:
+    groups = optimizer.param_groups
+    return [groups, *groups, *[group["params"] for group in groups]]
 
 
 def _groups_of(optimizer: Optimizer) -> Callable[[], Any]:
@@ -296,6 +315,7 @@ class _Search:
             if self._first_time(value):
                 self.state.optimizers[name] = value
                 self.state.lists.append((value.param_groups, len(value.param_groups)))
+                self.state.groups.append((value, _parts_of(value)))
                 for i, group in enumerate(value.param_groups):
                     self.state.lists.append((group["params"], len(group["params"])))
                     for key, v in group.items():  # a rate that is a tensor

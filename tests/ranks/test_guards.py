@@ -311,28 +311,99 @@ def test_a_class_that_another_capture_listens_to_is_as_it_was():
     settings = Settings()
     inner = pt.compile(lambda x: x * settings.k, backend="graph")
     inner(torch.ones(3))
-    reads, go, done = [], threading.Event(), threading.Event()
+    go, done = threading.Lock(), threading.Lock()  # a step may take one; it must not use an Event
+    go.acquire()
+    done.acquire()
 
     def outer(x):
-        reads.append(settings.k)
-        go.set()
-        assert done.wait(60)
-        reads.clear()
-        return x * settings.k
+        k = settings.k
+        go.release()
+        assert done.acquire(timeout=60)
+        return x * k
 
     other = pt.compile(outer, backend="graph")
     thread = threading.Thread(target=other, args=(torch.ones(3),))
     thread.start()
-    assert go.wait(60)
+    assert go.acquire(timeout=60)
     try:
         for _ in range(2):
             inner(torch.ones(3))
     finally:
-        done.set()
+        done.release()
         thread.join()
     assert inner.reasons == ["the first call"]
     Settings.k = 3
     assert torch.equal(inner(torch.ones(3)), torch.full((3,), 3.0))
+
+
+def test_captures_of_several_threads_do_not_meet():
+    before = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+
+    def train(losses, wrap):
+        generator = torch.Generator().manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(4, 4, generator=generator))
+        optimizer = torch.optim.AdamW([w], lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = (x @ w).tanh().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = wrap(step)
+        losses += [float(run(torch.linspace(-1, 1, 8).view(2, 4)).detach()) for _ in range(3)]
+
+    want, found = [], [[] for _ in range(3)]
+    train(want, lambda step: step)
+    threads = [
+        threading.Thread(target=train, args=(one, lambda s: pt.compile(s, backend="graph")))
+        for one in found
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found:
+        assert one == pytest.approx(want)
+    assert (torch.nn.Module.__call__, torch.nn.Module.__getattr__) == before
+
+
+def test_a_threading_local_is_another_program_in_each_thread():
+    held = threading.local()
+    held.k = 2.0
+    step = pt.compile(lambda x: x * held.k, backend="graph")
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
+    found = []
+
+    def other():
+        held.k = 5.0
+        found.append(step(torch.ones(3)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], torch.full((3,), 5.0))
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_rates_that_an_optimizer_loads_are_those_of_the_next_step():
+    w = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([w], lr=0.5)
+
+    def step():
+        optimizer.zero_grad()
+        w.sum().backward()
+        optimizer.step()
+
+    compiled, want = pt.compile(step, backend="graph"), 0.0
+    for lr in (0.5, 2.0, 4.0, 0.25):  # each load makes new dictionaries of the groups
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = lr
+        optimizer.load_state_dict(state)
+        compiled()
+        want -= lr
+        assert torch.equal(w.detach(), torch.full((3,), want))
 
 
 def test_a_step_that_never_can_be_captured_is_not_tried_for_ever():

@@ -73,6 +73,7 @@ class CallGuard:
         self._modes = modes()
         self._modules = [vars(m) for m, _ in state.parts]
         self._training = [held.get("training") for held in self._modules]
+        self._state = state
         self._optimizers = [
             (o, o.state, [(p, d, len(d)) for p, d in o.state.items()])
             for o in state.optimizers.values()
@@ -114,6 +115,8 @@ class CallGuard:
             return False
         if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
             return False
+        if self._state.regrouped():
+            return False
         for optimizer, state, entries in self._optimizers:
             if optimizer.state is not state or len(state) != len(entries):
                 return False
@@ -153,4 +156,11 @@ def modes() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
+        # What kernels are chosen by, when a graph is made or compiled.
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )

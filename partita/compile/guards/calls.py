@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import inspect
+import os
 import pathlib
 import queue
 import random
@@ -57,7 +58,13 @@ _SEEDS = {
     )
 }
 # Decorators, through which what the user calls comes to what it names.
-_BETWEEN = ("contextlib.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+_BETWEEN = (
+    "contextlib.py",
+    "torch/_compile.py",
+    "torch/_dynamo/eval_frame.py",
+    "_collections_abc.py",
+    "<frozen _collections_abc>",
+)
 # What other threads, or other programs, see of a step and a step of them.
 _SHARED = {
     f.__code__: f"{f.__module__}.{f.__qualname__}"
@@ -78,6 +85,10 @@ _SHARED = {
         pathlib.Path.write_bytes,
     )
 }
+_ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
+_SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
+_ASKED = (os.getcwd, os.getpid, sys.getrecursionlimit, gc.isenabled)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
 _RANDOM_CODES = {
     f.__code__
@@ -92,7 +103,20 @@ def _kind_of(frame: FrameType) -> str:
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
     special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
-    return "special" if special else "library"
+    if special or code in _ENVIRONMENT:
+        return "special"
+    return "setting" if code is _SETTING or _is_setting(code) else "library"
+
+
+def _is_setting(code: CodeType) -> bool:
+    """Is it a function of torch that says how something is set?"""
+    of_torch = code.co_argcount == 0 and code.co_filename.startswith(_TORCH)
+    return of_torch and _says_setting(code.co_name)
+
+
+def _says_setting(name: str) -> bool:
+    begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
+    return begins and "rng" not in name and "seed" not in name
 
 
 def _is_made_by_library(frame: FrameType) -> bool:
@@ -185,6 +209,10 @@ class Calls:
         if what == "call":
             if kind == "recorded":
                 self._record.entered(frame)
+            elif kind == "setting":  # torch itself asks for these all the time
+                caller = frame.f_back
+                if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
+                    self._of_setting(frame.f_code, frame)
             elif kind == "special":
                 self._of_library(frame.f_code, frame)
         elif what == "c_call" and kind == "recorded":
@@ -199,12 +227,23 @@ class Calls:
         if code.co_name == "_log":
             self._tell("logging", caller)
             return
-        if code in _SHARED:
+        if code in _ENVIRONMENT:
+            self._record.environment_read(frame.f_locals.get("key"))
+        elif code in _SHARED:
             self._shared(_SHARED[code])
         elif code in _SEEDS:
             self._seed(_SEEDS[code])
         else:
             self._random(f"random.{code.co_name}")
+
+    def _of_setting(self, code: CodeType, frame: FrameType) -> None:
+        if code is _SETTING:
+            function = frame.f_locals["self"].getter
+            self._record.answered(getattr(function, "__name__", "a setting"), function)
+            return
+        function = frame.f_globals.get(code.co_name)
+        if getattr(function, "__code__", None) is code:
+            self._record.answered(f"{function.__module__}.{code.co_name}()", function)
 
     def _of_c(self, function: Any, frame: FrameType) -> None:
         if function is print:
@@ -214,6 +253,10 @@ class Calls:
             self._shared("open")
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
+        if function is globals:
+            self._record.reach_globals(frame.f_globals)
+        if function in _ASKED or (owner is torch._C and _says_setting(name)):
+            self._record.answered(f"{name}()", function)
         if owner is None:
             return
         if owner is time and function in _CLOCKS:

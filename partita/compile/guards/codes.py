@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "constants_of",
+    "dotted_names",
     "global_names",
     "is_of_users",
     "is_recorded",
@@ -72,6 +73,22 @@ def global_names(code: CodeType) -> tuple[str, ...]:
     """The globals that it uses by itself. `co_names` has those of attributes and methods too."""
     used = [i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS]
     return tuple(dict.fromkeys(used))
+
+
+@functools.lru_cache(maxsize=4096)
+def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """What it reads of variables, attribute by attribute: ("torch", "relu")."""
+    found: dict[tuple[str, ...], None] = {}
+    chain: tuple[str, ...] = ()
+    for i in dis.get_instructions(code):
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            chain = (i.argval,)
+        elif i.opname in _METHODS and chain:
+            chain = (*chain, i.argval)
+            found[chain] = None
+        elif i.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"):
+            chain = ()
+    return tuple(found)
 
 
 def names_of(code: CodeType) -> set[str]:

@@ -334,7 +334,9 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
         # Keys compare as a set does; a set of equal members may have another order.
         return sorted(value, key=_order), []
     if isinstance(value, functools.partial):
-        return ["func", "args", "keywords"], [value.func, value.args, value.keywords]
+        held = vars(value)
+        own = [value.func, value.args, value.keywords]
+        return ["func", "args", "keywords", *held], [*own, *held.values()]
     if isinstance(value, types.SimpleNamespace):
         return list(vars(value)), list(vars(value).values())
     return None, list(value)

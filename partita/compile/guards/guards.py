@@ -49,6 +49,8 @@ class Guards:
         huge: names of containers that are not looked into, and these.
         slots: places whose tensors are inputs, which are looked at for themselves.
         classes: of which the number of attributes is part of it: one may hide another.
+        spaces: variables by name, what they are called, and the names that must come to be there
+            as little as they must go.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Guards:
         huge: Sequence[tuple[str, Any]] = (),
         slots: frozenset[tuple[int, Any]] = frozenset(),
         classes: Sequence[type] = (),
+        spaces: Sequence[tuple[str, dict[str, Any], frozenset[str]]] = (),
     ):
-        self._given = (places, types, numbers, huge, slots, classes)
+        self._given = (places, types, numbers, huge, slots, classes, spaces)
         known: dict[int, Expected] = {id(value): Many(name, value) for name, value in huge}
         self._guards = []
         for place in places:
@@ -70,6 +73,8 @@ class Guards:
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
         self._slots, self._classes = slots, classes
+        self._spaces = [(name, held, names, names & held.keys()) for name, held, names in spaces]
+        self._variables = [held for _, held, _ in spaces]
         self._named = [vars(kind) for kind in classes]
         self._counts = [*map(own_attributes, classes)]
         self._arm()
@@ -100,6 +105,8 @@ class Guards:
         for kind, count in zip(self._classes, self._counts, strict=True):
             if (now := own_attributes(kind)) != count:
                 found.append(f"{kind.__name__}: {count} attributes became {now}")
+        for name, held, names, there in self._spaces:
+            found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - there)]
         for guard in self._guards:
             if len(found) >= most:
                 break
@@ -115,6 +122,7 @@ class Guards:
             and all(map(is_, map(type, self._objects), self._types))
             and all(map(is_, [get() for get in self._gets], self._got))
             and [*map(len, self._named)] == self._counts
+            and [*map(len, self._variables)] == self._sizes
             and [*map(len, self._containers)] == self._lengths
             and all(map(is_, chain.from_iterable(self._iterables()), self._contents))
             and all(was.difference(value) is None for was, value in self._contained)
@@ -150,15 +158,17 @@ class Guards:
                 if id(part) not in seen:
                     seen.add(id(part))
                     self._watch(expected, part)
+        self._sizes = [*map(len, self._variables)]
         self._lengths = [*map(len, self._containers)]
         self._contents = [*chain.from_iterable(self._iterables())]
 
     def _watch(self, expected: Expected, part: Any) -> None:
         if isinstance(part, SimpleNamespace):
             part = vars(part)
-        if not isinstance(expected, (Contents, Many)) or isinstance(part, MappingProxyType):
+        one_by_one = isinstance(part, (MappingProxyType, functools.partial))
+        if one_by_one or not isinstance(expected, (Contents, Many)):
             self._contained.append((expected, part))
-        elif isinstance(part, (tuple, frozenset, functools.partial)):
+        elif isinstance(part, (tuple, frozenset)):
             return  # it cannot change
         elif not len(part):
             self._empty.append(part)

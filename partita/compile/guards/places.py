@@ -13,6 +13,7 @@ from .expected import MISSING
 
 __all__ = [
     "Place",
+    "answer",
     "attribute_of_class",
     "cell",
     "context",
@@ -131,7 +132,18 @@ def function_part(name: str, function: Any, key: str) -> Place:
 
 
 def context(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    return Place(name, variable, "value", lambda: variable.get(MISSING), variable.set)
+    def get() -> Any:
+        try:
+            return variable.get()  # given another default, it would not tell of its own
+        except LookupError:
+            return MISSING
+
+    return Place(name, variable, "value", get, variable.set)
+
+
+def answer(name: str, function: Callable[[], Any]) -> Place:
+    """What a function without arguments says: a setting of torch or of the system."""
+    return Place(name, function, "()", function)
 
 
 def type_of(variables: dict[str, Any]) -> Place:

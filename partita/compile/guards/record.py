@@ -14,9 +14,12 @@ import enum
 import functools
 import gc
 import io
+import os
 import sys
+import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +33,14 @@ from ..errors import CaptureError
 from ..symbolic import TypeOfNumbers
 from . import places
 from .calls import Calls, unguarded
-from .codes import constants_of, global_names, is_of_users, is_recorded, names_of
+from .codes import (
+    constants_of,
+    dotted_names,
+    global_names,
+    is_of_users,
+    is_recorded,
+    names_of,
+)
 from .expected import MISSING, brief, holds_no_more, is_array, is_container, items_of
 from .guards import Guards
 from .instrument import instrument, reads_by_itself, recorded_by, release
@@ -47,6 +57,14 @@ _HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a m
     key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
 ]
 _HUGE = 100_000  # entries of a container; into those of a larger one it is not looked
+_WEAK = (
+    weakref.ref,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+)
 _PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
@@ -100,11 +118,14 @@ class Record:
         self._waiting: dict[int, list[Any]] = {}  # functions that are entered when their code runs
         self._codes_of_functions: set[int] = set()
         self._spaces: dict[int, tuple[Any, str]] = {}  # modules of Python and classes
+        self._bare: dict[int, tuple[Any, str]] = {}  # functions that have no attributes yet
         self._used: set[str] = set()
         self._supers: set[str] = set()  # names that code which may say `super()` uses
         self._classes: dict[int, type] = {}
         self._constants: set[str] = set()
         self._instrumented: list[type] = []
+        self._types_read = False  # is it asked for the types of objects?
+        self._by_operators: dict[int, tuple[type, str]] = {}  # `__len__` and others, by their code
         self._busy = False
         self._by_name = False  # what is reached now is perhaps not what the step reads
         self._all_at_once = False
@@ -163,6 +184,11 @@ class Record:
             [*self.huge.values()],
             slots,
             self.classes,
+            [
+                (name, _variables_of(space), frozenset(self._used))
+                for space, name in (self._bare | self._spaces).values()
+                if not isinstance(space, type)
+            ],
         )
 
     def watch(self, value: Any, name: str) -> None:
@@ -192,6 +218,10 @@ class Record:
         if known is None or self._busy or name in known.names:
             return
         known.names[name] = None
+        if name == "__class__" and is_recorded(sys._getframe(2).f_code.co_filename):
+            with self._quietly():
+                self._reach_class(type(owner))
+            return
         if name == "__dict__":
             # Of torch's own code, which looks its modules' parameters up there.
             if is_recorded(sys._getframe(2).f_code.co_filename):
@@ -245,20 +275,28 @@ class Record:
             return value
         if value is not MISSING and not _is_slot(value):
             self.read_at(place, value)
-            for function in (getattr(value, a, None) for a in ("fget", "__func__", "func")):
+            inner = ("fget", "__func__", "func", "dispatcher")
+            for function in (getattr(value, a, None) for a in inner):
                 if function is not None:
                     self.reach(function, place.name)
         return value
 
     # -- what is reached ---------------------------------------------------------------------------
 
-    def read_at(self, place: Place, value: Any) -> None:
-        """The value of a place is read, which was `value` before the step."""
+    def read_at(self, place: Place, value: Any, alone: bool = False) -> None:
+        """The value of a place is read, which was `value` before the step.
+
+        Args:
+            alone: whether what it holds is no concern, nor can anything stand for it: a library's.
+        """
         if place.identity in self.places:
             return
         self.places[place.identity] = place
         self._kept[id(place.home)] = place.home
-        self.snapshots.place(place, value)
+        if place.get is None or place.put is not None or not alone:
+            self.snapshots.place(place, value)
+        if alone:
+            return
         if type(value) is float:
             self._offer(place, value)
         else:
@@ -273,21 +311,31 @@ class Record:
 
     def reach(self, value: Any, name: str) -> None:
         """`value`, which was there before the step, is reached."""
-        if isinstance(value, (*_PLAIN, torch.Tensor, enum.Enum)) or id(value) in self._kept:
+        if type(value) in _PLAIN or id(value) in self._kept:
+            return
+        if issubclass(type(value), _WEAK):
+            if not self._by_name:
+                self._refuse_weak(value, name)
+            return
+        if isinstance(value, (*_PLAIN, torch.Tensor)):
             return
         self._kept[id(value)] = value
-        if is_container(value):
+        if isinstance(value, enum.Enum):
+            self._reach_member(value, name)
+        elif isinstance(value, threading.local):
+            self._reach_local(value, name)
+        elif is_container(value):
             self._reach_container(value, name)
         elif is_array(value):
             self.snapshots.array(value, name)
         elif isinstance(value, types.ModuleType):
             if is_of_users(value.__name__):
                 self._reach_space(value, name)
-            elif value.__name__ == "os":
+            elif value.__name__ == "os" and self._all_at_once:
                 self._reach_environment()
         elif isinstance(value, type):
             if is_of_users(value.__module__):
-                self._reach_space(value, name)
+                self._reach_class(value)
                 self._reach_functions(value, name)
                 self.reach(type(value), type(value).__name__)
         elif isinstance(value, types.FunctionType):
@@ -321,7 +369,35 @@ class Record:
                 self._calls.reached(value, name)
             self._reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
-                self.reach(value.__wrapped__, name)
+                self._reach_cached(value.__wrapped__, name)
+
+    def _refuse_weak(self, value: Any, name: str) -> None:
+        self.refuse(
+            f"the step reads {name}, which holds weakly ({type(value).__name__})",
+            "what only it refers to may be gone before the next call, and a graph would keep it",
+            name,
+        )
+
+    def _reach_member(self, value: enum.Enum, name: str) -> None:
+        """A member of an enum: attributes that it has been given, and a value that can change."""
+        held = _dict_of(value)
+        if held is not None and is_of_users(type(value).__module__):
+            self.read_at(Place(name, value, "__dict__", lambda: held), held)
+            self._reach_functions(type(value), type(value).__name__)
+
+    def _reach_local(self, value: threading.local, name: str) -> None:
+        """What this thread holds in a `threading.local`: another's is another program."""
+        self.read_at(Place("the thread", value, "thread", threading.current_thread), None, True)
+        held = value.__dict__
+        self.read_at(Place(name, value, "__dict__", lambda: value.__dict__), held)
+
+    def _reach_cached(self, f: Any, name: str) -> None:
+        """What a result was computed from that was remembered before this step ran."""
+        self.reach(f, name)
+        waiting = self._waiting.pop(id(getattr(f, "__code__", None)), ())
+        for f, called in waiting:
+            self._enter_function(f, called)
+            self._enter_code(f.__code__, f.__globals__)
 
     def _reach_container(self, value: Any, name: str) -> None:
         self.snapshots.container(value, name)
@@ -391,6 +467,8 @@ class Record:
         self.types[id(value)] = (value, kind)
         self.snapshots.owner(value, name, held, known.slots)
         self._reach_functions(kind, kind.__name__)
+        if self._types_read:
+            self._reach_class(kind)
         if reads_by_itself(kind):
             self._take_whole(known)
             for key, v in known.held.items():
@@ -409,6 +487,8 @@ class Record:
                 for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
                     if isinstance(f, types.FunctionType):
                         self.reach(f, f"{name}.{key}")
+                        if key.startswith("__"):
+                            self._by_operators[id(f.__code__)] = (base, key)
 
     def _reach_function(self, f: types.FunctionType, name: str) -> None:
         code = f.__code__
@@ -421,9 +501,11 @@ class Record:
                 inner = _content(where)
                 if isinstance(inner, (types.FunctionType, types.MethodType, functools.partial)):
                     self.reach(inner, name)
+                elif type(inner) in (dict, list, set):  # as functools.singledispatch has them
+                    self.read_at(places.cell(f"what {name} holds", where), inner)
             return
         if f.__dict__:
-            self._reach_space(f, name)
+            self._reach_space(f, f.__name__)
         if self._all_at_once:
             self._enter_function(f, name)
             self._enter_code(code, f.__globals__)
@@ -437,6 +519,11 @@ class Record:
         code = frame.f_code
         if code.co_name == "<module>":  # it is imported now
             return
+        operator = self._by_operators.pop(id(code), None)
+        if operator is not None:  # Python asks the class for it, past what is instrumented
+            kind, key = operator
+            place = places.attribute_of_class(f"{kind.__name__}.{key}", kind, key)
+            self.read_at(place, place.value, alone=True)
         new = id(code) not in self.codes
         waiting = self._waiting.pop(id(code), None)
         if not new and waiting is None:
@@ -474,6 +561,11 @@ class Record:
                 self._types.put(variables)
             elif name != "super":  # one of Python's own may come to be hidden by a global
                 self.read_at(places.entry(name, variables, name), variables.get(name, MISSING))
+        self._read_of_libraries(code, variables)
+        if "type" in global_names(code) and not self._types_read:
+            self._types_read = True
+            for known in list(self._known.values()):
+                self._reach_class(type(known.value))
         for name in _imported(code):
             module = sys.modules.get(name)
             if module is not None:
@@ -493,14 +585,64 @@ class Record:
         for key, where in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             place = places.cell(key, where)
             self.read_at(place, place.value)
+            if isinstance(place.value, types.ModuleType):
+                self._read_of_libraries(f.__code__, {key: place.value})
+        if f.__dict__:
+            self._reach_space(f, f.__name__)
+        else:
+            self._bare[id(f)] = (f, f.__name__)
         self.read_at(places.function_part(name, f, "__code__"), f.__code__)
         for key, called in (("__defaults__", "default"), ("__kwdefaults__", "default")):
             self.read_at(places.function_part(f"{called} of {f.__name__}", f, key), getattr(f, key))
 
+    def reach_globals(self, variables: dict[str, Any]) -> None:
+        """`globals()` is called."""
+        with self._quietly():
+            self._reach_space(variables, "globals()")
+
     def _reach_space(self, space: Any, name: str) -> None:
-        """A module of Python, a class or a function, whose variables are read by the names used."""
-        self._spaces[id(space)] = (space, name)
-        self._read_of_space(space, name, self._used)
+        """Variables that are read by the names used: of a module of Python, a class, a function."""
+        if id(space) not in self._spaces:
+            self._spaces[id(space)] = (space, name)
+            self._read_of_space(space, name, self._used)
+
+    def _reach_class(self, kind: type) -> None:
+        if is_of_users(kind.__module__):
+            self._reach_space(kind, kind.__name__)
+
+    def _read_of_libraries(self, code: CodeType, variables: dict[str, Any]) -> None:
+        """What code asks modules of torch's and Python's for, which a program may replace."""
+        for root, *names in dotted_names(code):
+            value, called = variables.get(root), root
+            for key in names:
+                if not isinstance(value, types.ModuleType) or is_of_users(value.__name__):
+                    break
+                held, called = vars(value), f"{called}.{key}"
+                value = held.get(key)
+                if key in held and value is not sys.modules:
+                    self.read_at(places.entry(called, held, key), value, alone=True)
+
+    def answered(self, name: str, function: Callable[[], Any]) -> None:
+        """A function without arguments is asked for a setting."""
+        with self._quietly(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                value = function()
+            except Exception:  # it has arguments
+                return
+            if isinstance(value, _PLAIN):
+                self.read_at(places.answer(name, function), value, alone=True)
+
+    def environment_read(self, key: str | None) -> None:
+        """A variable of the environment is read; all of them where `key` is None."""
+        data: Any = os.environ._data  # type: ignore[attr-defined]
+        with self._quietly():
+            if key is None:
+                self.read_at(Place("os.environ", os.environ, "_data", lambda: data), data)
+            elif isinstance(key, str):
+                at = os.environ.encodekey(key)  # type: ignore[attr-defined]
+                place = places.entry(f"os.environ[{key!r}]", data, at)
+                self.read_at(place, place.value)
 
     def _read_of_bases(self, kind: type) -> None:
         """What `super()` may give: what a base has, though another class stands before it."""
@@ -511,10 +653,10 @@ class Record:
 
     def _read_of_space(self, space: Any, name: str, names: set[str]) -> None:
         if isinstance(space, type):
-            for key in names:
+            for key in sorted(names & _names_of_class(space)):
                 self._read_of_class(space, key)
             return
-        held = vars(space)
+        held = _variables_of(space)
         before, self._by_name = self._by_name, True
         for key in sorted(names & held.keys()):
             if not key.startswith("__") and held[key] is not TypeOfNumbers.kind:
@@ -522,8 +664,6 @@ class Record:
         self._by_name = before
 
     def _reach_environment(self) -> None:
-        import os
-
         data: Any = os.environ._data  # type: ignore[attr-defined]
         self._kept[id(os.environ)] = os.environ
         for text in sorted(self._constants):
@@ -539,6 +679,16 @@ class Record:
             self._instrumented.append(kind)
             return True
         return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_class(kind: type) -> frozenset[str]:
+    """What it has now; what it comes to have is seen by how many there are."""
+    return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
+
+
+def _variables_of(space: Any) -> dict[str, Any]:
+    return space if isinstance(space, dict) else vars(space)
 
 
 def _dict_of(value: Any) -> Any:

@@ -393,7 +393,7 @@ class _Capture:
         """The error to raise where a graph would not write again what the step writes."""
         was, now = brief(write.before), brief(write.after)
         changed = f" ({was} became {now})" if was != now else ""
-        codes = [*self.record.codes.values()]
+        codes = [*self.record.functions.codes.values()]
         return not_captured(
             f"the step changes {write.name}{changed}",
             "a graph is of tensors: this would change once, at capture, and not in each call",

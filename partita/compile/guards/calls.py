@@ -31,6 +31,7 @@ from partita.layout import Fix
 from ..errors import CaptureError, not_captured
 from ..hearing import heard_by
 from .codes import is_of_users, is_recorded
+from .settings import read_answer, read_environment
 
 if TYPE_CHECKING:
     from .record import Record
@@ -208,7 +209,7 @@ class Calls:
             self._codes[id(code)] = code
         if what == "call":
             if kind == "recorded":
-                self._record.entered(frame)
+                self._record.functions.entered(frame)
             elif kind == "setting":  # torch itself asks for these all the time
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
@@ -228,7 +229,7 @@ class Calls:
             self._tell("logging", caller)
             return
         if code in _ENVIRONMENT:
-            self._record.environment_read(frame.f_locals.get("key"))
+            read_environment(self._record, frame.f_locals.get("key"))
         elif code in _SHARED:
             self._shared(_SHARED[code])
         elif code in _SEEDS:
@@ -239,11 +240,11 @@ class Calls:
     def _of_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _SETTING:
             function = frame.f_locals["self"].getter
-            self._record.answered(getattr(function, "__name__", "a setting"), function)
+            read_answer(self._record, getattr(function, "__name__", "a setting"), function)
             return
         function = frame.f_globals.get(code.co_name)
         if getattr(function, "__code__", None) is code:
-            self._record.answered(f"{function.__module__}.{code.co_name}()", function)
+            read_answer(self._record, f"{function.__module__}.{code.co_name}()", function)
 
     def _of_c(self, function: Any, frame: FrameType) -> None:
         if function is print:
@@ -254,9 +255,9 @@ class Calls:
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
         if function is globals:
-            self._record.reach_globals(frame.f_globals)
+            self._record.functions.reach_globals(frame.f_globals)
         if function in _ASKED or (owner is torch._C and _says_setting(name)):
-            self._record.answered(f"{name}()", function)
+            read_answer(self._record, f"{name}()", function)
         if owner is None:
             return
         if owner is time and function in _CLOCKS:

@@ -16,6 +16,7 @@ __all__ = [
     "constants_of",
     "dotted_names",
     "global_names",
+    "imported_names",
     "is_of_users",
     "is_recorded",
     "line_of_write",
@@ -119,3 +120,9 @@ def line_of_write(codes: list[CodeType], key: object) -> str | None:
     name, line = found[0]
     near = os.path.relpath(name)
     return f"{name if near.startswith('..') else near}:{line}"
+
+
+@functools.lru_cache(maxsize=4096)
+def imported_names(code: CodeType) -> tuple[str, ...]:
+    """The modules that it imports as it runs."""
+    return tuple(i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 
 import pytest
@@ -441,11 +440,12 @@ class Holder:
 
 def test_a_tensor_in_an_unknown_place_is_refused_unless_its_holder_is_named():
     holder = Holder()
-    places = collections.deque([holder])
+    places = {holder: 1}  # where the step finds it among the keys
 
     def step(x):
-        places[0].w.add_(x)
-        return places[0].w * 2
+        (found,) = places
+        found.w.add_(x)
+        return found.w * 2
 
     with pytest.raises(pt.CaptureError, match="not among its inputs"):
         pt.compile(step, backend="graph")(torch.ones(3))

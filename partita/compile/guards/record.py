@@ -112,6 +112,7 @@ class Record:
         self._kept: dict[int, Any] = {}
         self._instrumented: list[type] = []
         self._busy = False
+        self._by_library = False  # what is reached now is what torch's own code reads
         self._by_name = False  # what is reached now is perhaps not what the step reads
         self.functions = Functions(self)
         self._calls = Calls(self)
@@ -215,20 +216,25 @@ class Record:
         if known is None or self._busy or name in known.names:
             return
         known.names[name] = None
-        if name == "__class__" and is_recorded(sys._getframe(2).f_code.co_filename):
+        by_user = is_recorded(sys._getframe(2).f_code.co_filename)
+        if name == "__class__" and by_user:
             with self.quietly():
                 self.functions.reach_class(type(owner))
             return
         if name == "__dict__":
             # Of torch's own code, which looks its modules' parameters up there.
-            if is_recorded(sys._getframe(2).f_code.co_filename):
+            if by_user:
                 with self.quietly():
                     self._take_whole(known)
             else:
                 del known.names[name]
             return
-        with self.quietly():
-            self._read(known, name)
+        before, self._by_library = self._by_library, not by_user
+        try:
+            with self.quietly():
+                self._read(known, name)
+        finally:
+            self._by_library = before
 
     def _read(self, known: _Known, name: str) -> None:
         owner, called = known.value, f"{known.name}.{name}"
@@ -369,6 +375,8 @@ class Record:
                 self.functions.reach_cached(value.__wrapped__, name)
 
     def _refuse_weak(self, value: Any, name: str) -> None:
+        if self._by_library:  # as recurrent layers refer to their weights, which they hold too
+            return
         self.refuse(
             f"the step reads {name}, which holds weakly ({type(value).__name__})",
             "what only it refers to may be gone before the next call, and a graph would keep it",

@@ -36,7 +36,7 @@ from .errors import CaptureError, not_captured
 from .finished import Trace
 from .functional import functional
 from .guards import Guards, Record, Write
-from .guards.codes import line_of_write
+from .guards.codes import asks_whether_true, line_of_write
 from .guards.expected import MISSING, brief
 from .guards.instrument import exclusive
 from .hooks import hang_hooks
@@ -275,6 +275,7 @@ class _Capture:
             except Exception as error:
                 self._line = users_line(error)
                 raise
+            self._check_truth(writes.reads_number)
             writes.copy_back()
             self._read_writes()
             with torch.no_grad():
@@ -284,6 +285,17 @@ class _Capture:
             out += self._admitted()
         recorder.finish()
         return out
+
+    def _check_truth(self, line: str) -> None:
+        """Raise CaptureError if the step asks whether `.item()`, at this line, `is True`."""
+        codes = self.record.functions.codes.values() if line else ()
+        for asking in filter(asks_whether_true, codes):
+            raise not_captured(
+                f"{asking.co_name} asks whether something `is True`, in a step that reads a value",
+                "what .item() gives has no value while a step is captured, and is not True itself",
+                Fix("return x.item()", "and ask outside of the step"),
+                place=line,
+            )
 
     def _number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
@@ -30,11 +31,16 @@ _READS = (torch.Tensor.item, torch.Tensor.tolist)
 
 
 class DataWrites(TorchFunctionMode):
-    """Follows the `.data` of tensors while a step is traced, and the numbers read out of them."""
+    """Follows the `.data` of tensors while a step is traced, and the numbers read out of them.
+
+    Attributes:
+        reads_number: the user's line that first reads one; "" where none is read.
+    """
 
     def __init__(self, inputs: Inputs):
         super().__init__()
         self._inputs = inputs
+        self.reads_number = ""
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
         with Local():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
@@ -43,6 +49,7 @@ class DataWrites(TorchFunctionMode):
         if func == _set_data:
             return self._write(*args)
         if func in _READS:
+            self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 

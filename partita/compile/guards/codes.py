@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "asks_whether_true",
     "constants_of",
     "dotted_names",
     "global_names",
@@ -120,6 +121,14 @@ def line_of_write(codes: list[CodeType], key: object) -> str | None:
     name, line = found[0]
     near = os.path.relpath(name)
     return f"{name if near.startswith('..') else near}:{line}"
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_whether_true(code: CodeType) -> bool:
+    """Does it ask whether something `is True`, or `is False`, which nothing else can answer?"""
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    asked = (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
+    return any(i.opname == "LOAD_CONST" and type(i.argval) is bool for two in asked for i in two)
 
 
 @functools.lru_cache(maxsize=4096)

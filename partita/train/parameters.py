@@ -15,12 +15,20 @@ from torch import nn
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
-from partita.tensor.dtensor import DTensor
+from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.parameter import can_hold, hold_value
 from partita.tensor.settled import is_watched
 from partita.tensor.tensor_state import OURS, own_state, state_of
 
-__all__ = ["Held", "has_hooks", "held_by", "plain_name", "put_in_place", "refuse_given_up"]
+__all__ = [
+    "Held",
+    "has_hooks",
+    "held_by",
+    "plain_name",
+    "put_in_place",
+    "put_memory",
+    "refuse_given_up",
+]
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 """What torch.compile and torch's checkpoint wrapper put into the names of what they wrap."""
@@ -99,6 +107,17 @@ def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
         setattr(module, key, new)
     held.tensor = new
     own_state(old).given_up = (held.name, by)
+
+
+def put_memory(held: Held, *, by: str) -> None:
+    """Let a tensor on the meta device have memory where it lies, of no value yet."""
+    x = held.tensor
+    if isinstance(x, DTensor):
+        spec = x._spec
+        new = torch.empty(spec.local_shape, dtype=x.dtype, device=spec.wire.device)
+        put_in_place(held, tagged(new, spec), by=by)
+    else:
+        put_in_place(held, torch.empty_like(x, device="cpu"), by=by)
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:

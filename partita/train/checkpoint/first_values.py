@@ -11,10 +11,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
-from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.tensor_state import state_of
 
-from ..parameters import Held, held_by, put_in_place
+from ..parameters import Held, held_by, put_memory
 
 __all__ = ["initialize_rest"]
 
@@ -30,13 +29,7 @@ def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None
     """
     rest = [held for kind in held_by(model) for held in kind if held.tensor.is_meta]
     for held in rest:
-        x = held.tensor
-        if isinstance(x, DTensor):
-            spec = x._spec
-            new = torch.empty(spec.local_shape, dtype=x.dtype, device=spec.wire.device)
-            put_in_place(held, tagged(new, spec), by="load")
-        else:
-            put_in_place(held, torch.empty_like(x, device="cpu"), by="load")
+        put_memory(held, by="load")
     versions = {id(held.tensor): _version(held.tensor) for held in rest}
     above = _ancestors(model)
     for module in dict.fromkeys(module for held in rest for module, _ in held.homes):

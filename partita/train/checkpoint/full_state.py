@@ -24,7 +24,7 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.pieces import destination
 from partita.tensor.plain import admit
 
-from ..parameters import held_by, put_in_place
+from ..parameters import held_by, put_memory
 from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
 from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
 from .state import Leaf, Path, State, opened
@@ -360,15 +360,8 @@ def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:
     known = tensors_of_model(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
     for held in (found for kind in held_by(model) for found in kind):
-        x = held.tensor
-        if not x.is_meta or id(x) not in named:
-            continue
-        if isinstance(x, DTensor):
-            spec = x._spec
-            new = torch.empty(spec.local_shape, dtype=x.dtype, device=spec.wire.device)
-            put_in_place(held, tagged(new, spec), by="load")
-        else:
-            put_in_place(held, torch.empty_like(x, device="cpu"), by="load")
+        if held.tensor.is_meta and id(held.tensor) in named:
+            put_memory(held, by="load")
 
 
 # -- for torch.distributed.checkpoint.state_dict ---------------------------------------------------

@@ -2467,7 +2467,7 @@ setting_of_torch(
 setting_of_torch(
     "a_flag_of_a_backend",
     lambda: torch.backends.cudnn.benchmark,
-    lambda v: setattr(torch.backends.cudnn, "benchmark", v),
+    lambda v: torch.backends.cudnn.set_flags(_benchmark=v),  # where global flags are disabled, too
     True,
 )
 setting_of_torch(

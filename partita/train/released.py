@@ -75,16 +75,42 @@ def _take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], st
     kept = holders(storage) - known
     if kept <= 0:
         return True
-    views = [t for t in gc.get_objects() if t is not full and _lies_in(t, storage)]
+    views = _views_of(full, storage, kept)
     typed = [t for t in views if isinstance(t, DTensor)]
     for t in typed:
         t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment]
     return len(typed) == kept
 
 
-def _lies_in(t: Any, storage: torch.UntypedStorage) -> bool:
-    if not issubclass(type(t), torch.Tensor):  # not isinstance, which may be answered by a program
-        return False
+def _views_of(full: torch.Tensor, storage: torch.UntypedStorage, count: int) -> list[Any]:
+    """The tensors of Python's that lie in `storage`, beside `full`; `count` are looked for.
+
+    What a backward is at work with is young: all objects of a program are looked through only for
+    what has outlived collections of garbage, or is held by C++.
+    """
+    kinds, found = _kinds_of_tensors(), []
+    for generation in range(3):
+        for t in [t for t in gc.get_objects(generation) if id(type(t)) in kinds]:
+            if t is not full and _lies_in(t, storage):
+                found.append(t)
+        if len(found) >= count:
+            break
+    return found
+
+
+def _kinds_of_tensors() -> set[int]:
+    """The classes of tensors, by identity: they are not asked what they are."""
+    kinds: dict[int, type] = {}
+    ahead: list[type] = [torch.Tensor]
+    while ahead:
+        kind = ahead.pop()
+        if id(kind) not in kinds:
+            kinds[id(kind)] = kind
+            ahead += type.__subclasses__(kind)
+    return set(kinds)
+
+
+def _lies_in(t: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     try:
         return _storage_of(t)._cdata == storage._cdata
     except (NotImplementedError, RuntimeError):  # sparse, or no memory at all

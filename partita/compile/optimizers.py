@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import update_spec
+from partita.tensor.watch import HERE
 
 from .errors import not_captured
 from .notes import Recorder
@@ -168,11 +169,14 @@ class Stepping:
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
 
+        # Hooks of all optimizers hear those of other threads too.
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            recorder.updating = True
+            if HERE.recorder is recorder:
+                recorder.updating = True
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            recorder.updating = False
+            if HERE.recorder is recorder:
+                recorder.updating = False
 
         hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         # Private torch, which has no way to be first: partita's own hook, which is there already,

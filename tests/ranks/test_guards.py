@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import partita as pt
+from partita.compile.notes import note_of
 
 from .state_changes import CHANGES, HOOKS, REFUSED
 
@@ -414,3 +415,30 @@ def test_a_step_that_never_can_be_captured_is_not_tried_for_ever():
             cfg["calls"] = i
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), float(i)))
     assert len(told) == 16
+
+
+def test_an_optimizer_that_another_thread_steps_is_none_of_the_step():
+    go, done = threading.Lock(), threading.Lock()
+    go.acquire()
+    done.acquire()
+    w = torch.nn.Parameter(torch.ones(3))
+    elsewhere = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def step(x):
+        go.release()
+        assert done.acquire(timeout=60)
+        return (w * x).sum()
+
+    fast = pt.compile(step, backend="graph")
+    thread = threading.Thread(target=fast, args=(torch.ones(3),))
+    thread.start()
+
+    def captured_meanwhile():
+        done.release()
+        thread.join(60)
+        return torch.zeros(())
+
+    assert go.acquire(timeout=60)
+    elsewhere.step(captured_meanwhile)
+    phases = {note_of(n).phase for n in fast.graph.nodes if n.op == "call_function"}
+    assert "update" not in phases

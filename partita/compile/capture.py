@@ -34,11 +34,12 @@ from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import CaptureError, not_captured
 from .finished import Trace
-from .functional import functional
+from .functional import functional, has_effect
 from .guards import Guards, Record, Write
 from .guards.codes import asks_whether_true, line_of_write
 from .guards.expected import MISSING, brief
 from .guards.instrument import exclusive
+from .guards.places import entry
 from .hooks import hang_hooks
 from .inputs import Inputs
 from .notes import Recorder, note_of
@@ -46,7 +47,7 @@ from .numbers import NUMBER, Numbers
 from .optimizers import Group, Stepping
 from .program import Input, Output, Place, Program
 from .refusals import not_an_input, told_of, users_line
-from .state import Cell, Slot, State
+from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 
 __all__ = ["capture"]
@@ -183,6 +184,7 @@ class _Capture:
         self._left: list[Write] = []
         self.plain = plain
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
+        self._places = frozenset(_places_of(self.slots))
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
@@ -196,6 +198,7 @@ class _Capture:
         self.differentiable: list[torch.Tensor] = []
         self.seeds: list[Seed] = []
         self._hooks: list[Any] = []
+        self._given: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
 
     def program(self) -> Program | None:
         """None where the step read gradients that it was given as marks: those in `read_marks`."""
@@ -212,7 +215,7 @@ class _Capture:
         _check_constants(made.graph)
         made_inputs(made.graph, self.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
-        made.graph.eliminate_dead_code()
+        made.graph.eliminate_dead_code(has_effect)
         read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
         self.read_marks = {given.index for given in read if given.kind == "mark"}
         if self.read_marks:
@@ -276,6 +279,7 @@ class _Capture:
                 self._line = users_line(error)
                 raise
             self._check_truth(writes.reads_number)
+            self._check_attributes()
             writes.copy_back()
             self._read_writes()
             with torch.no_grad():
@@ -369,8 +373,7 @@ class _Capture:
         def number(home: Any, key: Any) -> bool:
             return (id(home), key) in numbers
 
-        slots = frozenset(_places_of(self.slots))
-        return self.record.guards(number, slots, self.state.guarded())
+        return self.record.guards(number, self._places, self.state.guarded())
 
     def undo(self) -> None:
         """Make the step's writes undone."""
@@ -383,7 +386,7 @@ class _Capture:
         Raises:
             CaptureError: it writes what a graph cannot.
         """
-        seen = [*self.slots, *self.attributes.left(), *(slot for slot, _ in self._held)]
+        seen = [*self.slots, *self.attributes.left(self._places), *(slot for slot, _ in self._held)]
         slots = set(_places_of(seen))
         for write in self.record.snapshots.writes():
             if write.identity in slots:
@@ -392,7 +395,7 @@ class _Capture:
                 if not self.attributes.holds(write.home):
                     self._left.append(write)
                     if not (isinstance(write.after, torch.Tensor) and write.attribute):
-                        raise left_in(write.name)
+                        raise left_in(write.name, write.after)
             elif not write.again or self._is_argument(write):
                 raise self.lost(write)
             else:
@@ -440,6 +443,27 @@ class _Capture:
                     fake.requires_grad_()
                 self._hooks += hang_hooks(given.tensor, fake)
             fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+            if given.kind not in _NO_OWNERS and given.kind != "coordinate":
+                self._give_attributes(given, fake)
+
+    def _give_attributes(self, given: Input, fake: torch.Tensor) -> None:
+        """Let what stands for a tensor have the attributes that a program has given that."""
+        held = given.tensor.__dict__
+        for name in attributes_of(given.tensor):
+            self.record.read_at(entry(f"{given.name}.{name}", held, name), held[name])
+            fake.__dict__[name] = self.inputs.stand_in(held[name])
+        self._given.append((given, fake, {n: fake.__dict__[n] for n in attributes_of(fake)}))
+
+    def _check_attributes(self) -> None:
+        """Raise CaptureError if the step gives a tensor that is an input an attribute."""
+        for given, fake, before in self._given:
+            for name in {*before, *attributes_of(fake)}:
+                if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
+                    raise not_captured(
+                        f"the step sets {given.name}.{name}",
+                        "an attribute of a tensor is no part of a graph: it would be set once",
+                        Fix("do it outside the step", "before or after the call"),
+                    )
 
     def _traced_spec(self, spec: Spec) -> Spec:
         return spec_of(spec.layout, self.wires[spec.wire])
@@ -491,7 +515,7 @@ class _Capture:
         for slot, first in self._held:
             if slot.value is not first:
                 give_number("slot", slot.value, slot=slot)
-        for slot in self.attributes.left():
+        for slot in self.attributes.left(self._places):
             (give_number if is_symbolic(slot.value) else out)("slot", slot.value, slot=slot)
         for write in self._left:
             slot = Slot(write.name, "value", write.home, write.key)

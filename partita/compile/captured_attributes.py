@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,8 +66,11 @@ class Attributes:
         """Are these the attributes of one of the modules?"""
         return any(home is known for _, known in self._homes)
 
-    def left(self) -> list[Slot]:
+    def left(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
         """Within, after the step: the attributes in which it leaves a tensor.
+
+        Args:
+            known: homes by identity and keys of the places that are looked after as inputs.
 
         Raises:
             CaptureError: it leaves one in a list, a dictionary or a variable that held none.
@@ -75,6 +78,8 @@ class Attributes:
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
             for key in _filled(home):
+                if (id(home), key) in known or _is_held(home[key], known):
+                    continue
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
                 elif not _is_list_of_parameters(home[key], held.get(key)):
@@ -92,6 +97,14 @@ def check_result(value: Any) -> None:
             Fix("return a tuple or a dictionary"),
             Fix(f"torch.utils._pytree.register_dataclass({kind})"),
         )
+
+
+def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
+    """Is it a list or a dictionary in which tensors stand at known places alone?"""
+    if not isinstance(value, (list, dict)):
+        return False
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return all((id(value), key) in known or not is_filled(v) for key, v in items)
 
 
 def _filled(home: dict[str, Any]) -> list[str]:
@@ -130,9 +143,10 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
     )
 
 
-def left_in(name: str) -> Exception:
+def left_in(name: str, value: Any = None) -> Exception:
+    what = "a number that is an input" if is_symbolic(value) else "a tensor"
     return not_captured(
-        f"the step leaves a tensor in {name}",
+        f"the step leaves {what} in {name}",
         "what it leaves in a list, a dictionary or a variable would be there once, not each time",
         Fix("return it"),
         Fix("an attribute of a module", "which may hold what a step computes"),

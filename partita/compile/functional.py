@@ -18,7 +18,7 @@ from .notes import NOTE
 from .scalars import Scalar, call_with_scalars, has_scalars, reckon
 from .symbolic import is_symbolic
 
-__all__ = ["drop_unused", "functional"]
+__all__ = ["drop_unused", "functional", "has_effect"]
 
 _aten = torch.ops.aten
 
@@ -115,9 +115,19 @@ def _each(name: str, args: Any, kwargs: Any, made: Any) -> list[Any]:
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erase every call whose value nobody reads, collectives too, but not what writes an input."""
-    stays = _aten.copy_.default
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or n.target is stays)
+    """Erase every call whose value nobody reads, collectives too, but none that does something."""
+    graph.eliminate_dead_code(has_effect)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Does it do something though nobody reads its value: does it write, or draw a number?"""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    if node.target in _NORMS:  # whose schemas do not say that they write running statistics
+        return bool(node.args[3] is not None and node.args[5])
+    schema = getattr(node.target, "_schema", None)
+    writes = schema is not None and schema.is_mutable
+    return writes or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _single(name: str) -> Any:
@@ -133,6 +143,7 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
+_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
 
 

@@ -86,6 +86,12 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
             # Of bytes, as which Gloo carries bools. Inductor's vectors of them do not compile.
             node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
+        if node.target is _aten.bernoulli.p and not node.users:
+            warnings.warn(
+                "Inductor does not draw a dropout that nobody reads: what is drawn behind it is "
+                'other than in eager; with backend="graph" it is the same',
+                stacklevel=2,
+            )
     examples = program.example()
     mode = next((m for x in examples if (m := getattr(x, "fake_mode", None)) is not None), None)
     if mode is None:

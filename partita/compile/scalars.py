@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from partita.layout import Fix
+
+from .errors import not_captured
 from .symbolic import is_symbolic
 
 __all__ = ["Scalar", "call_with_scalars", "has_scalars", "reckon", "reckons", "taken_as_numbers"]
@@ -101,7 +104,18 @@ def reckons(target: Any) -> bool:
 
 
 def reckon(target: Any, args: Sequence[Any], like: Any) -> Scalar:
-    """What Python reckons with numbers; `like` is what it gave while it was traced."""
+    """What Python reckons with numbers; `like` is what it gave while it was traced.
+
+    Raises:
+        CaptureError: tensors cannot do it as Python does.
+    """
+    if not reckons(target):
+        raise not_captured(
+            f"the step asks for {_name_of(target)}(x) of a number that .item() gave",
+            "it is known when the graph has run, and tensors do not reckon this as Python does",
+            Fix("return x.item()", f"and take {_name_of(target)}(x) outside of the step"),
+            place="",
+        )
     whole = all(isinstance(a, (int, torch.Tensor)) for a in map(_tensor_of, args))
     exact = isinstance(like, (int, torch.SymInt)) or (
         whole and not any(_is_float(a) for a in map(_tensor_of, args))

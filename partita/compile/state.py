@@ -171,6 +171,17 @@ class State:
                 yield Place(
                     f"the hooks of {slot.name}", t, "hooks", functools.partial(_hooks_of, t)
                 )
+                yield Place(
+                    f"the attributes of {slot.name}",
+                    t,
+                    "attributes",
+                    functools.partial(attributes_of, t),
+                )
+
+
+def attributes_of(t: torch.Tensor) -> tuple[str, ...]:
+    """The names of the attributes that a program has given a tensor."""
+    return tuple([name for name in t.__dict__ if name[0] != "_"])
 
 
 def _hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
@@ -371,6 +382,17 @@ class _Search:
                 for key, t in home.items():
                     if t is not None:
                         self.state.slots.append(Slot(where + key, kind, home, key))
+            for key, held in list(vars(part).items()):
+                if isinstance(held, torch.Tensor) or _holds_plain_tensor(held):
+                    self.value(where + key, held, Slot(where + key, "value", vars(part), key))
+
+
+def _holds_plain_tensor(value: Any) -> bool:
+    """Is it a list or a dictionary with a tensor that is no parameter, as recurrent layers' are?"""
+    if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
+        return False
+    held = value.values() if isinstance(value, dict) else value
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter) for v in held)
 
 
 def _inside(module: nn.Module) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from .dtensor import DTensor
 from .special import type_hook
 from .tensor_state import OURS, own_state
 
-__all__ = ["can_hold", "hold_value"]
+__all__ = ["can_hold", "hold_value", "keep_attributes", "stand_for"]
 
 _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
@@ -55,3 +55,17 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
         if name not in OURS:
             p.__dict__.setdefault(name, own)
     return grad
+
+
+def stand_for(whole: torch.Tensor, p: torch.Tensor) -> None:
+    """Let `whole` be seen as the parameter `p` in a module: a Parameter, with its attributes."""
+    whole.__dict__.update((key, v) for key, v in p.__dict__.items() if key not in OURS)
+    whole._is_param = isinstance(p, nn.Parameter)  # type: ignore[attr-defined]
+
+
+def keep_attributes(whole: torch.Tensor, p: torch.Tensor) -> None:
+    """Let `p` have the attributes that were given to `whole`, which stood for it."""
+    held, given = p.__dict__, whole.__dict__
+    for key in held.keys() - given.keys() - OURS:
+        del held[key]
+    held.update((k, v) for k, v in given.items() if k not in OURS and held.get(k) is not v)

@@ -312,7 +312,7 @@ class Flat:
             for part, place in p.blocks(g.reshape(-1), self._of_each(sums, p)):
                 to.append(place)
                 come.append(part)
-        if held is None:
+        if held is None and to:
             torch._foreach_copy_(to, come)
         else:
             for place, g in zip(to, come, strict=True):

@@ -22,6 +22,7 @@ from partita.redistribute import Plan, plan
 from partita.tensor.autograd import carry_all, moved
 from partita.tensor.buckets import settle
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import own_state, state_of
@@ -40,6 +41,7 @@ class InGraph:
         self.unit = unit
         self.depth = 0
         self._shards: list[Any] = []
+        self._wholes: list[tuple[DTensor, int]] = []
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
@@ -56,6 +58,8 @@ class InGraph:
             after = unit.zero.whole(p._spec)
             whole = tagged(_gathered(p, after, unit.zero.precision, unit.name, reason), after)
             own_state(whole).gathered_from = (p, 0)  # what it stands for
+            stand_for(whole, p)
+            self._wholes.append((whole, _version(whole)))
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -64,10 +68,32 @@ class InGraph:
         self.depth -= 1
         if self.depth:
             return
+        wholes, self._wholes = self._wholes, []
         for places, p in zip(self.unit.slots, self._shards, strict=True):
             for slot in places:
                 slot.owner._parameters[slot.attr] = p
+        for p, (whole, before) in zip(self._shards, wholes, strict=True):
+            keep_attributes(whole, p)
+            if _version(whole) != before or state_of(whole).written_unseen:
+                _write_back(whole, p)
         self._shards = []
+
+
+def _version(t: torch.Tensor) -> int:
+    with Local():
+        return t._version
+
+
+def _write_back(whole: DTensor, p: DTensor) -> None:
+    """What the forward wrote into a gathered parameter, each rank writes into its shard."""
+    if whole.dtype != p.dtype:
+        raise not_captured(
+            f"a parameter is written in the forward, where it is gathered as {whole.dtype}",
+            "its shards would lose the digits that they have and this dtype has not",
+            Fix("write it after the optimizer's step", "there it is what the ranks hold"),
+        )
+    with torch.no_grad():
+        p.copy_(whole.detach())
 
 
 # -- in which dtypes -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward, next_node
+from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
@@ -235,6 +236,7 @@ class Unit:
             self._seen.append((i, whole, _version(whole)))
             # Of which version: remat compares it with that of the next time (remat/reads.py).
             own_state(whole).gathered_from = (self._shards[i], self.versions[i])
+            stand_for(whole, self._shards[i])
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -245,6 +247,7 @@ class Unit:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
         for i, whole, before in self._seen:
+            keep_attributes(whole, self._shards[i])
             now, unseen = _version(whole), state_of(whole).written_unseen
             if now == before and not unseen:
                 continue

@@ -66,7 +66,7 @@ class CallGuard:
                 self._held = []
                 return
             self._slots = [
-                (slot.home, slot.key, t, t.data_ptr(), t.requires_grad, t.__dict__.get("_spec"))
+                (slot.home, slot.key, t, *_memory_of(t), t.requires_grad, t.__dict__.get("_spec"))
                 for slot, t in zip(slots, self._held, strict=True)
             ]
         self._arguments = [_kind_of(a) for a in arguments]
@@ -125,15 +125,20 @@ class CallGuard:
                     return False
         with Local():
             # Another memory, layout or history is another tensor, though it be the same object.
-            for home, key, t, start, requires_grad, spec in self._slots:
+            for home, key, t, start, strides, requires_grad, spec in self._slots:
                 if (
                     home[key] is not t
                     or t.data_ptr() != start
+                    or t.stride() != strides
                     or t.requires_grad is not requires_grad
                     or t.__dict__.get("_spec") is not spec
                 ):
                     return False
         return True
+
+
+def _memory_of(t: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return t.data_ptr(), t.stride()
 
 
 def _kind_of(value: Any) -> tuple[Any, ...]:

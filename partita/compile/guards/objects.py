@@ -84,7 +84,7 @@ def may_be_hidden(kind: type, name: str, found: Any) -> bool:
         return False
     if hasattr(type(found), "__set__"):  # a property
         return False
-    return not (name != "forward" and vars(nn.Module).get(name) is found is not MISSING)
+    return not (name != "forward" and vars(nn.Module).get(name, MISSING) is found is not MISSING)
 
 
 def has_settings(kind: type) -> bool:

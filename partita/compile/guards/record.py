@@ -109,6 +109,7 @@ class Record:
         self.error: CaptureError | None = None
         self._names = names
         self._known: dict[int, _Known] = {}
+        self._homes: dict[int, Any] = {}  # an id is one object's as long as that lives
         self._kept: dict[int, Any] = {}
         self._instrumented: list[type] = []
         self._busy = False
@@ -295,7 +296,7 @@ class Record:
         if place.identity in self.places:
             return
         self.places[place.identity] = place
-        self._kept[id(place.home)] = place.home
+        self._homes[id(place.home)] = place.home
         if place.get is None or place.put is not None or not alone:
             self.snapshots.place(place, value)
         if alone:

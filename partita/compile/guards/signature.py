@@ -46,10 +46,11 @@ def _kind(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _strides(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
-    """Of what another program makes, and may make otherwise the next time."""
+    """Of what another program makes, and may make otherwise the next time; and of what a step
+    reaches where it does not lie as usual."""
     with Local():
         return [
-            t.stride()
+            t.stride() if i >= arguments or not t.is_leaf or not t.is_contiguous() else ()
             for i, t in enumerate(tensors)
-            if isinstance(t, torch.Tensor) and (i >= arguments or not t.is_leaf)
+            if isinstance(t, torch.Tensor) and t.layout == torch.strided
         ]

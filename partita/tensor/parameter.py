@@ -57,15 +57,18 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
     return grad
 
 
-def stand_for(whole: torch.Tensor, p: torch.Tensor) -> None:
-    """Let `whole` be seen as the parameter `p` in a module: a Parameter, with its attributes."""
-    whole.__dict__.update((key, v) for key, v in p.__dict__.items() if key not in OURS)
-    whole._is_param = isinstance(p, nn.Parameter)  # type: ignore[attr-defined]
+def stand_for(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
+    """Let `whole` be seen as the parameter `p` in a module, with its attributes, which it gives."""
+    given = {key: v for key, v in p.__dict__.items() if key not in OURS}
+    whole.__dict__.update(given)
+    return given
 
 
-def keep_attributes(whole: torch.Tensor, p: torch.Tensor) -> None:
-    """Let `p` have the attributes that were given to `whole`, which stood for it."""
-    held, given = p.__dict__, whole.__dict__
-    for key in held.keys() - given.keys() - OURS:
-        del held[key]
-    held.update((k, v) for k, v in given.items() if k not in OURS and held.get(k) is not v)
+def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
+    """Let `p` have the attributes that were set of `whole`, which stood for it and had `given`."""
+    now = whole.__dict__
+    for key in given.keys() - now.keys():
+        p.__dict__.pop(key, None)
+    for key, v in now.items():
+        if key not in OURS and (key not in given or given[key] is not v):
+            p.__dict__[key] = v

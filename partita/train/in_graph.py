@@ -41,7 +41,7 @@ class InGraph:
         self.unit = unit
         self.depth = 0
         self._shards: list[Any] = []
-        self._wholes: list[tuple[DTensor, int]] = []
+        self._wholes: list[tuple[DTensor, int, dict[str, Any]]] = []
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
@@ -58,8 +58,7 @@ class InGraph:
             after = unit.zero.whole(p._spec)
             whole = tagged(_gathered(p, after, unit.zero.precision, unit.name, reason), after)
             own_state(whole).gathered_from = (p, 0)  # what it stands for
-            stand_for(whole, p)
-            self._wholes.append((whole, _version(whole)))
+            self._wholes.append((whole, _version(whole), stand_for(whole, p)))
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -72,8 +71,8 @@ class InGraph:
         for places, p in zip(self.unit.slots, self._shards, strict=True):
             for slot in places:
                 slot.owner._parameters[slot.attr] = p
-        for p, (whole, before) in zip(self._shards, wholes, strict=True):
-            keep_attributes(whole, p)
+        for p, (whole, before, given) in zip(self._shards, wholes, strict=True):
+            keep_attributes(whole, p, given)
             if _version(whole) != before or state_of(whole).written_unseen:
                 _write_back(whole, p)
         self._shards = []

@@ -69,7 +69,7 @@ class Unit:
         self.held: dict[int, Shares] = {}
         self.shown = False
         self.versions: list[int] = []
-        self._seen: list[tuple[int, DTensor, int]] = []
+        self._seen: list[tuple[int, DTensor, int, dict[str, Any]]] = []
         self._shards: list[DTensor] = []
         self.groups: list[list[int]] = []
         self.flats: list[Flat] = []
@@ -233,10 +233,10 @@ class Unit:
         self._seen = []
         for i, t, spec in zip(order, plain, specs, strict=True):
             whole = tagged(t, spec)
-            self._seen.append((i, whole, _version(whole)))
             # Of which version: remat compares it with that of the next time (remat/reads.py).
             own_state(whole).gathered_from = (self._shards[i], self.versions[i])
-            stand_for(whole, self._shards[i])
+            given = stand_for(whole, self._shards[i])
+            self._seen.append((i, whole, _version(whole), given))
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -246,8 +246,8 @@ class Unit:
         Raises:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
-        for i, whole, before in self._seen:
-            keep_attributes(whole, self._shards[i])
+        for i, whole, before, given in self._seen:
+            keep_attributes(whole, self._shards[i], given)
             now, unseen = _version(whole), state_of(whole).written_unseen
             if now == before and not unseen:
                 continue

@@ -84,8 +84,11 @@ class Scaled(nn.Module):
 def scaled(mesh, stage):
     model = pt.zero(nn.Sequential(Scaled()), mesh, stage=stage)
     x = pt.distribute_tensor(X, mesh, [pt.Shard(0)])
+    shard = model[0].w
+    hook = model[0].register_forward_hook(lambda *_: setattr(shard, "heard", True))
     out = [model(x).full_tensor() for _ in range(2)]
-    assert model[0].w.calls == 2
+    hook.remove()
+    assert model[0].w.calls == 2 and model[0].w.heard
     return out[0]
 
 

@@ -39,7 +39,7 @@ def user_line(frame: FrameType | None = None) -> str:
         if name.startswith(_PARTITA):
             if not fallback and name.startswith(_OURS_TO_SHOW):
                 fallback = f"{_short(name)}:{frame.f_lineno}"
-        elif not _is_plumbing(name):
+        elif not _is_plumbing(frame):
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
@@ -65,15 +65,18 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
         name = frame.f_code.co_filename
         if not name.startswith(_PARTITA):
             here = (name, frame.f_lineno, frame.f_lasti)
-            if not _is_plumbing(name):
+            if not _is_plumbing(frame):
                 return here + inner
             inner = inner or here
         frame = frame.f_back
     return inner
 
 
-def _is_plumbing(name: str) -> bool:
-    if name.startswith((_TORCH, "<frozen ")):
+def _is_plumbing(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    if name.startswith("<"):  # of no file: made by a library, but for `python -c` and notebooks
+        return name.startswith("<frozen ") or frame.f_globals.get("__name__") != "__main__"
+    if name.startswith(_TORCH):
         return True
     return name.startswith(_STDLIB) and "site-packages" not in name
 

@@ -238,3 +238,14 @@ def test_where_a_tensor_lies_is_part_of_a_program():
 def test_what_tensors_do_not_reckon_is_refused():
     with pytest.raises(pt.CaptureError, match=r"round\(x\) of a number that \.item\(\) gave"):
         compiled(lambda x: round(x.sum().item(), 1))(X)
+
+
+def test_what_is_left_in_a_list_is_said_at_the_line_of_the_call():
+    kept = []
+
+    def step(x):
+        kept.append(x.sum())
+        return x
+
+    with pytest.raises(pt.CaptureError, match=r"leaves a tensor in .* \(at .*attributes\.py:\d+\)"):
+        compiled(step)(X)

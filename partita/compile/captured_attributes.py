@@ -44,7 +44,7 @@ class Attributes:
         """Within, a step may write them; no tensor without memory stays there."""
         self._before = [dict(home) for _, home in self._homes]
         containers = [
-            (value, value.copy())
+            (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))
             for held in self._before
             for key, value in held.items()
             if isinstance(value, (list, dict)) and key not in _SLOTS

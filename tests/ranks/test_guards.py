@@ -442,3 +442,25 @@ def test_an_optimizer_that_another_thread_steps_is_none_of_the_step():
     elsewhere.step(captured_meanwhile)
     phases = {note_of(n).phase for n in fast.graph.nodes if n.op == "call_function"}
     assert "update" not in phases
+
+
+def test_dictionaries_with_ways_of_their_own_stay_as_they_are():
+    class Made(collections.OrderedDict):
+        def __getitem__(self, key):
+            return super().__getitem__(key)()
+
+    made = Made(one=lambda: 1.0, two=lambda: 2.0)
+    model = torch.nn.Linear(3, 3)
+    model.register_forward_hook(lambda *_: None)
+
+    def step(x):
+        heard = model.register_forward_hook(lambda m, args, out: out * made["two"])
+        try:
+            return model(x)
+        finally:
+            heard.remove()
+
+    fast = pt.compile(step, backend="graph")
+    assert torch.equal(fast(torch.ones(3)), step(torch.ones(3)))
+    assert [f() for f in made.values()] == [1.0, 2.0]
+    assert len(list(model._forward_hooks.values())) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import types
 from collections.abc import Callable
@@ -22,6 +23,11 @@ __all__ = [
     "item",
     "slot",
 ]
+
+
+def _own(home: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Whose methods change it, whatever a class of the user's makes of them: an order is kept."""
+    return collections.OrderedDict if isinstance(home, collections.OrderedDict) else dict
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +60,9 @@ class Place:
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
-            dict.pop(self.home, self.key, None)
+            _own(self.home).pop(self.home, self.key, None)
         else:
-            dict.__setitem__(self.home, self.key, value)
+            _own(self.home).__setitem__(self.home, self.key, value)
 
 
 def entry(name: str, home: dict[Any, Any], key: Any) -> Place:

@@ -115,7 +115,7 @@ class Snapshots:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return dict(value)
+        return dict(dict.items(value))  # not as a class of its own looks them up
     if isinstance(value, types.SimpleNamespace):
         return dict(vars(value))
     return value.copy() if isinstance(value, set) else list(value)

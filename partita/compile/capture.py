@@ -457,7 +457,9 @@ class _Capture:
     def _check_attributes(self) -> None:
         """Raise CaptureError if the step gives a tensor that is an input an attribute."""
         for given, fake, before in self._given:
-            for name in {*before, *attributes_of(fake)}:
+            # What a tensor without memory remembers of itself is none of the step's.
+            now = {name for name in attributes_of(fake) if "_memo" not in name}
+            for name in {*before, *now}:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
                         f"the step sets {given.name}.{name}",

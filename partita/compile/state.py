@@ -25,6 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from partita.tensor.tensor_state import OURS
+
 from .guards.places import Place
 from .hooks import users_hooks
 
@@ -179,9 +181,13 @@ class State:
                 )
 
 
+# Partita's, and those of a parameter that torch gives it.
+_OF_TENSORS = OURS | {"_is_param"}
+
+
 def attributes_of(t: torch.Tensor) -> tuple[str, ...]:
-    """The names of the attributes that a program has given a tensor."""
-    return tuple([name for name in t.__dict__ if name[0] != "_"])
+    """The names of the attributes that a program has given a tensor, `_no_weight_decay` too."""
+    return tuple([n for n in t.__dict__ if n not in _OF_TENSORS and not n.startswith("_dynamo")])
 
 
 def _hooks_of(t: torch.Tensor) -> tuple[Any, ...]:

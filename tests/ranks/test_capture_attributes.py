@@ -57,16 +57,28 @@ def test_attributes_of_parameters_are_read_and_guarded(stage):
     assert train_by_attributes(None, 0) == reasons
 
 
-def test_an_attribute_that_a_step_gives_a_parameter_is_refused():
+@pytest.mark.parametrize("name", ["seen", "_seen"])
+def test_an_attribute_that_a_step_gives_a_parameter_is_refused(name):
     model = nn.Linear(3, 3)
 
     def step(x):
-        model.weight.seen = True
+        setattr(model.weight, name, True)
         return model(x)
 
-    with pytest.raises(pt.CaptureError, match=r"the step sets model\.weight\.seen"):
+    with pytest.raises(pt.CaptureError, match=rf"the step sets model\.weight\.{name}"):
         compiled(step)(X)
-    assert not hasattr(model.weight, "seen")
+    assert not hasattr(model.weight, name)
+
+
+def test_an_attribute_of_any_name_is_read_and_one_that_comes_to_be_there_is_seen():
+    model = nn.Linear(3, 3, bias=False)
+    model.weight._no_weight_decay = True
+    step = compiled(lambda x: x * 2 if getattr(model.weight, "_no_weight_decay", False) else x)
+    assert torch.equal(step(X), X * 2)
+    del model.weight._no_weight_decay
+    assert torch.equal(step(X), X)
+    model.weight._no_weight_decay = True
+    assert torch.equal(step(X), X * 2)
 
 
 class Scaled(nn.Module):

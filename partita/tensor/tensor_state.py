@@ -12,11 +12,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 
 if TYPE_CHECKING:
     from .spec import Spec
 
-__all__ = ["OURS", "MovedValue", "ReopenHook", "Rest", "TensorState", "own_state", "state_of"]
+__all__ = [
+    "OURS",
+    "MovedValue",
+    "ReopenHook",
+    "Rest",
+    "TensorState",
+    "count_writes",
+    "own_state",
+    "state_of",
+    "was_written_since",
+]
 
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE))
@@ -109,3 +120,14 @@ def own_state(x: torch.Tensor) -> TensorState:
     if state is None:
         state = x.__dict__[_STATE] = TensorState()
     return state
+
+
+def count_writes(x: torch.Tensor) -> int:
+    """How many writes of `x` torch has counted (its version)."""
+    with Local():
+        return x._version
+
+
+def was_written_since(x: torch.Tensor, count: int) -> bool:
+    """May `x` have other values than when `count` writes were counted?"""
+    return count_writes(x) != count or state_of(x).written_unseen

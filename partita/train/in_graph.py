@@ -25,7 +25,7 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import own_state, state_of
+from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -58,7 +58,7 @@ class InGraph:
             after = unit.zero.whole(p._spec)
             whole = tagged(_gathered(p, after, unit.zero.precision, unit.name, reason), after)
             own_state(whole).gathered_from = (p, 0)  # what it stands for
-            self._wholes.append((whole, _version(whole), stand_for(whole, p)))
+            self._wholes.append((whole, count_writes(whole), stand_for(whole, p)))
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -73,14 +73,9 @@ class InGraph:
                 slot.owner._parameters[slot.attr] = p
         for p, (whole, before, given) in zip(self._shards, wholes, strict=True):
             keep_attributes(whole, p, given)
-            if _version(whole) != before or state_of(whole).written_unseen:
+            if was_written_since(whole, before):
                 _write_back(whole, p)
         self._shards = []
-
-
-def _version(t: torch.Tensor) -> int:
-    with Local():
-        return t._version
 
 
 def _write_back(whole: DTensor, p: DTensor) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import state_of
+from partita.tensor.tensor_state import count_writes, was_written_since
 
 from .parameters import Held, held_by, put_in_place
 
@@ -72,14 +71,14 @@ def materialize(
             )
         else:
             put_in_place(held, torch.empty_like(t, device=device or "cpu"), by="materialize")
-    versions = {id(held.tensor): _version(held.tensor) for held in bare}
+    writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
     if not bare:
         return model
     if init_fn is None:
         _as_constructed(model, {id(held.tensor) for held in bare})
     else:
         init_fn(model)
-    _refuse_without_values(model, versions)
+    _refuse_without_values(model, writes)
     _back_on_the_mesh(model, specs)
     return model
 
@@ -116,17 +115,12 @@ def _as_constructed(model: nn.Module, bare: set[int]) -> None:
     init(model)
 
 
-def _version(t: torch.Tensor) -> int:
-    with Local():
-        return t._version
-
-
-def _refuse_without_values(model: nn.Module, versions: dict[int, int]) -> None:
+def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:
     left: list[Held] = []
     for held in (found for kind in held_by(model) for found in kind):
         t = held.tensor
-        unseen = state_of(t).written_unseen  # through .data
-        if versions.get(id(t)) == _version(t) and not unseen and t.numel():
+        count = writes.get(id(t))
+        if count is not None and not was_written_since(t, count) and t.numel():
             left.append(held)
     if left:
         raise LayoutError(

@@ -22,7 +22,7 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward, next_node
 from partita.tensor.parameter import keep_attributes, stand_for
-from partita.tensor.tensor_state import own_state, state_of
+from partita.tensor.tensor_state import count_writes, own_state, was_written_since
 from partita.tensor.watch import HERE
 
 from .blocks import Block
@@ -151,7 +151,7 @@ class Unit:
         shards = self.shards()
         if not self.depth and not self.busy:
             self._fit()
-        versions = [_version(p) for p in shards]
+        versions = [count_writes(p) for p in shards]
         if versions != self.versions and not self.depth and not self.busy:
             for flat in self.flats:  # what is persistent is out of date
                 flat.release()
@@ -236,7 +236,7 @@ class Unit:
             # Of which version: remat compares it with that of the next time (remat/reads.py).
             own_state(whole).gathered_from = (self._shards[i], self.versions[i])
             given = stand_for(whole, self._shards[i])
-            self._seen.append((i, whole, _version(whole), given))
+            self._seen.append((i, whole, count_writes(whole), given))
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -248,9 +248,9 @@ class Unit:
         """
         for i, whole, before, given in self._seen:
             keep_attributes(whole, self._shards[i], given)
-            now, unseen = _version(whole), state_of(whole).written_unseen
-            if now == before and not unseen:
+            if not was_written_since(whole, before):
                 continue
+            now = count_writes(whole)
             p = self._shards[i]
             mine, held = p._spec.region[0], whole._spec.region[0]
             with Local(), torch.no_grad():
@@ -262,7 +262,7 @@ class Unit:
                 # Through `.data` where it was written so: autograd counts neither.
                 (p if now != before else p.data).copy_(rows)
             # In place: what this forward saved was of this version.
-            self.versions[i] = _version(p)
+            self.versions[i] = count_writes(p)
             if call is not None and now != before:
                 call.written[i] = now
 
@@ -375,8 +375,3 @@ def _counting_versions() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _version(p: torch.Tensor) -> int:
-    with Local():
-        return p._version

@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
-from partita.tensor.tensor_state import state_of
+from partita.tensor.tensor_state import count_writes, was_written_since
 
 from ..parameters import Held, held_by, put_memory
 
@@ -30,11 +30,11 @@ def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None
     rest = [held for kind in held_by(model) for held in kind if held.tensor.is_meta]
     for held in rest:
         put_memory(held, by="load")
-    versions = {id(held.tensor): _version(held.tensor) for held in rest}
+    writes = {id(held.tensor): count_writes(held.tensor) for held in rest}
     above = _ancestors(model)
     for module in dict.fromkeys(module for held in rest for module, _ in held.homes):
-        _initialize(module, above[module], init_fn, versions)
-    left = [held for held in rest if not _was_written(held, versions)]
+        _initialize(module, above[module], init_fn, writes)
+    left = [held for held in rest if not _was_written(held, writes)]
     if left:
         raise LayoutError(
             "load_safetensors: no file has these, and nothing gave them a value",
@@ -93,14 +93,9 @@ def _ancestors(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     return found
 
 
-def _version(t: torch.Tensor) -> int:
-    with Local():
-        return t._version
-
-
-def _was_written(held: Held, versions: dict[int, int]) -> bool:
+def _was_written(held: Held, writes: dict[int, int]) -> bool:
     module, key = held.homes[0]
     t = getattr(module, key)
     if t is not held.tensor:  # assigned anew
         return True
-    return versions[id(t)] != _version(t) or state_of(t).written_unseen or not t.numel()
+    return was_written_since(t, writes[id(t)]) or not t.numel()

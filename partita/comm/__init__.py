@@ -25,7 +25,7 @@ from .held import Piece, Region
 from .joining import LOOPBACK, MEETING, join
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
-from .messages import message
+from .messages import message, pack, unpack
 from .padded import Uneven, is_uneven, uneven
 from .pieces import neutral
 from .presence import RankGoneError, find_ended, is_lost
@@ -87,6 +87,7 @@ __all__ = [
     "message",
     "missed_call",
     "neutral",
+    "pack",
     "ranks",
     "recomputing",
     "remember_agreed",
@@ -98,6 +99,7 @@ __all__ = [
     "teach_state_dicts",
     "torch_mesh",
     "uneven",
+    "unpack",
     "user_line",
     "wire_of",
     "wire_saved_as",

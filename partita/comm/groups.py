@@ -226,11 +226,15 @@ class GroupWire(Wire):
 
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
-        before, self._read = self._read, f"reads a value ({op})"
+        before, self._read = self._read, op
         try:
             yield
         finally:
             self._read = before
+
+    def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
+        limit = patience().total_seconds() / 2
+        return self.exchange(f"reads a value ({op})", mine, limit, place_of_user())
 
     def _shown(self, x: torch.Tensor, axes: Axes) -> list[torch.Tensor] | None:
         """What each rank of the group over `axes` holds of a value that is read, in group order, by
@@ -239,8 +243,7 @@ class GroupWire(Wire):
         mine = b""
         if x.nbytes <= _SMALL:
             mine = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        limit = patience().total_seconds() / 2
-        told = self.exchange(self._read, mine, limit, place_of_user())
+        told = self.meet_readers(self._read, mine)
         if not mine:
             return None
         by_place = dict(zip(self.mesh.coordinates(), told, strict=True))

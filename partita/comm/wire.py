@@ -215,6 +215,14 @@ class Wire:
         does nothing."""
         yield
 
+    def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
+        """What every rank of the mesh brings, in mesh order, to where the program reads by `op`.
+
+        Raises:
+            LayoutError: on all ranks, where a rank reads alone.
+        """
+        return self.exchange(f"reads a value ({op})", mine)
+
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits."""
         axes, members = self.group(self.mesh.names)

@@ -1,5 +1,6 @@
 """How does a run outlive its processes? In a folder that any mesh can load."""
 
+from . import pretrained
 from .fitting import Loaded
 from .folder import is_checkpoint
 from .full_state import full_state_dict, load_full_state_dict
@@ -17,6 +18,7 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "load_safetensors",
+    "pretrained",
     "save",
     "save_safetensors",
 ]

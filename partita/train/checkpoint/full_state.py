@@ -30,6 +30,7 @@ from .named_optimizer import named_parameters_of, opened_optimizer, without_wrap
 from .state import Leaf, Path, State, opened
 
 __all__ = [
+    "WholeCopies",
     "full_state_dict",
     "give_memory",
     "load_full_state_dict",
@@ -65,7 +66,7 @@ def full_state_dict(
         LayoutError: a parameter is on the meta device.
     """
     keeps = not rank0_only or everyone().rank == 0
-    copies = _Copies(keeps, device)
+    copies = WholeCopies(keeps, device)
     state = {name: copies.of(value, name) for name, value in tensors_of_model(model).items()}
     if optimizer is None:
         return state if keeps else {}
@@ -75,8 +76,13 @@ def full_state_dict(
 
 
 @dataclass
-class _Copies:
-    """Whole copies of tensors: of the same tensor the same copy."""
+class WholeCopies:
+    """Whole copies of tensors: of the same tensor the same copy. Every rank makes them.
+
+    Attributes:
+        keeps: whether this rank gets them; else it helps to gather them.
+        device: where they lie; None: where the tensors do.
+    """
 
     keeps: bool
     device: torch.device | str | None

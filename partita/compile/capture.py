@@ -43,7 +43,7 @@ from .guards.places import entry
 from .hooks import hang_hooks
 from .inputs import Inputs
 from .notes import Recorder, note_of
-from .numbers import NUMBER, Numbers
+from .numbers import NUMBER, Numbers, Plain
 from .optimizers import Group, Stepping
 from .program import Input, Output, Place, Program
 from .refusals import not_an_input, told_of, users_line
@@ -80,7 +80,7 @@ def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> P
 def _captured(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> Program:
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
     unmarked: set[int] = set()
-    plain = ""
+    plain = Plain()
     while True:
         run = _Capture(step, args, kwargs, state, unmarked, plain)
         try:
@@ -90,11 +90,11 @@ def _captured(step: Callable[..., Any], args: Any, kwargs: Any, state: State) ->
             raise
         except Exception as error:
             # What is traced of numbers is not all that can be done with them.
-            if plain or not run.numbers.made:
+            if plain.why or not run.numbers.made:
                 raise
-            plain = str(error).strip().split("\n")[0]
+            plain.why = str(error).strip().split("\n")[0]
             continue
-        if program is not None:
+        if program is not None and not run.numbers.asked_zeros():
             if run.writes:
                 other = _Capture(step, args, kwargs, state, unmarked, plain)
                 try:
@@ -176,13 +176,12 @@ class _Capture:
         kwargs: Any,
         state: State,
         unmarked: set[int],
-        plain: str,
+        plain: Plain,
     ):
         self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
         self.record = Record(_names_of(state))
         self.writes: list[Write] = []
         self._left: list[Write] = []
-        self.plain = plain
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
         self._places = frozenset(_places_of(self.slots))
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +20,27 @@ from torch.utils._sympy.printers import PythonPrinter
 from partita.comm import user_line
 
 from .conditions import Condition
+from .optimizers import Group
 from .program import Input
 from .symbolic import NumberEnv
 
-__all__ = ["NUMBER", "Numbers"]
+__all__ = ["NUMBER", "Numbers", "Plain"]
 
 NUMBER = torch.zeros((), dtype=torch.float64)
 """Like what a number is in a graph."""
+
+
+@dataclass
+class Plain:
+    """Which numbers stay Python numbers, that must be the same whenever the program runs.
+
+    Attributes:
+        why: all do, for this reason; "" where they need not.
+        zeros: names of zeros of which the step asks what they are.
+    """
+
+    why: str = ""
+    zeros: set[str] = field(default_factory=set)
 
 
 class Numbers:
@@ -33,10 +48,10 @@ class Numbers:
 
     Args:
         env: that of the tensors without memory.
-        plain: leave them Python numbers, which must be the same whenever the program runs.
+        plain: those that are not traced.
     """
 
-    def __init__(self, env: NumberEnv, plain: str):
+    def __init__(self, env: NumberEnv, plain: Plain):
         self.env, self.plain = env, plain
         self.made: list[Input] = []
         self._symbols: dict[str, Input] = {}
@@ -53,7 +68,7 @@ class Numbers:
         Args:
             given: the input that it is going to be.
         """
-        if self.plain or not _is_traceable(value):
+        if self.plain.why or not _is_traceable(value, given, self.plain.zeros):
             self._values.append((given, value))
             return value
         mode = get_proxy_mode()
@@ -70,6 +85,19 @@ class Numbers:
         self._symbols[str(found.node.expr)] = given
         self._values.append((given, value))
         return found
+
+    def asked_zeros(self) -> bool:
+        """Has the step asked of a zero that is traced what it is? It stays plain from now on."""
+        asked = set(map(id, self._asked()))
+        found = {given.name for given, value in self._values if value == 0 and id(given) in asked}
+        self.plain.zeros |= found
+        return bool(found)
+
+    def _asked(self) -> list[Input]:
+        """Those that were compared, or of which torch has read what it reckons with as a number."""
+        read = [g.expr for g in self.env.guards if type(g.expr).__name__ == "Equality"]
+        guarded = {str(s) for expr in read for s in expr.free_symbols}
+        return [given for s, given in self._symbols.items() if s in self.env.asked | guarded]
 
     def conditions(self) -> list[Condition]:
         """What the step has asked of them."""
@@ -95,16 +123,34 @@ class Numbers:
                     tuple(names),
                 )
             )
+        asked = self._asked()
+        if asked:
+            found.append(_finite(asked, [values[id(given)] for given in asked]))
         for given, value in self._values:
             if id(given) not in symbolic:
-                text = f"a Python number is read ({self.plain or f'{value} cannot be traced'})"
+                text = f"a Python number is read ({self.plain.why or f'{value} cannot be traced'})"
                 found.append(Condition(text, user_line(), (given,), (value,), None))
         return found
 
 
-def _is_traceable(value: float) -> bool:
-    """Symbolic numbers are finite, and know no zero below zero."""
-    return math.isfinite(value) and not (value == 0 and math.copysign(1, value) < 0)
+def _finite(numbers: list[Input], values: list[float]) -> Condition:
+    """What the tracing of numbers takes for granted: that `x == x`, and that x is not infinite."""
+    symbols = tuple(f"n{i}" for i in range(len(numbers)))
+    total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite
+    code = compile(f"{total} == 0", "<condition>", "eval")
+    said = "the program is for finite numbers"
+    return Condition(said, user_line(), tuple(numbers), tuple(values), code, symbols)
+
+
+def _is_traceable(value: float, given: Input, zeros: set[str]) -> bool:
+    """Symbolic numbers are finite, and know no zero below zero: not even as what `-x` gives.
+
+    Of what optimizers ask for at once, a decay or a momentum, a zero stays one.
+    """
+    if value != 0:
+        return math.isfinite(value)
+    asked = type(given.home) is Group and given.path[0] != "lr"
+    return math.copysign(1, value) > 0 and not asked and given.name not in zeros
 
 
 def _is_value(expr: Any) -> bool:

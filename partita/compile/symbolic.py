@@ -23,6 +23,9 @@ def is_symbolic(value: Any) -> bool:
 class NumberEnv(ShapeEnv):
     """Knows what a step that is captured asks of its numbers, and at which line of the user's.
 
+    Attributes:
+        asked: the symbols of numbers that were compared, or read.
+
     Private torch: `ShapeEnv`, which is what can trace a Python number.
     """
 
@@ -34,6 +37,7 @@ class NumberEnv(ShapeEnv):
             specialize_zero_one=False,
         )
         self.lines: dict[int, str] = {}
+        self.asked: set[str] = set()
         self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,8 +172,18 @@ def _plain(value: Any) -> Any:
     return value if torchs is None else torchs(value.node)
 
 
+_ASKS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__float__")
+_DIVIDE = ("__truediv__", "__floordiv__", "__mod__")
+_DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
+
+
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
+        if name in _ASKS:
+            self.node.shape_env.asked.update(map(str, self.node.expr.free_symbols))
+        for divisor in (self,) if name in _DIVIDE_BY_SELF else others if name in _DIVIDE else ():
+            if is_symbolic(divisor) and divisor.node.has_hint() and not bool(_plain(divisor) != 0):
+                raise ZeroDivisionError("float division by zero")
         found = getattr(_plain(self), name)(*map(_plain, others))
         # A comparison is True or False itself, for `is` and for who writes it down: a condition.
         if type(found) is torch.SymBool and found.node.has_hint():

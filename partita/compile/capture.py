@@ -49,6 +49,7 @@ from .program import Input, Output, Place, Program
 from .refusals import not_an_input, told_of, users_line
 from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
+from .tensor_facts import Facts
 
 __all__ = ["capture"]
 
@@ -188,6 +189,7 @@ class _Capture:
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
         self.numbers = Numbers(self.inputs.mode.shape_env, plain)
+        self.facts = Facts(self.inputs)
         self.stepping = Stepping(state.optimizers)
         self.attributes, self.modules = Attributes(state), state.modules.values()
         self.wires: dict[Wire, TraceWire] = {}
@@ -233,8 +235,12 @@ class _Capture:
             self.result,
             self.constants,
             self.cleared,
-            Conditions((*self.numbers.conditions(), *self._of_gradients())),
+            self._conditions(),
         )
+
+    def _conditions(self) -> Conditions:
+        asked = (*self.numbers.conditions(), *self.facts.conditions())
+        return Conditions((*asked, *self._of_gradients()))
 
     def _of_gradients(self) -> Iterator[GradientCondition]:
         """What the step takes for granted of the gradients that it finds."""
@@ -270,7 +276,7 @@ class _Capture:
             for optimizer in self.state.optimizers.values():
                 self.record.watch(optimizer.param_groups, "param_groups")
             self.record.watch((args, kwargs), "argument")
-            writes = DataWrites(self.inputs)
+            writes = DataWrites(self.inputs, self.facts)
             try:
                 with writes, self.record.recording(self.step, self._plain_arguments()):
                     result = self.step(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 if TYPE_CHECKING:
     from .program import Input
+    from .tensor_facts import FactCondition
 
 __all__ = ["Condition", "Conditions", "GradientCondition", "kind_of_gradient"]
 
@@ -104,7 +105,7 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
         return (grad.__dict__.get("_spec") or grad.shape, grad.dtype, grad.device, grad.stride())
 
 
-class Conditions(tuple[Condition | GradientCondition, ...]):
+class Conditions(tuple["Condition | GradientCondition | FactCondition", ...]):
     """All that a program takes for granted of the values of its inputs."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:

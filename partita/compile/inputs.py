@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from partita.comm import Wire, is_uneven
+from partita.layout import Fix
 
+from .errors import not_captured
 from .fakes import fake_mode, local_of
+from .guards.codes import is_of_users
 from .program import Input
 from .state import Slot, names_of_call, tensors_of_call
 from .uneven import padded_shape
@@ -50,6 +53,7 @@ class Inputs:
         self._add_coordinates(tensors)
         for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
             if isinstance(t, torch.Tensor) and id(t) not in self._standing:
+                _check_class(t, name)
                 self._of[i] = self._add(Input(name, kind, t, i))
         for given in list(self._of.values()):
             if not given.tensor.is_leaf:  # a step has no gradient of it, and must not make one
@@ -121,9 +125,24 @@ class Inputs:
         found = [i for i, given in self._of.items() if self._standing[id(given.tensor)] is fake]
         return found[0] if found else -1
 
+    def name_of(self, index: int) -> str:
+        """The name of the input that is the tensor at a place of a call."""
+        return self._of[index].name
+
     def owner(self, gradient: Input) -> torch.Tensor:
         """What stands for the tensor whose gradient an input is."""
         return self._standing[id(self._of[gradient.index].tensor)]
+
+
+def _check_class(t: torch.Tensor, name: str) -> None:
+    """Raise CaptureError if `t` is of a class of the user's: what stands for it is not."""
+    kind = type(t)
+    if is_of_users(kind.__module__) and not isinstance(t, torch.nn.Parameter):
+        raise not_captured(
+            f"the step takes {name}, which is of a class of its own ({kind.__name__})",
+            "what stands for a tensor in a graph has not its methods, nor its __torch_function__",
+            Fix(f"{name}.as_subclass(torch.Tensor)", "is a plain tensor of the same memory"),
+        )
 
 
 class _Identities:

@@ -30,7 +30,16 @@ from partita.tensor.tensor_state import OURS
 from .guards.places import Place
 from .hooks import users_hooks
 
-__all__ = ["Slot", "State", "names_of_call", "state_of", "tensors_of_call"]
+__all__ = [
+    "OF_TENSORS",
+    "Slot",
+    "State",
+    "attributes_of",
+    "hooks_of",
+    "names_of_call",
+    "state_of",
+    "tensors_of_call",
+]
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
@@ -169,28 +178,24 @@ class State:
             yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
         for slot in self.slots:
             t = slot.value
-            if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad:
-                yield Place(
-                    f"the hooks of {slot.name}", t, "hooks", functools.partial(_hooks_of, t)
-                )
-                yield Place(
-                    f"the attributes of {slot.name}",
-                    t,
-                    "attributes",
-                    functools.partial(attributes_of, t),
-                )
+            if isinstance(t, torch.Tensor):
+                named = functools.partial(attributes_of, t)
+                yield Place(f"the attributes of {slot.name}", t, "attributes", named)
+                if t.is_leaf and t.requires_grad:
+                    hung = functools.partial(hooks_of, t)
+                    yield Place(f"the hooks of {slot.name}", t, "hooks", hung)
 
 
 # Partita's, and those of a parameter that torch gives it.
-_OF_TENSORS = OURS | {"_is_param"}
+OF_TENSORS = OURS | {"_is_param"}
 
 
 def attributes_of(t: torch.Tensor) -> tuple[str, ...]:
     """The names of the attributes that a program has given a tensor, `_no_weight_decay` too."""
-    return tuple([n for n in t.__dict__ if n not in _OF_TENSORS and not n.startswith("_dynamo")])
+    return tuple([n for n in t.__dict__ if n not in OF_TENSORS and not n.startswith("_dynamo")])
 
 
-def _hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
+def hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
     """A tensor's own hooks and those of its gradient, as the user has hung them there."""
     one, other = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
     if not one and not other:

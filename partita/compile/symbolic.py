@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from partita.comm import user_line
+from partita.tensor.dtensor import DTensor
 
 __all__ = ["NumberEnv", "TypeOfNumbers", "as_number", "is_symbolic"]
 
@@ -100,6 +102,13 @@ def as_number(value: Any) -> Any:
     return value if ours is None else ours(value.node)
 
 
+def _class_of(fake: FakeTensor) -> type:
+    """The class of what a tensor without memory stands for."""
+    if isinstance(fake, DTensor):
+        return DTensor
+    return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
+
+
 class _Type(type):
     """`type(x)` is that of what x stands for; in all else it is `type`."""
 
@@ -109,6 +118,8 @@ class _Type(type):
         found = type(args[0])
         if found in _OF_TORCH:
             return args[0].kind
+        if issubclass(found, FakeTensor):
+            return _class_of(args[0])
         return cls if found is type else found  # so that `type(x) is type` holds
 
     def __instancecheck__(cls, value: Any) -> bool:

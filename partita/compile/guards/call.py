@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from ..fakes import local_of
 from ..program import Program
-from ..state import Slot, State
-from .expected import argument_key
+from ..state import OF_TENSORS, Slot, State, attributes_of, hooks_of
+from .expected import argument_key, content_key
 
-__all__ = ["CallGuard", "modes"]
+__all__ = ["CallGuard", "kind_of_tensor", "modes"]
 
 
 class CallGuard:
@@ -145,10 +145,24 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
     """What a graph is made for, of one leaf of a call."""
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
-    spec = value.__dict__.get("_spec")
     with Local():
         strides = value.stride()
-    return (spec or value.shape, value.dtype, value.requires_grad, value.device, strides)
+    return (*kind_of_tensor(value), strides)
+
+
+def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a graph is made for, of a tensor, beside its strides."""
+    attributes = t.__dict__
+    spec = attributes.get("_spec")
+    own = ()
+    if attributes and not OF_TENSORS.issuperset(attributes):
+        own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
+    hooks = hooks_of(t) if t.requires_grad else ()
+    return (spec or t.shape, t.dtype, t.requires_grad, t.device, type(t), own, hooks)
+
+
+def _attribute_key(value: Any) -> Any:
+    return torch.Tensor if isinstance(value, torch.Tensor) else content_key(value)
 
 
 def modes() -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ __all__ = [
     "argument_key",
     "as_expected",
     "brief",
+    "content_key",
     "holds_no_more",
     "is_array",
     "is_container",
@@ -431,27 +432,28 @@ def argument_key(value: Any) -> Any:
     """What a graph is made for, of an argument that is no tensor: equal for alike ones."""
     if isinstance(value, float):  # an input of the graph: conditions see to it
         return (type(value),)
-    return _content_key(value)
+    return content_key(value)
 
 
-def _content_key(value: Any) -> Any:
+def content_key(value: Any) -> Any:
+    """What a value that is no input is, to be compared by what a program can read of it."""
     kind = type(value)
     if kind is float:
         return (kind, "nan" if value != value else struct.pack("d", value))
     if kind is complex:
-        return (kind, _content_key(value.real), _content_key(value.imag))
+        return (kind, content_key(value.real), content_key(value.imag))
     if kind is slice:
-        return (kind, *map(_content_key, _ends(value)))
+        return (kind, *map(content_key, _ends(value)))
     if kind in _BY_EQUALITY:
         return (kind, value)
     if is_array(value):
         return (kind, _shape(value), _bytes(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [getattr(value, f.name, MISSING) for f in dataclasses.fields(value)]
-        return (kind, *map(_content_key, fields))
+        return (kind, *map(content_key, fields))
     if is_container(value):
         keys, values = items_of(value)
-        return (kind, *map(_content_key, keys or ()), *map(_content_key, values))
+        return (kind, *map(content_key, keys or ()), *map(content_key, values))
     if _compares_by_value(value):
         return (kind, repr(value))
     if isinstance(value, _METHODS) and value.__self__ is not None:

@@ -203,6 +203,10 @@ class Functions:
                 self._record.reach(module, name)
         new = names_of(code) - self._used
         self._used |= new
+        for key in sorted(new):
+            if not key.startswith("__"):
+                place = places.of_tensor(key)
+                self._record.read_at(place, place.value, alone=not _is_users(place.value))
         if "__class__" in code.co_freevars:
             self._supers |= names_of(code)
             for kind in list(self._classes.values()):
@@ -259,3 +263,8 @@ class Functions:
             for key in sorted(names & held.keys()):
                 if not key.startswith("__") and held[key] is not TypeOfNumbers.kind:
                     self._record.read_at(places.entry(f"{name}.{key}", held, key), held[key])
+
+
+def _is_users(value: Any) -> bool:
+    """Is it something that a program has put among what torch has?"""
+    return value is not MISSING and is_of_users(getattr(value, "__module__", None))

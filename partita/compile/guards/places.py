@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import gc
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..symbolic import TypeOfNumbers
 from .expected import MISSING
@@ -21,6 +24,7 @@ __all__ = [
     "entry",
     "function_part",
     "item",
+    "of_tensor",
     "slot",
 ]
 
@@ -130,6 +134,21 @@ def attribute_of_class(name: str, kind: type, key: str) -> Place:
             type.__setattr__(kind, key, value)
 
     return Place(name, kind, key, get, put)
+
+
+_OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
+
+
+def of_tensor(key: str) -> Place:
+    """What torch.Tensor has under a name, a method say: a program may put its own there."""
+
+    def put(value: Any) -> None:
+        if value is MISSING:
+            delattr(torch.Tensor, key)
+        else:
+            setattr(torch.Tensor, key, value)
+
+    return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
 
 
 def function_part(name: str, function: Any, key: str) -> Place:

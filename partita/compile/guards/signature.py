@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils import _pytree as pytree
 
 from ..state import State
-from .call import modes
+from .call import kind_of_tensor, modes
 from .expected import argument_key
 
 __all__ = ["signature_of"]
@@ -33,16 +33,11 @@ def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]
             parts.append((f"value {i}", argument_key(t)))
             continue
         same = first.setdefault(id(t), i)
-        parts.append((f"tensor {i}", same, _kind(t)))
+        parts.append((f"tensor {i}", same, kind_of_tensor(t)))
     parts += [(name, argument_key(value)) for name, value in state.settings()]
     parts.append(("strides", *_strides(tensors, len(tensors) - len(arguments))))
     parts.append(("modes", *modes()))
     return tuple(parts)
-
-
-def _kind(t: torch.Tensor) -> tuple[Any, ...]:
-    spec = getattr(t, "_spec", None)
-    return (spec or t.shape, t.dtype, t.requires_grad, t.device)
 
 
 def _strides(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:

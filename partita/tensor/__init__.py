@@ -4,6 +4,7 @@
 from . import (  # noqa: F401
     bypass,
     checkpoint_inputs,
+    constructors,
     copies,
     custom_function,
     dynamo,

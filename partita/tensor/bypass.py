@@ -2,7 +2,8 @@
 
 Most of torch asks a tensor's class what a function means for it. These do not: left alone they
 would take this rank's piece for the whole tensor and say nothing. Each is exchanged, under its
-public name, for one that asks: what can mean the right thing does, the others refuse.
+public name, for one that asks: what can mean the right thing does (see `constructors`, too), the
+others refuse.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ import torch.func
 import torch.utils.dlpack
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
-from torch._C import _len_torch_function_stack
 from torch.jit import _builtins
-from torch.overrides import handle_torch_function
-from torch.utils._device import _device_constructors
 
 from partita.comm import look_before_collectives, user_line
 from partita.layout import Fix, LayoutError
@@ -32,7 +30,7 @@ from .names import Form
 from .plain import refuse_transform
 from .special import MEMORY, SPECIAL, refusal
 
-__all__ = ["TRANSFORMS"]
+__all__ = ["TRANSFORMS", "holds_dtensor", "put_in_place_of", "refuse_piece"]
 
 TRANSFORMS = (
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
@@ -40,15 +38,16 @@ TRANSFORMS = (
 """The function transforms of torch.func."""
 
 
-def _holds_dtensor(value: Any) -> bool:
+def holds_dtensor(value: Any) -> bool:
+    """Is it a DTensor, or are there any in its lists and dicts?"""
     if isinstance(value, DTensor):
         return True
     if isinstance(value, dict):
-        return any(map(_holds_dtensor, value.values()))
-    return isinstance(value, (tuple, list)) and any(map(_holds_dtensor, value))
+        return any(map(holds_dtensor, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(holds_dtensor, value))
 
 
-def _put(name: str, function: Callable[..., Any], *homes: Any) -> None:
+def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> None:
     """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript."""
     replaced = getattr(homes[0], name)
     functools.update_wrapper(function, replaced)
@@ -71,7 +70,7 @@ def _asking(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
     """A transform, and the function that it makes, which look at their arguments first."""
 
     def look(args: Any, kwargs: Any) -> None:
-        if _holds_dtensor(args) or _holds_dtensor(kwargs):
+        if holds_dtensor(args) or holds_dtensor(kwargs):
             raise refuse_transform(name)
 
     def asking(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +90,7 @@ def _asking(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in TRANSFORMS:
-    _put(_name, _asking(_name, getattr(torch.func, _name)), torch.func)
+    put_in_place_of(_name, _asking(_name, getattr(torch.func, _name)), torch.func)
 torch.vmap = torch.func.vmap
 
 
@@ -104,7 +103,7 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
     return _plain_to_dlpack(tensor)
 
 
-_put("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
+put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 SPECIAL[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
 
 
@@ -123,21 +122,26 @@ for _name in ("set_", "as_subclass"):
     setattr(DTensor, _name, _refusing_method(_name))
 
 
+def refuse_piece(name: str, x: Any) -> None:
+    """Raise if `x`, of whose memory `name` makes a plain tensor, is a DTensor that is more."""
+    if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
+        raise LayoutError(
+            f"{name} of a DTensor of which this rank holds a piece",
+            place=user_line(),
+            operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
+            reason="it makes a plain tensor of this rank's memory, and x is more than that",
+            fixes=(
+                Fix("x.detach()", "another tensor of the same values"),
+                Fix("x.full_tensor()", "the whole value, plain"),
+                Fix("x.to_local()", "this rank's piece, plain"),
+            ),
+        )
+
+
 # A class takes its arguments itself. `nn.Parameter` and other classes of tensors come here, too.
 def _init(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     for value in args:
-        if isinstance(value, DTensor) and _global_view() and not value._spec.is_whole:
-            raise LayoutError(
-                f"{type(self).__name__}(x) of a DTensor of which this rank holds a piece",
-                place=user_line(),
-                operands=(f"x  {value._spec.layout.brief()} on {value._spec.wire.mesh}",),
-                reason="it makes a plain tensor of this rank's memory, and x is more than that",
-                fixes=(
-                    Fix("x.detach()", "another tensor of the same values"),
-                    Fix("x.full_tensor()", "the whole value, plain"),
-                    Fix("x.to_local()", "this rank's piece, plain"),
-                ),
-            )
+        refuse_piece(f"{type(self).__name__}(x)", value)
 
 
 torch.Tensor.__init__ = _init  # type: ignore[method-assign,assignment]
@@ -152,7 +156,7 @@ def _of_whole_operands(kind: type) -> None:
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _global_view() and (_holds_dtensor(args) or _holds_dtensor(kwargs)):
+        if _global_view() and (holds_dtensor(args) or holds_dtensor(kwargs)):
             # Not by way of `dispatch`, which remembers each function: here they come and go.
             form = Form(self, f"TorchScript {self.name}", None)
             return gathered(functools.partial(base, self), args, kwargs, form)
@@ -181,11 +185,11 @@ _plain_trace, _plain_script_module = torch.jit.trace, torch.jit._recursive.creat
 
 
 def _module_of_dtensors(f: Any) -> bool:
-    return isinstance(f, torch.nn.Module) and _holds_dtensor([*f.parameters(), *f.buffers()])
+    return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
 
 
 def _trace(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if _holds_dtensor(example_inputs) or _holds_dtensor(kwargs) or _module_of_dtensors(func):
+    if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _module_of_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
@@ -196,8 +200,8 @@ def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain_script_module(nn_module, *args, **kwargs)
 
 
-_put("trace", _trace, torch.jit)
-_put("create_script_module", _create_script_module, torch.jit._recursive)
+put_in_place_of("trace", _trace, torch.jit)
+put_in_place_of("create_script_module", _create_script_module, torch.jit._recursive)
 
 
 # torch.autograd.forward_ad ends here, as jvp does.
@@ -219,7 +223,7 @@ def operands_of_collective(name: str, given: Any) -> Any:
     Raises:
         LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
     """
-    if not _holds_dtensor(given):
+    if not holds_dtensor(given):
         return given
     parted = [t for t in _dtensors(given) if not t._spec.is_whole]
     if not parted:
@@ -250,59 +254,7 @@ def _dtensors(value: Any) -> list[DTensor]:
     if isinstance(value, DTensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value
-    return [t for v in parts if _holds_dtensor(v) for t in _dtensors(v)]
+    return [t for v in parts if holds_dtensor(v) for t in _dtensors(v)]
 
 
 look_before_collectives(operands_of_collective)
-
-
-# -- what can mean the right thing -----------------------------------------------------------------
-
-_plain_tensor, _plain_as_tensor, _plain_asarray = torch.tensor, torch.as_tensor, torch.asarray
-_LEAVES = frozenset((int, float, bool, complex))
-
-
-def _numbers(data: Any) -> Any:
-    """A list, with the value of each DTensor in it."""
-    if isinstance(data, DTensor):
-        return data.tolist()
-    if isinstance(data, (list, tuple)) and not _LEAVES.issuperset(map(type, data)):
-        return [_numbers(d) for d in data]
-    return data
-
-
-def _tensor(data: Any, **options: Any) -> torch.Tensor:
-    if _len_torch_function_stack():
-        return handle_torch_function(_tensor, (), data, **options)  # type: ignore[no-any-return]
-    if not isinstance(data, DTensor):
-        return _plain_tensor(_numbers(data), **options)
-    requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
-    copy = data.detach().clone().to(**options) if options else data.detach().clone()
-    return (copy.pin_memory() if pinned else copy).requires_grad_(requires_grad)
-
-
-def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
-    if _len_torch_function_stack():
-        return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
-    if isinstance(data, DTensor):
-        return data.to(**options) if options else data
-    return _plain_as_tensor(_numbers(data), **options)
-
-
-def _asarray(obj: Any, **options: Any) -> torch.Tensor:
-    if _len_torch_function_stack():
-        return handle_torch_function(_asarray, (), obj, **options)  # type: ignore[no-any-return]
-    if not isinstance(obj, DTensor):
-        return _plain_asarray(_numbers(obj), **options)
-    copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
-    made = obj.to(**options) if options else obj
-    if made is obj and copies:
-        made = obj.clone()
-    return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
-
-
-_put("tensor", _tensor, torch)
-_put("as_tensor", _as_tensor, torch)
-_put("asarray", _asarray, torch)
-torch.overrides.get_ignored_functions.cache_clear()
-_device_constructors.cache_clear()  # what `torch.set_default_device` goes by

@@ -16,6 +16,7 @@ from partita.rules.rule import ON_NEW_RULE
 
 from . import cache
 from .arguments import in_order
+from .bypass import holds_dtensor, operands_of_collective
 from .composite import entered
 from .dtensor import DTensor
 from .engine import in_backward
@@ -24,6 +25,7 @@ from .gathered import gathered
 from .library import is_collective
 from .miss import make_plan
 from .names import form_of
+from .numbers import may_have_numbers, with_numbers
 from .op import Op, Run
 from .out import into_out
 from .plan import CallPlan
@@ -50,8 +52,6 @@ def _run_of(op: Op) -> Run | None:
 
 
 def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    from .bypass import operands_of_collective
-
     args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
     with Local():
         return func(*args, **kwargs)
@@ -78,6 +78,10 @@ def _without_rule(func: Callable[..., Any]) -> Run:
 def _run_gathered(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
     if kwargs.get("out") is not None:
         return _into_out(op, args, kwargs, kwargs["out"])
+    if may_have_numbers(args, kwargs):
+        args, kwargs = with_numbers(func, args, kwargs)
+        if not holds_dtensor((args, kwargs)):
+            return func(*args, **kwargs)
     return gathered(func, args, kwargs, op.form)
 
 
@@ -141,6 +145,10 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    if may_have_numbers(args, kwargs):
+        args, kwargs = with_numbers(func, args, kwargs)
+        if not holds_dtensor((args, kwargs)):
+            return func(*args, **kwargs)
     args, kwargs, out = in_order(op.form, args, kwargs)
     if out is not None:
         return _into_out(op, args, kwargs, out)

@@ -33,7 +33,10 @@ _SAID = (
 
 
 _ENTERED = (
-    *(f"tensor/{name}.py" for name in "bypass checkpoint_inputs flex module_hooks".split()),
+    *(
+        f"tensor/{name}.py"
+        for name in "bypass checkpoint_inputs constructors flex module_hooks".split()
+    ),
     "train/optimizer.py",
     "train/remat/",
 )

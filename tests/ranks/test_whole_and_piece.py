@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,9 @@ READERS = {
     "__cuda_array_interface__": lambda x: x.__cuda_array_interface__,
     "dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
     "torch.Tensor": lambda x: torch.Tensor(x),
+    "torch.FloatTensor": lambda x: torch.FloatTensor(x),
+    "torch.DoubleTensor": lambda x: torch.DoubleTensor(x.double()),
+    "new": lambda x: torch.zeros(2).new(x),
     "safetensors": lambda x: save({"x": x}),
     "torch.jit.trace": lambda x: torch.jit.trace(torch.sin, (x,)),
     "nn.Parameter": lambda x: torch.Tensor(torch.nn.Parameter(x)),
@@ -80,6 +85,76 @@ def test_what_reads_values_reads_all_of_them():
         x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
         assert np.array_equal(np.asarray(x), WHOLE.numpy()) and x.tolist() == WHOLE.tolist()
         assert type(x.data) is pt.DTensor and torch.equal(x.data.full_tensor(), WHOLE)
+
+    on_ranks(body)
+
+
+def test_old_constructors_take_sizes_and_values():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
+        four = pt.distribute_tensor(torch.ones(4, dtype=torch.int64), mesh, [pt.Shard(0)]).sum()
+        assert torch.FloatTensor(four, 2).shape == (4, 2)
+        assert torch.FloatTensor([x[5, 0], 2]).tolist() == [40, 2]
+        assert torch.equal(torch.zeros(1).new_tensor(x), WHOLE)
+        assert torch.equal(torch.FloatTensor(pt.distribute_tensor(WHOLE, mesh)), WHOLE)
+
+    on_ranks(body)
+
+
+def test_old_types_are_used_as_ever_by_programs_without_dtensors():
+    x = torch.ones(2)
+    assert isinstance(x, torch.FloatTensor) and not isinstance(x, torch.LongTensor)
+    assert x.type(torch.DoubleTensor).dtype == torch.float64
+    assert torch.FloatTensor(x).data_ptr() == x.data_ptr()
+    assert pickle.loads(pickle.dumps(torch.FloatTensor)) is torch.FloatTensor
+    assert torch.FloatTensor.__name__ == "FloatTensor" and torch.FloatTensor.dtype == torch.float32
+    with torch.device("meta"):
+        assert torch.arange(3).is_meta and torch.full((2,), 1.0).is_meta
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+NUMBERS = {  # of x, a float that is the sum 1128 and an integer that is 4
+    "topk": lambda x, s, n: x.topk(n).values,
+    "narrow": lambda x, s, n: x.narrow(0, 0, n),
+    "slice": lambda x, s, n: x[:n],
+    "slice of a dimension": lambda x, s, n: x[1:, n:],
+    "view": lambda x, s, n: x.view(n, -1),
+    "reshape": lambda x, s, n: x.reshape((n, -1)),
+    "expand": lambda x, s, n: x[None].expand(n, 6, 8),
+    "split": lambda x, s, n: x.split(n)[1],
+    "roll": lambda x, s, n: x.roll(n, 1),
+    "softmax": lambda x, s, n: x.softmax(dim=n - 4),
+    "pad": lambda x, s, n: torch.nn.functional.pad(x, (n, 0), value=s),
+    "alpha": lambda x, s, n: torch.add(x, x, alpha=s),
+    "new_zeros": lambda x, s, n: x.new_zeros(n, 2),
+    "new_full": lambda x, s, n: x.new_full((n,), s),
+    "one_hot": lambda x, s, n: torch.nn.functional.one_hot(x.long() % 3, n),
+    "arange": lambda x, s, n: torch.arange(n),
+    "full": lambda x, s, n: torch.full((n,), s),
+    "eye": lambda x, s, n: torch.eye(n),
+    "randperm": lambda x, s, n: torch.randperm(n).sort().values,
+    "randint": lambda x, s, n: torch.randint(n, n + 1, (n,)),
+    "scalar_tensor": lambda x, s, n: torch.scalar_tensor(s),
+    "zeros": lambda x, s, n: torch.zeros((n, 2)),
+    "new_zeros of a plain tensor": lambda x, s, n: WHOLE.new_zeros(n),
+}
+
+
+@pytest.mark.parametrize("program", NUMBERS)
+def test_a_pending_number_is_read_before_an_op_takes_it(program):
+    wanted = NUMBERS[program](WHOLE, WHOLE.sum(), torch.tensor(4))
+    ones = torch.ones(4, dtype=torch.int64)
+
+    def body(mesh):
+        for layout in ([pt.Shard(0)], [pt.Replicate()]):
+            x = pt.distribute_tensor(WHOLE, mesh, layout)
+            n = pt.distribute_tensor(ones, mesh, [pt.Shard(0)]).sum()
+            s = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)]).sum()
+            found = NUMBERS[program](x, s, n)
+            if isinstance(found, pt.DTensor):
+                found = found.full_tensor()
+            torch.testing.assert_close(found, wanted)
 
     on_ranks(body)
 

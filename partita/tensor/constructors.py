@@ -1,0 +1,181 @@
+"""Constructors of torch that ask no tensor among their arguments: what they make of DTensors.
+
+`torch.tensor` copies one. A number (a size, a bound, a value to fill with) is read, on all ranks.
+Old constructors, which take a tensor's memory, refuse a piece.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import handle_torch_function
+from torch.utils._device import _device_constructors
+
+from .bypass import holds_dtensor, put_in_place_of, refuse_piece
+from .dtensor import DTensor
+from .gathered import gathered
+from .names import form_of
+from .numbers import read_number
+from .special import SPECIAL
+
+__all__: list[str] = []
+
+_plain_tensor, _plain_as_tensor, _plain_asarray = torch.tensor, torch.as_tensor, torch.asarray
+_LEAVES = frozenset((int, float, bool, complex))
+
+
+def _numbers(data: Any) -> Any:
+    """A list, with the value of each DTensor in it."""
+    if isinstance(data, DTensor):
+        return data.tolist()
+    if isinstance(data, (list, tuple)) and not _LEAVES.issuperset(map(type, data)):
+        return [_numbers(d) for d in data]
+    return data
+
+
+def _tensor(data: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_tensor, (), data, **options)  # type: ignore[no-any-return]
+    if not isinstance(data, DTensor):
+        return _plain_tensor(_numbers(data), **options)
+    requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
+    copy = data.detach().clone().to(**options) if options else data.detach().clone()
+    return (copy.pin_memory() if pinned else copy).requires_grad_(requires_grad)
+
+
+def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
+    if isinstance(data, DTensor):
+        return data.to(**options) if options else data
+    return _plain_as_tensor(_numbers(data), **options)
+
+
+def _asarray(obj: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_asarray, (), obj, **options)  # type: ignore[no-any-return]
+    if not isinstance(obj, DTensor):
+        return _plain_asarray(_numbers(obj), **options)
+    copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
+    made = obj.to(**options) if options else obj
+    if made is obj and copies:
+        made = obj.clone()
+    return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
+
+
+put_in_place_of("tensor", _tensor, torch)
+put_in_place_of("as_tensor", _as_tensor, torch)
+put_in_place_of("asarray", _asarray, torch)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def _read(value: Any) -> Any:
+    if type(value) is DTensor and value._spec.shape.numel() == 1 and not value.requires_grad:
+        return read_number(value)
+    if isinstance(value, (list, tuple)) and not _LEAVES.issuperset(map(type, value)):
+        return [_read(v) for v in value]
+    return value
+
+
+def _of_numbers(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **options: Any) -> torch.Tensor:
+        if _len_torch_function_stack():
+            return handle_torch_function(make, (), *args, **options)  # type: ignore[no-any-return]
+        if not _LEAVES.issuperset(map(type, args)):
+            args = tuple(map(_read, args))
+        if DTensor in map(type, options.values()):
+            options = {name: _read(value) for name, value in options.items()}
+        return plain(*args, **options)
+
+    return make
+
+
+for _name in ("arange", "eye", "full", "randint", "randperm", "range", "scalar_tensor"):
+    put_in_place_of(_name, _of_numbers(getattr(torch, _name)), torch)
+
+
+# -- old constructors ------------------------------------------------------------------------------
+
+
+def _legacy_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of `name(x)`, `name([1, 2])` or `name(2, 3)`: a tensor's memory, its values, or sizes."""
+    if len(args) != 1:
+        return tuple(map(_read, args))
+    refuse_piece(f"{name}(x)", args[0])
+    return args if isinstance(args[0], torch.Tensor) else (_numbers(args[0]),)
+
+
+class _LegacyType(type):
+    """The class of what stands for `torch.FloatTensor` and its kin, which take no subclasses."""
+
+    plain: Any  # what it stands for
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.plain, name)
+
+    def __repr__(cls) -> str:
+        return repr(cls.plain)
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        # `x.type(torch.FloatTensor)` goes by the name in C, which has the module's too.
+        return cls.plain.__name__  # type: ignore[no-any-return]
+
+
+_PLAIN_TYPE = type(torch.FloatTensor)
+
+
+def _stand_for_legacy_types(home: Any) -> None:
+    for name, plain in list(vars(home).items()):
+        if isinstance(plain, _PLAIN_TYPE):
+            space = {"plain": plain, "__module__": home.__name__, "__qualname__": name}
+            setattr(home, name, _LegacyType(f"{home.__name__}.{name}", (), space))
+
+
+_set_default_type = torch.set_default_tensor_type
+
+
+def _set_default_tensor_type(t: Any) -> None:
+    _set_default_type(getattr(t, "plain", t))
+
+
+for _home in (torch.cuda, torch):
+    _stand_for_legacy_types(_home)
+put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
+
+
+# -- methods of plain tensors ----------------------------------------------------------------------
+
+
+def _look_at_arguments(
+    name: str, arguments: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
+) -> None:
+    """Let a method of plain tensors take `arguments`: it asks no DTensor among those given."""
+    plain = getattr(torch.Tensor, name)
+
+    @functools.wraps(plain)
+    def method(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(self, DTensor) and holds_dtensor(args):
+            args = arguments(f"x.{name}", args)
+        return plain(self, *args, **options)
+
+    setattr(torch.Tensor, name, method)
+    SPECIAL[method] = lambda *args, **options: gathered(plain, args, options, form_of(plain))
+
+
+_look_at_arguments("new", _legacy_arguments)
+_look_at_arguments("new_tensor", lambda name, args: (_numbers(args[0]), *args[1:]))
+torch.overrides.get_ignored_functions.cache_clear()
+_device_constructors.cache_clear()  # what `torch.set_default_device` goes by

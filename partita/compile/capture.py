@@ -27,6 +27,7 @@ from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
+from .arguments import flatten_call, refuse_closed
 from .capture_context import call_by_call, compiling, swapped, unseen
 from .captured_attributes import Attributes, check_result, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
@@ -318,12 +319,13 @@ class _Capture:
 
     def _arguments(self) -> Any:
         """The arguments of the step, with what stands for each."""
-        leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
+        leaves, structure = flatten_call((self.args, self.kwargs))
         first = len(self.inputs.leaves) - len(leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, float):
                 leaves[i] = self._number(f"argument[{i}]", leaf, index=first + i)
             else:
+                refuse_closed(f"argument[{i}]", leaf)
                 leaves[i] = self.inputs.stand_in(leaf)
         return pytree.tree_unflatten(leaves, structure)
 
@@ -343,9 +345,8 @@ class _Capture:
 
     def _plain_arguments(self) -> list[tuple[str, Any]]:
         """What stands in the arguments and is no tensor."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        found = [(f"argument[{i}]", leaf) for i, leaf in enumerate(leaves)]
-        return [(name, leaf) for name, leaf in found if not isinstance(leaf, torch.Tensor)]
+        leaves = enumerate(flatten_call((self.args, self.kwargs))[0])
+        return [(f"argument[{i}]", v) for i, v in leaves if not isinstance(v, torch.Tensor)]
 
     def _holders(self) -> list[Any]:
         """The objects whose tensors are exchanged while the step runs."""
@@ -399,7 +400,8 @@ class _Capture:
             if is_filled(write.after):
                 if not self.attributes.holds(write.home):
                     self._left.append(write)
-                    if not (isinstance(write.after, torch.Tensor) and write.attribute):
+                    kept = write.attribute and not self._is_argument(write)
+                    if not (isinstance(write.after, torch.Tensor) and kept):
                         raise left_in(write.name, write.after)
             elif not write.again or self._is_argument(write):
                 raise self.lost(write)
@@ -494,7 +496,7 @@ class _Capture:
             self.outputs.append(Output(kind, None, scalar=True, **more))
             values.append(value)
 
-        leaves, self.result = pytree.tree_flatten(result)
+        leaves, self.result = flatten_call(result)
         results: list[Any] = []
         for leaf in leaves:
             if is_symbolic(leaf):

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from partita.tensor.tensor_state import OURS
 
+from .arguments import flatten_call
 from .guards.places import Place
 from .hooks import users_hooks
 
@@ -238,7 +239,7 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
             found.append(value)
         else:
             found += pytree.tree_leaves(value)
-    return found + pytree.tree_leaves((args, kwargs))
+    return found + flatten_call((args, kwargs))[0]
 
 
 def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
@@ -248,7 +249,7 @@ def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[s
         count = 1 if isinstance(slot.value, torch.Tensor) else len(pytree.tree_leaves(slot.value))
         names = [slot.name] if count == 1 else [f"{slot.name}[{i}]" for i in range(count)]
         found += [(name, slot.kind) for name in names]
-    count = len(pytree.tree_leaves((args, kwargs)))
+    count = len(flatten_call((args, kwargs))[0])
     return found + [(f"argument[{i}]", "argument") for i in range(count)]
 
 

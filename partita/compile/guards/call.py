@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.utils import _pytree as pytree
 
+from ..arguments import flatten_call
 from ..fakes import local_of
 from ..program import Program
 from ..state import OF_TENSORS, Slot, State, attributes_of, hooks_of
@@ -49,7 +49,7 @@ class CallGuard:
         state: State,
     ):
         self.program = program
-        arguments, self._structure = pytree.tree_flatten(call)
+        arguments, self._structure = flatten_call(call)
         count = len(tensors) - len(arguments)
         self._held = list(tensors[:count])
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
@@ -88,7 +88,7 @@ class CallGuard:
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
         """The leaves of a call, where it is like this one; else None."""
-        arguments, structure = pytree.tree_flatten((args, kwargs))
+        arguments, structure = flatten_call((args, kwargs))
         if structure != self._structure or modes() != self._modes:
             return None
         try:

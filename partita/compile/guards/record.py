@@ -191,13 +191,8 @@ class Record:
         )
 
     def watch(self, value: Any, name: str) -> None:
-        """See what the step writes into a container of the capture's own, and those in it."""
-        if is_container(value) and id(value) not in self._kept:
-            self._kept[id(value)] = value
-            self.snapshots.container(value, name)
-            keys, values = items_of(value)
-            for key, v in zip(keys or range(len(values)), values, strict=False):
-                self.watch(v, f"{name}[{key!r}]")
+        """See what the step writes into what the capture has made anew, and what is in it."""
+        self.snapshots.made_anew(value, name, self._kept)
 
     def put_back(self) -> None:
         """Put the floats back that have a stand-in."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.utils import _pytree as pytree
 
+from ..arguments import flatten_call
 from ..state import State
 from .call import kind_of_tensor, modes
 from .expected import argument_key
@@ -26,7 +26,7 @@ def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]
         call: its arguments.
     """
     first: dict[int, int] = {}
-    arguments, structure = pytree.tree_flatten(call)
+    arguments, structure = flatten_call(call)
     parts: list[Any] = [("structure", str(structure))]
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..arguments import is_taken_apart
 from . import places
-from .expected import MISSING, items_of, same_bits
+from .expected import MISSING, is_container, items_of, same_bits
+from .objects import dict_of, slots_of
 from .places import Place
 
 __all__ = ["Snapshots", "Write"]
@@ -76,6 +78,22 @@ class Snapshots:
     def container(self, value: Any, name: str) -> None:
         if isinstance(value, _MUTABLE):
             self._containers[id(value)] = (value, name, _copy(value))
+
+    def made_anew(self, value: Any, name: str, kept: dict[int, Any]) -> None:
+        """What the capture has made, a container or object, and those in it; but what is `kept`."""
+        if id(value) in kept:
+            return
+        if is_taken_apart(value):
+            held = dict_of(value)
+            self.owner(value, name, held, slots_of(type(value)))
+            for key, v in (held or {}).items():
+                self.made_anew(v, f"{name}.{key}", kept)
+        if is_container(value):
+            kept[id(value)] = value
+            self.container(value, name)
+            keys, values = items_of(value)
+            for key, v in zip(keys or range(len(values)), values, strict=False):
+                self.made_anew(v, f"{name}[{key!r}]", kept)
 
     def item(self, place: Place, value: Any) -> None:
         """What stands in a container is exchanged by the capture itself."""

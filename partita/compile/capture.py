@@ -27,6 +27,7 @@ from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
+from .answers import Asked, Guesses
 from .arguments import flatten_call, refuse_closed
 from .capture_context import call_by_call, compiling, swapped, unseen
 from .captured_attributes import Attributes, check_result, is_filled, left_in
@@ -36,6 +37,7 @@ from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import CaptureError, not_captured
 from .finished import Trace
 from .functional import functional, has_effect
+from .gating import gate_writes
 from .guards import Guards, Record, Write
 from .guards.codes import asks_whether_true, line_of_write
 from .guards.expected import MISSING, brief
@@ -67,41 +69,54 @@ _ONE_AT_A_TIME = threading.RLock()
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
-def capture(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> Program:
+def capture(
+    step: Callable[..., Any], args: Any, kwargs: Any, state: State, guesses: Guesses
+) -> Program:
     """The graph of `step(*args, **kwargs)`.
 
     Captures of several threads are made one after the other.
+
+    Args:
+        guesses: answers to what torch asks of values.
 
     Raises:
         CaptureError: the step does what a graph cannot say, naming the user's line.
     """
     with _ONE_AT_A_TIME:
-        return _captured(step, args, kwargs, state)
+        return _captured(step, args, kwargs, state, guesses)
 
 
-def _captured(step: Callable[..., Any], args: Any, kwargs: Any, state: State) -> Program:
+def _captured(
+    step: Callable[..., Any], args: Any, kwargs: Any, state: State, guesses: Guesses
+) -> Program:
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
     unmarked: set[int] = set()
-    plain = Plain()
+    plain, ways = Plain(), guesses
+    failed: tuple[Exception, _Capture] | None = None
     while True:
-        run = _Capture(step, args, kwargs, state, unmarked, plain)
+        run = _Capture(step, args, kwargs, state, unmarked, plain, ways)
         try:
             program = _run(run)
-        except LayoutError as error:
-            _note_guards(error, run)
-            raise
         except Exception as error:
+            failed = failed or (error, run)
+            other = run.asked.other_way()
+            if other is not None:
+                ways = other
+                continue
+            error, run = failed
+            if isinstance(error, LayoutError):
+                _note_guards(error, run)
             # What is traced of numbers is not all that can be done with them.
-            if plain.why or not run.numbers.made:
-                raise
-            plain.why = str(error).strip().split("\n")[0]
+            if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
+                raise error
+            plain.why, ways, failed = str(error).strip().split("\n")[0], guesses, None
             continue
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
-                other = _Capture(step, args, kwargs, state, unmarked, plain)
+                again = _Capture(step, args, kwargs, state, unmarked, plain, ways)
                 try:
-                    _run(other)
-                    _check_repeats(run, other)
+                    _run(again)
+                    _check_repeats(run, again)
                 except LayoutError as error:
                     _note_guards(error, run)
                     raise
@@ -179,6 +194,7 @@ class _Capture:
         state: State,
         unmarked: set[int],
         plain: Plain,
+        guesses: Guesses,
     ):
         self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
         self.record = Record(_names_of(state))
@@ -189,6 +205,8 @@ class _Capture:
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
+        self.asked = Asked(guesses)
+        self.inputs.mode.shape_env.answer = self.asked.answer
         self.numbers = Numbers(self.inputs.mode.shape_env, plain)
         self.facts = Facts(self.inputs)
         self.stepping = Stepping(state.optimizers)
@@ -224,7 +242,11 @@ class _Capture:
             return None
         self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
         with inputs.mode:
-            program = self._trace().program(functional(made))
+            made = functional(made)
+            if self.asked.values:
+                gate_writes(made.graph, self.asked.given.values)
+            program = self._trace().program(made)
+        program.answers = self.asked.given
         self.numbers.env.forget()
         return program
 
@@ -293,6 +315,9 @@ class _Capture:
             if self.differentiable:
                 out += self._cotangents()
             out += self._admitted()
+            if self.asked.values:  # which become one
+                self.outputs.append(Output("answers", None))
+                out += self.asked.values
         recorder.finish()
         return out
 

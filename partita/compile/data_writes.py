@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -19,6 +18,7 @@ from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
+from partita.tensor.watch import HERE
 
 from .errors import not_captured
 from .inputs import Inputs
@@ -29,6 +29,7 @@ __all__ = ["DataWrites"]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _READS = (torch.Tensor.item, torch.Tensor.tolist)
+_ASKS = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
 class DataWrites(TorchFunctionMode):
@@ -56,6 +57,8 @@ class DataWrites(TorchFunctionMode):
         if func in _READS:
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
+        if func in _ASKS:  # torch's own would ask for a number first
+            return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
 
@@ -66,11 +69,7 @@ class DataWrites(TorchFunctionMode):
             value = _laid_out_like(x, value.detach())
         if x in self._inputs.identities:
             self._written.setdefault(id(x), (x, before))
-        x.data = value
-        mode = get_proxy_mode()
-        assert mode is not None
-        # Private torch: which node stands for a tensor. The calls that follow read the value's.
-        set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))
+        HERE.recorder.exchange(x, value)
 
     def copy_back(self) -> None:
         """Write what the step has left in the `.data` of its inputs into their memory."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from partita.comm import Wire
 
+from .answers import Guesses
 from .capture import capture
 from .errors import CaptureError, cannot_be_kept
 from .explained import AsCaptured
@@ -30,6 +31,7 @@ def make_program(
     args: Any,
     kwargs: Any,
     state: State,
+    guesses: Guesses,
     *,
     without: Iterable[str],
     passes: Passes,
@@ -40,6 +42,7 @@ def make_program(
 
     Args:
         state: what the step reaches.
+        guesses: answers to what torch asks of values in it.
         options: what of how it is going to be compiled makes another program of it.
         budget: the most bytes that it may take above its inputs.
 
@@ -52,7 +55,7 @@ def make_program(
     tensors = tensors_of_call(slots, args, kwargs)
 
     def captured() -> Program:
-        program = capture(step, args, kwargs, state)
+        program = capture(step, args, kwargs, state, guesses)
         program.budget, program.without = budget, tuple(without)
         verify(program, "capture")
         program.captured = AsCaptured(program)

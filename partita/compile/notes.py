@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -217,6 +218,15 @@ class Recorder(TorchDispatchMode):
             for node, made in self._made:
                 if made.untyped_storage()._cdata == wanted:
                     node.meta[NOTE] = replace(note_of(node), kept=True)
+
+    def exchange(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Have `x` be what `value` is, as `x.data = value` does in eager."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        with Local():
+            x.data = value
+        # Private torch: which node stands for a tensor. The calls that follow read the value's.
+        set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 
     def __enter__(self) -> Any:
         HERE.recorder = self

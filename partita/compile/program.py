@@ -15,10 +15,12 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import Record, Wire, agree
 from partita.layout import Fix
+from partita.tensor.draws import default_generator
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
 
+from .answers import Answers
 from .conditions import Conditions
 from .fakes import local_of
 from .state import Slot
@@ -112,7 +114,8 @@ class Output:
 
     Attributes:
         kind: "result" of the step, "slot" (it takes the place of a slot's value), "gradient",
-            "cotangent" (a gradient that backward gives) or "saved" (for backward).
+            "cotangent" (a gradient that backward gives), "saved" (for backward) or "answers" (of
+            torch's questions, as they are in this run).
         spec: of a DTensor.
         slot: which it becomes the value of.
         index: where the tensor whose gradient it is stands among the tensors of a call.
@@ -172,6 +175,7 @@ class Program:
         without: the names of the passes that are left out.
         guards: what must be as it was at capture.
         writes: what the step changes of Python, the same in each call.
+        answers: what it takes for granted of the values that torch asks for.
     """
 
     graph: fx.GraphModule
@@ -192,6 +196,7 @@ class Program:
     without: tuple[str, ...] = ()
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
     carried: list[Record] | None = field(init=False, default=None)
     captured: AsCaptured | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
@@ -219,6 +224,14 @@ class Program:
     def ranks(self) -> list[int]:
         """Those that its collectives may wait for for ever, as the job numbers them."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
+
+    @cached_property
+    def draws_on(self) -> list[torch.device]:
+        """The devices of whose generators it draws."""
+        seeded = torch.Tag.nondeterministic_seeded
+        nodes = [n for n in self.graph.graph.nodes if seeded in getattr(n.target, "tags", ())]
+        made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
+        return list(dict.fromkeys(value.device for value in made))
 
     @property
     def runs(self) -> Program:
@@ -287,8 +300,23 @@ class Program:
 
         Args:
             inputs: as for `made`.
+
+        Returns:
+            What the step does; an `Otherwise` where the call has other answers: it has then
+            changed nothing, and drawn nothing.
         """
-        found = self.made(tensors, inputs)
+        if self.answers.values:
+            generators = map(default_generator, self.draws_on)
+            before = [(generator, generator.get_state()) for generator in generators]
+            found = self.made(tensors, inputs)
+            at = next(i for i, o in enumerate(self.given) if o.kind == "answers")
+            otherwise = self.answers.compare(found[at].tolist())
+            if otherwise is not None:
+                for generator, state in before:
+                    generator.set_state(state)
+                return otherwise
+        else:
+            found = self.made(tensors, inputs)
         for i in self.cleared:
             tensors[i].grad = None
         leaves: list[Any] = []
@@ -301,7 +329,7 @@ class Program:
                 leaves.append(value)
             elif output.kind == "gradient":
                 tensors[output.index].grad = value
-            else:
+            elif output.kind == "slot":
                 assert output.slot is not None
                 output.slot.put(value)
         for write in self.writes:

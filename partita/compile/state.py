@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from partita.tensor.tensor_state import OURS
 
 from .arguments import flatten_call
-from .guards.places import Place
+from .guards.places import Place, entry
 from .hooks import users_hooks
 
 __all__ = [
@@ -115,6 +115,8 @@ class State:
         given: the modules and optimizers among the arguments of the call.
         lists: lists and dictionaries in which tensors were looked for, and how long each was.
         groups: of each optimizer, the list of its groups, these and their lists of parameters.
+        keepers: by name, torch's own objects that keep a state: a GradScaler, say. Their methods
+            read it, where reads are not recorded.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class State:
     given: list[Any] = field(default_factory=list)
     lists: list[tuple[Any, int]] = field(default_factory=list)
     groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
+    keepers: dict[str, Any] = field(default_factory=dict)
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those that it was made for?"""
@@ -174,7 +177,12 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded(self) -> Iterator[Place]:
-        """What is part of a program though the step is not seen to read it: optimizers' groups."""
+        """What is part of a program though the step is not seen to read it: optimizers' groups, and
+        what other objects of torch's keep."""
+        for name, keeper in self.keepers.items():
+            for key, value in vars(keeper).items():
+                if not isinstance(value, torch.Tensor):
+                    yield entry(f"{name}.{key}", vars(keeper), key)
         for name, optimizer in self.optimizers.items():
             yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
         for slot in self.slots:
@@ -376,6 +384,8 @@ class _Search:
             return
         library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
         if library and not isinstance(value, _NAMESPACES):
+            if package == "torch" and hasattr(value, "load_state_dict"):
+                self._keeper(name, value)
             return
         if id(value) in self._named or not self._first_time(value):
             return
@@ -384,6 +394,14 @@ class _Search:
             many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
             if isinstance(v, float) or not (many or isinstance(v, _SIMPLE)):
                 self.value(at.name, v, at)
+
+    def _keeper(self, name: str, value: Any) -> None:
+        if self._first_time(value):
+            self.state.keepers[name] = value
+            for key, held in list(vars(value).items()):
+                if isinstance(held, torch.Tensor):
+                    at = Slot(f"{name}.{key}", "value", vars(value), key)
+                    self.value(at.name, held, at)
 
     def _module(self, name: str, module: nn.Module) -> None:
         for prefix, part in module.named_modules():

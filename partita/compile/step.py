@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
+from partita.layout import LayoutError
 from partita.tensor.watch import HERE
 
+from .answers import Guesses, Otherwise
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
 from .last import Last
@@ -94,16 +96,38 @@ class CompiledStep(Last):
         watcher = HERE.watcher
         if watcher is None:
             program, tensors = self._ready(args, kwargs)
-            return self._run(program, tensors) if program else self._run_eagerly(args, kwargs)
+            return self._result(program, tensors, args, kwargs)
         HERE.watcher = None  # what finds and makes a program is no part of the user's
         try:
             program, tensors = self._ready(args, kwargs)
         finally:
             HERE.watcher = watcher
-        return self._heard(program, tensors) if program else self._run_eagerly(args, kwargs)
+        if program is None:
+            return self._run_eagerly(args, kwargs)
+        return self._heard(program, tensors, args, kwargs)
 
-    def _ready(self, args: Any, kwargs: Any) -> tuple[Program | None, list[Any]]:
-        """The program of a call and the call's tensors; None where it runs eagerly."""
+    def _result(self, program: Program | None, tensors: list[Any], args: Any, kwargs: Any) -> Any:
+        """Run the program; another one as long as torch's questions have other answers."""
+        while program is not None:
+            found = self._run(program, tensors)
+            if type(found) is not Otherwise:
+                return found
+            watcher, HERE.watcher = HERE.watcher, None
+            try:
+                self._call_guard = None
+                program, tensors = self._ready(args, kwargs, found)
+            finally:
+                HERE.watcher = watcher
+        return self._run_eagerly(args, kwargs)
+
+    def _ready(
+        self, args: Any, kwargs: Any, found: Otherwise | None = None
+    ) -> tuple[Program | None, list[Any]]:
+        """The program of a call and the call's tensors; None where it runs eagerly.
+
+        Args:
+            found: what is known of the answers in this call.
+        """
         guard = self._call_guard
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
             return self._allowed(guard.program, tensors)
@@ -113,13 +137,13 @@ class CompiledStep(Last):
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
-        key, why = self._kept(signature, tensors)
+        key, why = self._kept(signature, tensors, found)
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
                 self._runs_eagerly = refused
                 return None, []
-            return self._first(signature, args, kwargs, why)
+            return self._first(signature, args, kwargs, why, found)
         self._history.reused()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
@@ -127,15 +151,19 @@ class CompiledStep(Last):
         self._call_guard = guard if guard.usable else None
         return self._allowed(program, tensors)
 
-    def _kept(self, signature: Any, tensors: list[Any]) -> tuple[tuple[Any, int] | None, str]:
+    def _kept(
+        self, signature: Any, tensors: list[Any], found: Otherwise | None
+    ) -> tuple[tuple[Any, int] | None, str]:
         """The key of a program for such a call, for Python and for numbers as they are now.
 
         Returns:
             And where there is none because a condition does not hold, which.
         """
-        why = ""
+        why = found.reason if found is not None else ""
         for key, program in reversed(self._programs.items()):
             if key[0] != signature or not (program.guards is None or program.guards.hold()):
+                continue
+            if found is not None and not found.agrees(program.answers.values):
                 continue
             failed = program.conditions.failed(tensors)
             if failed is None:
@@ -187,19 +215,19 @@ class CompiledStep(Last):
         finally:
             end_graph()
 
-    def _heard(self, program: Program, tensors: list[Any]) -> Any:
+    def _heard(self, program: Program, tensors: list[Any], args: Any, kwargs: Any) -> Any:
         """Run it as a call that remat hears of."""
         watcher = HERE.watcher
 
         def run() -> Any:
             for i in program.written:
                 watcher.writes(tensors[program.inputs[i].index])
-            return self._run(program, tensors)
+            return self._result(program, tensors, args, kwargs)
 
         return watcher.applied(self, tuple(tensors), {}, run)
 
     def _first(
-        self, signature: Any, args: Any, kwargs: Any, why: str
+        self, signature: Any, args: Any, kwargs: Any, why: str, found: Otherwise | None
     ) -> tuple[Program | None, list[Any]]:
         """Capture; `why` says which condition of the programs for such calls does not hold."""
         from .made import kept_within, make_program  # what makes graphs takes seconds to import
@@ -212,11 +240,19 @@ class CompiledStep(Last):
             "passes": self.passes,
             "options": self._options(),
         }
+        making = functools.partial(
+            make_program,
+            *(self.step, args, kwargs, state, found.guesses if found is not None else Guesses()),
+            budget=self.budget,
+            **how,
+        )
         primed = prime(state.optimizers)
         try:
-            program = make_program(self.step, args, kwargs, state, budget=self.budget, **how)
+            program = making()
         except BaseException as error:
             unprime(primed, lambda t: False)
+            if found is not None and not isinstance(error, LayoutError):
+                return None, []  # the step raises where torch found what it asked for
             if self.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
@@ -231,7 +267,7 @@ class CompiledStep(Last):
             # Its inputs are counted among tensors of which some are gone.
             for write in reversed(program.writes):
                 write.undo()
-            program = make_program(self.step, args, kwargs, state, budget=self.budget, **how)
+            program = making()
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))

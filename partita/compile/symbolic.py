@@ -27,6 +27,8 @@ class NumberEnv(ShapeEnv):
 
     Attributes:
         asked: the symbols of numbers that were compared, or read.
+        answer: what is said to the node of a bool that is known when the graph runs; None if
+            nothing can be.
 
     Private torch: `ShapeEnv`, which is what can trace a Python number.
     """
@@ -40,6 +42,7 @@ class NumberEnv(ShapeEnv):
         )
         self.lines: dict[int, str] = {}
         self.asked: set[str] = set()
+        self.answer: Callable[[Any], bool | None] = lambda question: None
         self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +51,13 @@ class NumberEnv(ShapeEnv):
         for i in range(before, len(self.guards)):
             self.lines[i] = user_line()
         return found
+
+    def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+        if sym_node.pytype is bool and not sym_node.has_hint():
+            found = self.answer(sym_node)
+            if found is not None:
+                return found
+        return super().evaluate_sym_node(sym_node, *args, **kwargs)
 
     def forget(self) -> None:
         """The graph has tensors in place of numbers: Inductor must not look for these in it."""
@@ -217,6 +227,11 @@ def _text(name: str) -> Callable[..., Any]:
     return method
 
 
+def _is_true(self: Any) -> bool:
+    """Torch's own would ask a float for its value."""
+    return bool(_plain(self) if type(self) is SymbolicBool else self != 0)
+
+
 _BUILTIN = {SymbolicFloat: float, SymbolicInt: int, SymbolicBool: bool}
 _OWN = ("__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "__doc__")
 for _ours, _torchs in _OF_TORCH.items():
@@ -225,4 +240,5 @@ for _ours, _torchs in _OF_TORCH.items():
             setattr(_ours, _name, _method(_name))
     for _name in ("__str__", "__repr__", "__format__"):
         setattr(_ours, _name, _text(_name))
+    _ours.__bool__ = _is_true
     _ours.__copy__ = _ours.__deepcopy__ = _itself  # type: ignore[attr-defined]

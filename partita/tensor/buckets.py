@@ -18,9 +18,10 @@ from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
 from .autograd import moved
-from .dtensor import DTensor, tagged
-from .settled import hold, mark_settled, settled_spec
+from .dtensor import DTensor
+from .settled import mark_settled, settled_spec
 from .tensor_state import state_of
+from .watch import HERE
 
 __all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
 
@@ -111,9 +112,9 @@ def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
     if type(grad) is DTensor:
         with Local():
             _data.__set__(grad, shard)
-        grad._spec = wanted
-    else:  # traced: a graph knows a tensor by its object, and that has another shape
-        hold(p, tagged(shard, wanted))
+    else:  # while a step is captured
+        HERE.recorder.exchange(grad, shard)
+    grad._spec = wanted
     mark_settled(p)
 
 

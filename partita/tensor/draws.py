@@ -18,7 +18,7 @@ from partita.layout import Fix
 
 from .names import Form
 
-__all__ = ["draw_alike", "drawing"]
+__all__ = ["default_generator", "draw_alike", "drawing"]
 
 _ALSO = frozenset(
     """scaled_dot_product_attention feature_dropout feature_alpha_dropout rrelu binomial random
@@ -53,15 +53,14 @@ def draw_alike(run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kw
     key = (call_site(), "draw", op, numbers)
     if is_agreed(wire, key):
         return run(*args, **kwargs)
-    generator = kwargs.get("generator")
-    before = _state(generator, wire.device)
+    generator = kwargs.get("generator") or default_generator(wire.device)
+    before = generator.get_state()
     out = run(*args, **kwargs)
-    if not torch.equal(before, _state(generator, wire.device)):
+    if not torch.equal(before, generator.get_state()):
         state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()
-        seed = torch.initial_seed() if generator is None else generator.initial_seed()
         agree(
             op,
-            f"draws from a generator of seed {seed}, in state {state}",
+            f"draws from a generator of seed {generator.initial_seed()}, in state {state}",
             wire,
             fact="the ranks' random generators are not in the same state",
             reason="each rank draws one device's numbers and keeps its part of them",
@@ -74,9 +73,11 @@ def draw_alike(run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kw
     return out
 
 
-def _state(generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
-    if generator is not None:
-        return generator.get_state()
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+def default_generator(device: torch.device) -> torch.Generator:
+    """Of which calls draw that are given none."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: torch.Generator = torch.cuda.default_generators[index]
+    return found

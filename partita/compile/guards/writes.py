@@ -111,13 +111,19 @@ class Snapshots:
             if place.key == "__dict__":
                 continue
             after = place.value
-            if not _alike(before, after):
+            if not self._is_replaced(before, after) and not _alike(before, after):
                 yield _of_place(place, before, after)
         for _, name, before, held, _ in self._owners.values():
             if held is not None:
-                yield from _of_dict(name, held, before, dotted=True)
+                for write in _of_dict(name, held, before, dotted=True):
+                    if not self._is_replaced(write.before, write.after):
+                        yield write
         for value, name, before in self._containers.values():
-            yield from _of_container(value, name, before)
+            for write in [*_of_container(value, name, before)]:
+                if self._is_dropped(value):
+                    write.undo()
+                else:
+                    yield write
         for value, name, before in self._arrays.values():
             if before is not None and bytes(before) != bytes(value):
                 yield Write(
@@ -129,6 +135,38 @@ class Snapshots:
                     _nothing,
                     again=False,
                 )
+
+    def _is_replaced(self, before: Any, after: Any) -> bool:
+        """Is it another container with the content that the one before it had?"""
+        known = self._containers.get(id(before))
+        if known is None or before is after or type(before) is not type(after):
+            return False
+        if getattr(before, "default_factory", None) is not getattr(after, "default_factory", None):
+            return False
+        one, other = known[2], _copy(after)
+        if isinstance(one, dict):
+            same = list(one) == list(other)
+            return same and all(map(_alike, one.values(), other.values()))
+        if isinstance(one, set):
+            return bool(one == other)
+        return len(one) == len(other) and all(map(_alike, one, other))
+
+    def _is_dropped(self, container: Any) -> bool:
+        """Has the step put something else wherever a container stood?"""
+        stood = [
+            place.value is container
+            for place, before in self._places.values()
+            if before is container
+        ]
+        held = [(held, before) for _, _, before, held, _ in self._owners.values() if held]
+        held += [(v, b) for v, _, b in self._containers.values() if isinstance(v, dict)]
+        stood += [
+            dict.get(now, key, MISSING) is container
+            for now, before in held
+            for key, value in before.items()
+            if value is container
+        ]
+        return bool(stood) and not any(stood)
 
 
 def _copy(value: Any) -> Any:

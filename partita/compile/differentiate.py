@@ -59,8 +59,11 @@ def differentiate(
 
     Returns:
         None where a backward within the function has used up what they are computed by: there is
-        nothing left to give, in eager neither.
+        nothing left to give, in eager neither. And where no input has one: a history that begins
+        within the function ends there.
     """
+    if not inputs:
+        return None
     seeds, values = [], []
     with recorder.behind_forward():
         for result in results:

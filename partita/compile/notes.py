@@ -27,6 +27,7 @@ from partita.redistribute.cost import bytes_sent
 from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
 
+from .ctc import REPLACED
 from .errors import not_captured, of_data
 from .hearing import unheard
 from .scalars import taken_as_numbers
@@ -54,7 +55,7 @@ def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
         return (args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1)) >= 0
     if func is _aten.repeat_interleave.Tensor:
         return (kwargs or {}).get("output_size") is not None
-    return False
+    return func in REPLACED
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Recorder(TorchDispatchMode):
             )
         args, kwargs = taken_as_numbers(func, args, kwargs)
         with Local():
-            out = func(*args, **kwargs)
+            out = REPLACED.get(func, func)(*args, **kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):
             raise of_data(func._schema.name)
         newest = self.newest()

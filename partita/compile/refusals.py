@@ -32,6 +32,7 @@ def told_of(error: Exception, line: str) -> Exception:
     if (
         "_local_scalar_dense" in str(error)
         or "data-dependent" in str(error).lower()
+        or "data is not allocated yet" in text  # a kernel that reads what has no memory
         or any(f"passed to {name}." in text for name in _NUMBERS)
     ):
         return not_captured(
@@ -49,7 +50,7 @@ def told_of(error: Exception, line: str) -> Exception:
             Fix("with torch.no_grad()", "around an update"),
             place=line,
         )
-    if "FakeTensor" in text or "Fake" in type(error).__name__:
+    if "Fake" in type(error).__name__ or ("FakeTensor" in text and type(error) is not ValueError):
         return not_an_input(line, f" ({text})")
     return error
 

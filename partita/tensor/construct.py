@@ -15,7 +15,7 @@ from partita.rules.pieces import part as cut
 from .agreement import no_strides
 from .draws import draw_alike
 from .dtensor import DTensor, tagged
-from .parameter import can_hold, hold_value
+from .parameter import can_hold, hold_value, refuse_lazy
 from .spec import Spec, placed
 
 __all__ = [
@@ -133,6 +133,7 @@ def distribute_module(
 
     As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
     """
+    refuse_lazy(module, "distribute_module")
     buffers: dict[torch.Tensor, DTensor] = {}
     for name, part in module.named_modules():
         before = dict(part.named_parameters(recurse=False))

@@ -23,7 +23,7 @@ from .choose import Choice
 from .names import Form
 from .plan import Path, at_path, path_here, replaced, tensors_of
 
-__all__ = ["as_with_elements", "tied_to"]
+__all__ = ["as_with_elements", "filled_with_zeros", "tied_to"]
 
 Shape = tuple[int, ...]
 
@@ -63,7 +63,8 @@ def as_with_elements(
         if graded not in known:
             shapes = largest.values()
             metas = [_meta(t, shape) for t, shape in zip(given, shapes, strict=True)]
-            known[graded] = _trial(whole, args, kwargs, dict(zip(there, metas, strict=True)))
+            given_metas = dict(zip(there, metas, strict=True))
+            known[graded] = _trial(whole, args, kwargs, given_metas, _is_of_users(form))
         return known[graded]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +93,11 @@ def _meta(t: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def _trial(
-    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]
+    run: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    metas: dict[Path, torch.Tensor],
+    is_users: bool,
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
     """What pieces with elements give, and which operands it is differentiable in; None where it
     cannot be told without values."""
@@ -101,10 +106,27 @@ def _trial(
         # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
         with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
             outs = tensors_of(run(*args, **kwargs))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError) as error:
+        # What torch's ops say may be of sizes that are not the first rank's.
+        if is_users and not _needs_values(error):
+            raise
         return None
     reached = _nodes_behind(outs, [m for m in metas.values() if m.requires_grad])
     return outs, [p for p, m in metas.items() if m.requires_grad and _node(m) in reached]
+
+
+def _is_of_users(form: Form) -> bool:
+    """Is the op one of the user's, which raises errors of its own?"""
+    if form.operator is not None:
+        return not form.operator.is_torchs
+    module = getattr(form.func, "__module__", None) or "torch"
+    return not module.startswith(("torch", "partita"))
+
+
+def _needs_values(error: Exception) -> bool:
+    """Was it raised since a tensor without storage has no values? Any other is the op's own."""
+    # Private torch: the texts. There is no class of errors for it.
+    return "meta" in str(error).lower()
 
 
 def _save_nothing(_: Any) -> Any:
@@ -162,6 +184,24 @@ def tied_to(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
     lost = [o for o in operands if _node(o) not in reached]
     tied: torch.Tensor = _Tie.apply(t, *lost) if lost else t
     return tied
+
+
+def filled_with_zeros(t: torch.Tensor) -> torch.Tensor:
+    """An alias of `t`, whose gradient is zeros where backward has none for it."""
+    alias: torch.Tensor = _Filled.apply(t)
+    return alias
+
+
+class _Filled(torch.autograd.Function):
+    """The tensor itself. A gradient that there is not comes as zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 class _Tie(torch.autograd.Function):

@@ -12,11 +12,14 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
+
 from .dtensor import DTensor
 from .special import type_hook
 from .tensor_state import OURS, own_state
 
-__all__ = ["can_hold", "hold_value", "keep_attributes", "stand_for"]
+__all__ = ["can_hold", "hold_value", "keep_attributes", "refuse_lazy", "stand_for"]
 
 _data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
@@ -25,6 +28,20 @@ _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
     """May `p` take `value`? Not from a device without memory to one with it, and back."""
     return p.is_meta == value.is_meta and p.device.type == value.device.type
+
+
+def refuse_lazy(model: nn.Module, by: str) -> None:
+    """Raise if a lazy module has yet to make its parameters, which `by` needs."""
+    for name, part in model.named_modules():
+        own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
+        for key, tensor in own:
+            if nn.parameter.is_lazy(tensor):
+                raise LayoutError(
+                    f"{by}: {name + '.' if name else ''}{key} has no shape yet",
+                    place=user_line(),
+                    reason=f"{type(part).__name__} makes it when it meets its first batch",
+                    fixes=(Fix("model(batch)", f"once, of plain tensors, before {by}"),),
+                )
 
 
 def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:

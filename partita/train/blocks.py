@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
+
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 
 __all__ = ["Block", "Slot", "block_modules", "find_blocks"]
 
@@ -25,6 +29,29 @@ class Slot:
 
     owner: nn.Module
     attr: str
+
+    @property
+    def parameter(self) -> Any:
+        """What is there now.
+
+        Raises:
+            LayoutError: the module has it no longer: something has put another in its place.
+        """
+        found = self.owner._parameters.get(self.attr)
+        if found is None:
+            raise LayoutError(
+                f"a {type(self.owner).__name__} no longer has the parameter {self.attr} that "
+                "pt.zero has sharded",
+                place=user_line(),
+                reason="pt.zero gathers and reduces the parameters that a model had when it came",
+                fixes=(
+                    Fix(
+                        "pt.zero(model, mesh)",
+                        "last: after parametrizations, weight norm, pruning",
+                    ),
+                ),
+            )
+        return found
 
 
 @dataclass

@@ -117,6 +117,9 @@ class Reading:
             elif wanted or not matching:
                 self._take(held, next(iter(wanted.values()), _start(held)))
         for held in buffers:
+            if nn.parameter.is_lazy(held.tensor):
+                self.wrong.append(f"{held.name} has no shape yet: run the model once before")
+                continue
             self._take(held, _start(held))
         known = [name for held in parameters for name in held.names]
         for pattern in plan:

@@ -113,7 +113,7 @@ class Unit:
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
         if not self.shown:
-            self._shards = [s[0].owner._parameters[s[0].attr] for s in self.slots]  # type: ignore[misc]
+            self._shards = [s[0].parameter for s in self.slots]
         return self._shards
 
     @property

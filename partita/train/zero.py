@@ -23,7 +23,7 @@ from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import after_backward, backward_pass, in_backward
-from partita.tensor.parameter import hold_value
+from partita.tensor.parameter import hold_value, refuse_lazy
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
 from partita.tensor.tensor_state import Rest, own_state, state_of
@@ -397,6 +397,7 @@ def zero(
         raise ValueError(f"zero: stage {stage} is none of 0, 1, 2, 3")
     if "_zero" in model.__dict__:
         raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
+    refuse_lazy(model, "zero")
     wire = wire_of(mesh)
     if axis is None:
         axis = wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp"

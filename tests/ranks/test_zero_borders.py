@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -822,3 +823,42 @@ def test_no_sync_of_a_model_without_zero_changes_nothing():
     with pt.ranks(dp=2) as world:
         for found in world.run(run):
             torch.testing.assert_close(found, run(None), rtol=1e-9, atol=1e-9)
+
+
+# -- modules that are not as they were, or not yet -------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_lazy_module_is_named_before_it_has_parameters(stage):
+    def body(mesh):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d())
+        for name, place in {
+            "zero": lambda: pt.zero(model, mesh, stage=stage),
+            "distribute_module": lambda: pt.distribute_module(model, mesh),
+            "full_state_dict": lambda: pt.full_state_dict(model),
+        }.items():
+            with pytest.raises(pt.LayoutError, match=rf"{name}: 1\.weight has no shape yet"):
+                place()
+        with pytest.raises((pt.LayoutError, ValueError), match=r"2\.running_mean has no shape yet"):
+            pt.parallelize(model, mesh)
+        model(torch.ones(2, 4))
+        pt.zero(model, mesh, stage=stage)(pt.distribute_batch(torch.ones(4, 4), mesh))
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+
+
+def pruned(layer):
+    nn.utils.prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, pruned])
+def test_a_weight_that_zero_has_sharded_and_that_is_no_longer_there_is_named(change):
+    def body(mesh):
+        model = pt.zero(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh)
+        change(model[0])
+        with pytest.raises(pt.LayoutError, match="no longer has the parameter weight"):
+            model(pt.distribute_batch(torch.ones(4, 4), mesh))
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)

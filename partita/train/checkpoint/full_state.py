@@ -21,6 +21,7 @@ from partita.tensor import DTensor
 from partita.tensor.checksum import checksum
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import tagged
+from partita.tensor.parameter import refuse_lazy
 from partita.tensor.pieces import destination
 from partita.tensor.plain import admit
 
@@ -65,6 +66,7 @@ def full_state_dict(
     Raises:
         LayoutError: a parameter is on the meta device.
     """
+    refuse_lazy(model, "full_state_dict")
     keeps = not rank0_only or everyone().rank == 0
     copies = WholeCopies(keeps, device)
     state = {name: copies.of(value, name) for name, value in tensors_of_model(model).items()}

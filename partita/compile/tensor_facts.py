@@ -77,7 +77,7 @@ class Facts:
         # Of gradients that stand there when the step begins, whether they are marks, where there
         # is none, and how often they were written.
         self._grads = {
-            id(fake): (given.kind == "mark", fake._version)
+            id(fake): (given.kind == "mark", _count_writes(fake))
             for given, fake in zip(inputs.all, inputs.fakes, strict=True)
             if given.kind in ("mark", "gradient")
         }
@@ -114,7 +114,7 @@ class Facts:
                 found = fake.grad
             if found is not None and id(found) not in self._grads:
                 return ()  # the step's own
-            untouched = self._grads.get(id(found)) == (True, getattr(found, "_version", 0))
+            untouched = self._grads.get(id(found)) == (True, _count_writes(found))
         value = _read(given, name)
         named = self._inputs.name_of(index)
         condition = FactCondition(named, index, name, value, user_line())
@@ -131,6 +131,12 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename in _WITHIN:
         frame = frame.f_back
     return frame is not None and is_recorded(frame.f_code.co_filename)
+
+
+def _count_writes(t: Any) -> int:
+    """How often it was written, where torch counts that."""
+    with Local():
+        return 0 if t is None or t.is_inference() else int(t._version)
 
 
 def _read(t: torch.Tensor, name: str) -> Any:

@@ -11,12 +11,10 @@ import concurrent.futures
 import gc
 import inspect
 import os
-import pathlib
 import queue
 import random
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,21 +29,14 @@ from partita.layout import Fix
 from ..errors import CaptureError, not_captured
 from ..hearing import heard_by
 from .codes import is_of_users, is_recorded
-from .settings import read_answer, read_environment
+from .outside import is_of_world, is_pythons, user_of
+from .settings import is_called_as_setting, read_answer, read_environment, says_setting
 
 if TYPE_CHECKING:
     from .record import Record
 
 __all__ = ["Calls", "unguarded"]
 
-_CLOCKS = frozenset(
-    getattr(time, name)
-    for name in (
-        "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time "
-        "process_time_ns thread_time thread_time_ns localtime gmtime ctime"
-    ).split()
-)
-_DRAWS = frozenset("random randint uniform getrandbits randrange choice shuffle sample".split())
 _SEEDS = {
     inspect.unwrap(f).__code__: f"torch.{f.__name__}"
     for f in (
@@ -79,16 +70,12 @@ _SHARED = {
         queue.Queue.get,
         queue.Queue.qsize,
         concurrent.futures.ThreadPoolExecutor.submit,
-        pathlib.Path.open,
-        pathlib.Path.read_text,
-        pathlib.Path.read_bytes,
-        pathlib.Path.write_text,
-        pathlib.Path.write_bytes,
+        torch.load,
+        torch.save,
     )
 }
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
-_ASKED = (os.getcwd, os.getpid, sys.getrecursionlimit, gc.isenabled)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
 _RANDOM_CODES = {
@@ -106,18 +93,15 @@ def _kind_of(frame: FrameType) -> str:
     special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
     if special or code in _ENVIRONMENT:
         return "special"
-    return "setting" if code is _SETTING or _is_setting(code) else "library"
+    if code is _SETTING or _is_setting(code):
+        return "setting"
+    return "pythons" if is_pythons(code.co_filename) else "library"
 
 
 def _is_setting(code: CodeType) -> bool:
     """Is it a function of torch that says how something is set?"""
     of_torch = code.co_argcount == 0 and code.co_filename.startswith(_TORCH)
-    return of_torch and _says_setting(code.co_name)
-
-
-def _says_setting(name: str) -> bool:
-    begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
-    return begins and "rng" not in name and "seed" not in name
+    return of_torch and is_called_as_setting(code.co_name)
 
 
 def _is_made_by_library(frame: FrameType) -> bool:
@@ -218,6 +202,8 @@ class Calls:
                 self._of_library(frame.f_code, frame)
         elif what == "c_call" and kind == "recorded":
             self._of_c(argument, frame)
+        elif what == "c_call" and kind == "pythons":
+            self._of_pythons(argument, frame)
 
     def _of_library(self, code: CodeType, frame: FrameType) -> None:
         caller = frame.f_back
@@ -250,27 +236,43 @@ class Calls:
         if function is print:
             self._tell("print", frame)
             return
-        if function is open:
-            self._shared("open")
+        if name := is_of_world(function):
+            self._of_world(function, name, frame)
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
         if function is globals:
             self._record.functions.reach_globals(frame.f_globals)
-        if function in _ASKED or (owner is torch._C and _says_setting(name)):
+        if says_setting(function):
             read_answer(self._record, f"{name}()", function)
         if owner is None:
             return
-        if owner is time and function in _CLOCKS:
-            self._record.refuse(
-                f"the step reads the clock (time.{name})",
-                "a graph would always have the time of its capture",
-            )
         if isinstance(owner, torch._C.Generator) and name in _SEEDS_OF_C:
             self._seed(f"torch.Generator.{name}")
         if isinstance(owner, random.Random):
             self._random(f"random.{name}")
         if type(owner).__module__.startswith("numpy.random"):
             self._random(f"numpy.random.{name}")
+
+    def _of_pythons(self, function: Any, frame: FrameType) -> None:
+        """Python's own library calls a function of C, perhaps since the step asks it to."""
+        name, asked = is_of_world(function), says_setting(function)
+        if not (name or asked) or (caller := user_of(frame)) is None:
+            return
+        if name:
+            self._of_world(function, name, caller)
+        else:
+            read_answer(self._record, f"{function.__name__}()", function)
+
+    def _of_world(self, function: Any, name: str, frame: FrameType) -> None:
+        if getattr(function, "__self__", None) in (sys.stdout, sys.stderr):
+            self._tell("print", frame)
+        elif name.startswith(("time.", "datetime.")):
+            self._record.refuse(
+                f"the step reads the clock ({name})",
+                "a graph would always have the time of its capture",
+            )
+        else:
+            self._shared(name.removeprefix("io."))
 
     def reached(self, value: Any, name: str) -> None:
         """`value` is reached, of which the calls may not be heard."""

@@ -21,6 +21,7 @@ from .expected import (
     AnyTensor,
     Contents,
     Expected,
+    Identity,
     Kind,
     Many,
     as_expected,
@@ -151,6 +152,9 @@ class Guards:
                 self._homes.append(guard.place.home)
                 self._keys.append(guard.place.key)
                 self._values.append(value)
+            elif guard.place.key == "()" and not isinstance(guard.expected, Identity):
+                self._loose.append((guard.expected, guard.place))  # made anew in each answer
+                continue
             else:
                 self._gets.append(guard.place.get)
                 self._got.append(guard.place.get())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,33 @@ from .places import Place
 if TYPE_CHECKING:
     from .record import Record
 
-__all__ = ["read_answer", "read_environment", "read_environment_of"]
+__all__ = [
+    "is_called_as_setting",
+    "read_answer",
+    "read_environment",
+    "read_environment_of",
+    "says_setting",
+]
+
+
+_ASKED = (os.getcwd, os.getcwdb)
+_NOT_SET = (sys.getprofile,)  # while a step is captured it is another
+
+
+def is_called_as_setting(name: str) -> bool:
+    begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
+    return begins and "rng" not in name and "seed" not in name
+
+
+def says_setting(function: Any) -> bool:
+    """Is it a function of C that says how torch, or Python itself, is set?"""
+    owner = getattr(function, "__self__", None)
+    if not isinstance(owner, types.ModuleType):
+        return False
+    if owner.__name__.startswith("torch._C"):
+        return is_called_as_setting(function.__name__)
+    own = owner in (sys, gc) and function not in _NOT_SET
+    return function in _ASKED or (own and function.__name__.startswith(("get", "is")))
 
 
 def read_answer(record: Record, name: str, function: Callable[[], Any]) -> None:
@@ -26,7 +55,7 @@ def read_answer(record: Record, name: str, function: Callable[[], Any]) -> None:
             value = function()
         except Exception:  # it has arguments
             return
-        if isinstance(value, PLAIN):
+        if value is None or callable(value) or isinstance(value, (*PLAIN, tuple, dict)):
             record.read_at(places.answer(name, function), value, alone=True)
 
 

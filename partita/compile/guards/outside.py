@@ -1,0 +1,110 @@
+"""The world outside of a step: files, processes, sockets, clocks and the interpreter's own counts.
+
+What a function of C reads is told by the module that it is of. The functions of these modules read
+and write what no guard can hold; a few that do not are named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import importlib
+import sys
+import types
+from types import FrameType
+from typing import Any
+
+from .codes import is_recorded
+
+__all__ = ["is_of_world", "is_pythons", "user_of", "world_functions"]
+
+_MODULES = """posix nt _io _socket select _posixsubprocess fcntl termios pwd grp resource _sqlite3
+    syslog _ssl readline _curses _uuid _signal time _queue mmap""".split()
+_HARMLESS = frozenset(  # they only reckon, say what stays, or have an effect that is seen elsewhere
+    """fspath getpid getppid getuid geteuid getgid getegid cpu_count sysconf confstr uname strerror
+    putenv unsetenv device_encoding sched_getaffinity get_terminal_size isatty register_at_fork
+    text_encoding sleep strptime getcwd getcwdb getpagesize _path_normpath""".split()
+)
+_COUNTS = (  # of the interpreter, another in each call
+    gc.get_objects,
+    gc.get_count,
+    gc.get_stats,
+    gc.get_referrers,
+    gc.get_freeze_count,
+    sys.getrefcount,
+    sys.getallocatedblocks,
+)
+_CLASSES = ("_io", "_socket", "select", "sqlite3", "_ssl", "_queue", "posix")
+_IN_MEMORY = ("StringIO", "BytesIO")
+_NOW = ("now", "utcnow", "today")
+# What these read is to find and show code, or to tell of it, and none of a step's results.
+_ASIDE = tuple(
+    name + end
+    for name in "logging importlib warnings linecache traceback tokenize inspect pkgutil platform "
+    "threading _threading_local weakref".split()
+    for end in ("/__init__.py", ".py", "/_bootstrap.py", "/metadata/__init__.py", "/machinery.py")
+)
+
+
+@functools.cache
+def world_functions() -> dict[Any, str]:
+    """Functions of C that read or write what is outside of a step, and what they are called."""
+    found: dict[Any, str] = {f: f"{f.__module__}.{f.__name__}" for f in _COUNTS}
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # of another system
+            continue
+        for key, value in vars(module).items():
+            if isinstance(value, types.BuiltinFunctionType) and key not in _HARMLESS:
+                called = {"posix": "os", "nt": "os", "_io": "io"}.get(name, name.lstrip("_"))
+                found[value] = f"{called}.{key}"
+    for key in [f for f in found if found[f].startswith("os.W")]:  # WIFEXITED and its like
+        del found[key]
+    return found
+
+
+def is_of_world(function: Any) -> str:
+    """What a function of C, or a method of C, that reads or writes the world is called; else ""."""
+    found = world_functions().get(function)
+    if found is not None:
+        return found
+    owner = function.__self__
+    kind = owner if isinstance(owner, type) else type(owner)
+    name: str = function.__name__
+    made = not isinstance(owner, type) and kind.__name__ not in _IN_MEMORY
+    if made and kind.__module__ in _CLASSES:
+        return f"{kind.__name__}.{name}"
+    if issubclass(kind, datetime.date) and isinstance(owner, type) and name in _NOW:
+        return f"{kind.__module__}.{kind.__name__}.{name}"
+    return "lock.locked" if name == "locked" and kind.__module__ == "_thread" else ""
+
+
+def is_pythons(filename: str) -> bool:
+    """Is it code of Python's own library, but for what imports modules?"""
+    if filename.startswith("<frozen"):
+        return "importlib" not in filename and "zipimport" not in filename
+    return filename.startswith(_STDLIB) and "site-packages" not in filename
+
+
+_STDLIB = importlib.__file__.removesuffix("importlib/__init__.py")
+_CAPTURE = "partita/compile/capture.py"
+
+
+def user_of(frame: FrameType | None) -> FrameType | None:
+    """The user's frame that has Python's own library do what `frame` does; None of others.
+
+    Not where torch asks, nor while a module is imported.
+    """
+    while frame is not None and not is_recorded(frame.f_code.co_filename):
+        name = frame.f_code.co_filename
+        if not is_pythons(name) or name.endswith(_ASIDE):
+            return None
+        frame = frame.f_back
+    found = frame
+    while frame is not None and not frame.f_code.co_filename.endswith(_CAPTURE):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return None
+        frame = frame.f_back
+    return found

@@ -29,7 +29,7 @@ from partita.tensor.tensor_state import own_state, state_of
 
 from .answers import Asked, Guesses
 from .arguments import flatten_call, refuse_closed
-from .capture_context import call_by_call, compiling, swapped, unseen
+from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
 from .captured_attributes import Attributes, check_result, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
@@ -82,7 +82,7 @@ def capture(
     Raises:
         CaptureError: the step does what a graph cannot say, naming the user's line.
     """
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, without_dispatch_modes():
         return _captured(step, args, kwargs, state, guesses)
 
 

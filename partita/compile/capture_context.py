@@ -10,13 +10,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from partita.tensor.engine import saving_hooks
 from partita.tensor.watch import HERE
 
 from .state import Slot
 
-__all__ = ["call_by_call", "compiling", "swapped", "unseen"]
+__all__ = ["call_by_call", "compiling", "swapped", "unseen", "without_dispatch_modes"]
 
 
 class _InThisThread:
@@ -90,6 +94,18 @@ def unseen() -> Iterator[None]:
             yield
     finally:
         HERE.watcher = before
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Within, no mode follows each op (a counter of flops, a user's own): it follows the graph's.
+
+    Private torch: the stack of such modes. Where some are torch's own, all is traced anyway.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
+    with _disable_current_modes() if hidden else nullcontext():
+        yield
 
 
 @contextmanager

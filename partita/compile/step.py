@@ -24,6 +24,7 @@ from partita.tensor.watch import HERE
 from .answers import Guesses, Otherwise
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
+from .guards.modes import function_modes
 from .last import Last
 from .optimizers import prime, unprime
 from .state import State, names_of_call, state_of, tensors_of_call
@@ -201,6 +202,12 @@ class CompiledStep(Last):
         return result
 
     def _run(self, program: Program, tensors: list[Any]) -> Any:
+        if torch._C._len_torch_function_stack() and function_modes():
+            with torch._C.DisableTorchFunction():  # what they make of a step is in its graph
+                return self._run_graph(program, tensors)
+        return self._run_graph(program, tensors)
+
+    def _run_graph(self, program: Program, tensors: list[Any]) -> Any:
         guard = self._call_guard
         known = guard is not None and guard.program is program
         if program.ranks:

@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix
+from partita.tensor.tensor_state import count_writes
 
 from .errors import not_captured
 from .guards.codes import is_recorded
@@ -136,7 +137,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 def _count_writes(t: Any) -> int:
     """How often it was written, where torch counts that."""
     with Local():
-        return 0 if t is None or t.is_inference() else int(t._version)
+        return 0 if t is None or t.is_inference() else count_writes(t)
 
 
 def _read(t: torch.Tensor, name: str) -> Any:

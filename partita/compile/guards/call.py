@@ -19,8 +19,9 @@ from ..fakes import local_of
 from ..program import Program
 from ..state import OF_TENSORS, Slot, State, attributes_of, hooks_of
 from .expected import argument_key, content_key
+from .modes import modes
 
-__all__ = ["CallGuard", "kind_of_tensor", "modes"]
+__all__ = ["CallGuard", "kind_of_tensor"]
 
 
 class CallGuard:
@@ -163,23 +164,3 @@ def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _attribute_key(value: Any) -> Any:
     return torch.Tensor if isinstance(value, torch.Tensor) else content_key(value)
-
-
-def modes() -> tuple[Any, ...]:
-    """What of torch's modes is part of a program."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        # What kernels are chosen by, when a graph is made or compiled.
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-    )

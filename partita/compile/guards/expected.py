@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import functools
 import struct
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from operator import is_
 from typing import Any
 
 import torch
+
+from .in_c import content_of, dict_under, is_held_in_c
 
 __all__ = [
     "MISSING",
@@ -34,7 +35,6 @@ __all__ = [
     "brief",
     "content_key",
     "holds_no_more",
-    "is_array",
     "is_container",
     "items_of",
     "same_bits",
@@ -58,7 +58,6 @@ _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_BUFFERS = (bytearray, memoryview)
 _SHOWN = 60  # characters of a value
 
 
@@ -160,30 +159,36 @@ class Bound(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class Memory(Expected):
-    """An array or a buffer, whose bytes are compared each time."""
+class Held(Expected):
+    """An array, a buffer, a file in memory: what it holds is compared each time."""
 
     kind: type
-    shape: Any
-    content: bytes
+    content: Any
 
     def difference(self, now: Any) -> Difference | None:
-        if type(now) is not self.kind or _shape(now) != self.shape:
-            return ("", f"{self.kind.__name__} {self.shape}", brief(now))
-        return None if _bytes(now) == self.content else ("", "an array", "another content")
+        if type(now) is not self.kind:
+            return ("", _name(self.kind), brief(now))
+        same = content_of(now) == self.content
+        return None if same else ("", _name(self.kind), "another content")
 
     def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
         yield self, now
 
 
-def _shape(value: Any) -> Any:
-    return (getattr(value, "shape", None) or len(value), str(getattr(value, "dtype", "")))
+@dataclass(frozen=True, eq=False)
+class View(Expected):
+    """A view of a dictionary, which shows what that holds."""
 
+    view: Any
+    inner: Expected
 
-def _bytes(value: Any) -> bytes:
-    if getattr(value, "dtype", None) is not None and value.dtype.hasobject:
-        return repr(value.tolist()).encode()
-    return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+    def difference(self, now: Any) -> Difference | None:
+        if now is not self.view:
+            return ("", brief(self.view), brief(now, self.view))
+        return self.inner.difference(dict_under(now))
+
+    def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
+        yield from self.inner.parts(dict_under(now))
 
 
 @dataclass(eq=False)
@@ -357,16 +362,6 @@ def is_container(value: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, (torch.Tensor, torch.nn.Module))
 
 
-def is_array(value: Any) -> bool:
-    """Is it memory that may be written without another object's being there?"""
-    if isinstance(value, _BUFFERS):
-        return True
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return True
-    return type(value).__module__ == "array" and type(value).__name__ == "array"
-
-
 def as_expected(
     value: Any,
     known: dict[int, Expected] | None = None,
@@ -393,12 +388,14 @@ def as_expected(
             taken = number(value, key)
             found.values.append(Kind(v) if taken else as_expected(v, known, number))
         return found
-    if is_array(value):
-        return Memory(type(value), _shape(value), _bytes(value))
+    if is_held_in_c(value):
+        return Held(type(value), content_of(value))
+    if (under := dict_under(value)) is not None:
+        return View(value, as_expected(under, known, number))
     if isinstance(value, _METHODS) and value.__self__ is not None:
         function = getattr(value, "__func__", None)
         owner = value.__self__
-        held = is_container(owner) or is_array(owner)
+        held = is_container(owner) or is_held_in_c(owner)
         inner = as_expected(owner, known, number) if held else None
         return Bound(type(value), value.__name__, function, owner, inner)
     if _compares_by_value(value):
@@ -446,8 +443,8 @@ def content_key(value: Any) -> Any:
         return (kind, *map(content_key, _ends(value)))
     if kind in _BY_EQUALITY:
         return (kind, value)
-    if is_array(value):
-        return (kind, _shape(value), _bytes(value))
+    if is_held_in_c(value):
+        return (kind, content_of(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [getattr(value, f.name, MISSING) for f in dataclasses.fields(value)]
         return (kind, *map(content_key, fields))

@@ -7,6 +7,7 @@ asked for by what it spells out.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import gc
 import sys
@@ -27,6 +28,7 @@ from .codes import (
 )
 from .expected import MISSING
 from .objects import content_of, names_of_class, runs_in_frame, variables_of
+from .reflection import read_module, read_modules, reflects, take_whole
 
 if TYPE_CHECKING:
     from .record import Record
@@ -129,6 +131,7 @@ class Functions:
         """`globals()` is called."""
         with self._record.quietly():
             self.reach_space(variables, "globals()")
+            take_whole(self._record, variables, "globals()")
 
     def reach_space(self, space: Any, name: str) -> None:
         """Variables that are read by the names used: of a module of Python, a class, a function."""
@@ -145,8 +148,9 @@ class Functions:
     def entered(self, frame: FrameType) -> None:
         """A function of the user's is called."""
         code = frame.f_code
-        if code.co_name == "<module>":  # it is imported now
-            return
+        back = frame.f_back
+        if code.co_name == "<module>" and back and "importlib" in back.f_code.co_filename:
+            return  # it is imported now
         operator = self._by_operators.pop(id(code), None)
         if operator is not None:  # Python asks the class for it, past what is instrumented
             kind, key = operator
@@ -189,9 +193,12 @@ class Functions:
                 self._record.read_at(place, place.value)
                 self._types.put(variables)
             elif name != "super":  # one of Python's own may come to be hidden by a global
-                self._record.read_at(
-                    places.entry(name, variables, name), variables.get(name, MISSING)
-                )
+                value = variables.get(name, MISSING)
+                self._record.read_at(places.entry(name, variables, name), value)
+                if value is MISSING:
+                    self._read_builtin(name, variables)
+                elif reflects(code):
+                    take_whole(self._record, value, name)
         self._read_of_libraries(code, variables)
         if "type" in global_names(code) and not self.types_read:
             self.types_read = True
@@ -201,6 +208,8 @@ class Functions:
             module = sys.modules.get(name)
             if module is not None:
                 self._record.reach(module, name)
+            else:
+                read_module(self._record, name)
         new = names_of(code) - self._used
         self._used |= new
         for key in sorted(new):
@@ -220,6 +229,8 @@ class Functions:
         for key, where in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             place = places.cell(key, where)
             self._record.read_at(place, place.value)
+            if reflects(f.__code__):
+                take_whole(self._record, place.value, key)
             if isinstance(place.value, types.ModuleType):
                 self._read_of_libraries(f.__code__, {key: place.value})
         if f.__dict__:
@@ -232,6 +243,14 @@ class Functions:
                 places.function_part(f"{called} of {f.__name__}", f, key), getattr(f, key)
             )
 
+    def _read_builtin(self, name: str, variables: dict[str, Any]) -> None:
+        """A name of Python's own, or one that a program has put among these."""
+        held = variables.get("__builtins__", builtins)
+        held = held if isinstance(held, dict) else vars(held)
+        value = held.get(name, MISSING)
+        own = getattr(value, "__module__", "builtins") == "builtins" and callable(value)
+        self._record.read_at(places.entry(name, held, name), value, alone=own)
+
     # -- by name -----------------------------------------------------------------------------------
 
     def _read_of_libraries(self, code: CodeType, variables: dict[str, Any]) -> None:
@@ -243,6 +262,8 @@ class Functions:
                     break
                 held, called = vars(value), f"{called}.{key}"
                 value = held.get(key)
+                if value is sys.modules:
+                    read_modules(self._record, code)
                 if key in held and value is not sys.modules:
                     self._record.read_at(places.entry(called, held, key), value, alone=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import sys
 import types
 from types import FrameType
 from typing import Any
@@ -32,7 +33,12 @@ __all__ = [
 ]
 
 _OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-_OF_PYTHON = ("argparse", "collections", "configparser", "types")  # whose objects hold settings
+# Of Python's own, whose objects hold no settings, or are looked after by themselves.
+_NOT_LOOKED_INTO = frozenset(
+    """abc ast asyncio builtins contextlib contextvars copyreg decimal datetime dis enum fractions
+    functools importlib inspect io numbers operator os pathlib pdb random re runpy traceback typing
+    unittest uuid warnings weakref""".split()
+)
 PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 INSIDE = ("_parameters", "_buffers", "_modules")
 
@@ -68,7 +74,7 @@ def slots_of(kind: type) -> dict[str, Any]:
     return {
         key: value
         for base in reversed(kind.__mro__)
-        if is_of_users(base.__module__)
+        if is_of_users(base.__module__) or base.__module__.startswith("collections")
         for key, value in vars(base).items()
         if is_slot(value)
     }
@@ -94,7 +100,8 @@ def has_settings(kind: type) -> bool:
     root = kind.__module__.split(".")[0]
     if root == "torch":
         return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
-    return is_of_users(root) or root in _OF_PYTHON
+    pythons = root in sys.stdlib_module_names and not root.startswith("_")
+    return is_of_users(root) or (pythons and root not in _NOT_LOOKED_INTO)
 
 
 def is_namespace(value: Any) -> bool:

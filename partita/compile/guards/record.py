@@ -8,6 +8,7 @@ everything stands again where it was.
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
 import enum
@@ -29,10 +30,12 @@ from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
 from .codes import is_of_users, is_recorded
-from .expected import MISSING, brief, holds_no_more, is_array, is_container, items_of
+from .expected import MISSING, brief, holds_no_more, is_container, items_of
 from .functions import Functions
 from .guards import Guards
+from .in_c import dict_under, is_held_in_c, is_shared_memory
 from .instrument import instrument, reads_by_itself, recorded_by, release
+from .modes import function_modes
 from .objects import (
     INSIDE,
     PLAIN,
@@ -46,7 +49,8 @@ from .objects import (
     slots_of,
 )
 from .places import Place
-from .settings import read_environment_of
+from .reflection import read_registry
+from .settings import read_ambient, read_environment_of
 from .writes import Snapshots
 
 __all__ = ["Record"]
@@ -131,6 +135,8 @@ class Record:
                     self.read_at(places.entry(key, _MODULES, key), _MODULES[key])
                 for name, value in arguments:
                     self.reach(value, name)
+                for mode in function_modes():
+                    self.reach(mode, type(mode).__name__)
             with recorded_by(self), self._calls.heard(not self.functions.all_at_once):
                 yield
             if self.error is not None:
@@ -325,14 +331,29 @@ class Record:
             self._reach_local(value, name)
         elif is_container(value):
             self._reach_container(value, name)
-        elif is_array(value):
+        elif is_held_in_c(value):
             self.snapshots.array(value, name)
+        elif (under := dict_under(value)) is not None:
+            self.reach(under, name)
+        elif is_shared_memory(value):
+            self.refuse(
+                f"the step reads {name}, memory that others may write ({type(value).__name__})",
+                "a graph would always have what was there at its capture",
+                name,
+            )
+        elif isinstance(value, types.CellType):
+            place = places.cell(name, value)
+            self.read_at(place, place.value)
         elif isinstance(value, types.ModuleType):
+            read_ambient(self, value.__name__)
             if is_of_users(value.__name__):
                 self.functions.reach_space(value, name)
             elif value.__name__ == "os" and self.functions.all_at_once:
                 read_environment_of(self, self.functions.constants)
         elif isinstance(value, type):
+            read_ambient(self, value.__module__)
+            if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
+                read_registry(self, value, name)
             if is_of_users(value.__module__):
                 self.functions.reach_class(value)
                 self.functions.reach_functions(value, name)
@@ -343,6 +364,7 @@ class Record:
             self.reach(value.__self__, name)
             self.reach(value.__func__, name)
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            read_ambient(self, getattr(value, "__module__", None))
             self._calls.reached(value, name)
             if not isinstance(value.__self__, (types.ModuleType, type)):
                 self.reach(value.__self__, f"the owner of {name}")
@@ -366,6 +388,7 @@ class Record:
         else:
             if not self._by_name:
                 self._calls.reached(value, name)
+            read_ambient(self, type(value).__module__)
             self._reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
                 self.functions.reach_cached(value.__wrapped__, name)
@@ -402,6 +425,9 @@ class Record:
         keys, values = items_of(value)
         if isinstance(value, (set, frozenset)):
             keys, values = None, list(value)
+        for key in keys or ():
+            if not isinstance(key, PLAIN):
+                self.reach(key, f"a key of {name}")
         for i, v in enumerate(values):
             key = keys[i] if keys is not None else i
             if type(v) is float and isinstance(value, (dict, list)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import decimal
 import gc
+import locale
 import os
 import sys
 import types
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "is_called_as_setting",
+    "read_ambient",
     "read_answer",
     "read_environment",
     "read_environment_of",
@@ -80,3 +83,34 @@ def read_environment_of(record: Record, names: Iterable[str]) -> None:
         if text.isupper():
             value = data.get(key, MISSING)
             record.read_at(places.entry(f"os.environ[{text!r}]", data, key), value)
+
+
+def _decimals() -> str:
+    return repr(decimal.getcontext())
+
+
+def _locale() -> str:
+    return locale.setlocale(locale.LC_ALL)
+
+
+def _filters() -> list[Any]:
+    return warnings.filters  # type: ignore[return-value]
+
+
+def _of_numpy(name: str) -> Callable[[], Any]:
+    return lambda: getattr(sys.modules["numpy"], name)()
+
+
+# What functions of these modules heed without being given it.
+_AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
+    "decimal": [("decimal.getcontext()", _decimals)],
+    "locale": [("the locale", _locale)],
+    "warnings": [("warnings.filters", _filters)],
+    "numpy": [(f"numpy.{n}()", _of_numpy(n)) for n in "geterr get_printoptions geterrcall".split()],
+}
+
+
+def read_ambient(record: Record, module: str | None) -> None:
+    """Something of a module of this name is reached: settings that its functions heed are read."""
+    for name, function in _AMBIENT.get(module or "", ()):
+        record.read_at(places.answer(name, function), function(), alone=True)

@@ -12,8 +12,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from ..arguments import flatten_call
 from ..state import State
-from .call import kind_of_tensor, modes
+from .call import kind_of_tensor
 from .expected import argument_key
+from .modes import modes
 
 __all__ = ["signature_of"]
 

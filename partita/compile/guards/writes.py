@@ -15,6 +15,7 @@ from typing import Any
 from ..arguments import is_taken_apart
 from . import places
 from .expected import MISSING, is_container, items_of, same_bits
+from .in_c import content_of, copier
 from .objects import dict_of, slots_of
 from .places import Place
 
@@ -58,7 +59,7 @@ class Snapshots:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._owners: dict[int, tuple[Any, str, dict[str, Any], Any, dict[str, Any]]] = {}
         self._containers: dict[int, tuple[Any, str, Any]] = {}
-        self._arrays: dict[int, tuple[Any, str, Any]] = {}
+        self._arrays: dict[int, tuple[Any, str, Any, Callable[[], None]]] = {}
         self._by_dict: dict[int, dict[str, Any]] = {}
 
     def place(self, place: Place, value: Any, again: bool = False) -> None:
@@ -100,7 +101,7 @@ class Snapshots:
         self._containers[id(place.home)][2][place.key] = value
 
     def array(self, value: Any, name: str) -> None:
-        self._arrays[id(value)] = (value, name, value.copy() if hasattr(value, "copy") else None)
+        self._arrays[id(value)] = (value, name, content_of(value), copier(value))
 
     def writes(self) -> Iterator[Write]:
         """What is not as it was."""
@@ -124,17 +125,10 @@ class Snapshots:
                     write.undo()
                 else:
                     yield write
-        for value, name, before in self._arrays.values():
-            if before is not None and bytes(before) != bytes(value):
-                yield Write(
-                    name,
-                    (id(value), "content"),
-                    "an array",
-                    "another content",
-                    _copier(value, before),
-                    _nothing,
-                    again=False,
-                )
+        for value, name, before, put_back in self._arrays.values():
+            if content_of(value) != before:
+                said = f"a {type(value).__name__}", "another content"
+                yield Write(name, (id(value), "content"), *said, put_back, _nothing, again=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is it another container with the content that the one before it had?"""
@@ -245,13 +239,6 @@ def _of_whole(name: str, value: Any, before: Any, again: bool) -> Write:
         return run
 
     return Write(name, (id(value), "content"), before, after, put(before), put(after), again)
-
-
-def _copier(value: Any, before: Any) -> Callable[[], None]:
-    def run() -> None:
-        value[:] = before
-
-    return run
 
 
 def _nothing() -> None:

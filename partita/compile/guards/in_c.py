@@ -1,0 +1,107 @@
+"""Objects that are made in C: what is read of them past every attribute, and how it is compared.
+
+Arrays and buffers are compared by their bytes, files in memory by what they hold, a view of a
+dictionary by the dictionary.
+"""
+
+from __future__ import annotations
+
+import collections
+import decimal
+import gc
+import io
+import sys
+from typing import Any
+
+__all__ = ["content_of", "copier", "dict_under", "is_held_in_c", "is_shared_memory"]
+
+_BUFFERS = (bytearray, memoryview)
+_FILES = (io.StringIO, io.BytesIO)
+_ORDERED: Any = collections.OrderedDict()
+_VIEWS = tuple(
+    type(view()) for empty in ({}, _ORDERED) for view in (empty.keys, empty.values, empty.items)
+)
+
+
+def is_held_in_c(value: Any) -> bool:
+    """Is it memory, or what holds it, that may be written without another object's being there?"""
+    if isinstance(value, (*_BUFFERS, *_FILES, decimal.Context)):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return True
+    kind = type(value)
+    if kind.__module__ == "array":
+        return kind.__name__ == "array"
+    return any(base.__module__ == "_ctypes" for base in kind.__mro__) and not is_shared_memory(
+        value
+    )
+
+
+def is_shared_memory(value: Any) -> bool:
+    """Is it memory that others may write, or a pointer into such?"""
+    kinds = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    return ("mmap", "mmap") in kinds or ("_ctypes", "_Pointer") in kinds
+
+
+def content_of(value: Any) -> Any:
+    """What it holds now, to be compared with `==`."""
+    if isinstance(value, _FILES):
+        return "closed" if value.closed else (value.getvalue(), value.tell())
+    if isinstance(value, decimal.Context):
+        return repr(value)
+    if hasattr(value, "dtype"):
+        shape, flags = value.shape, value.flags.writeable
+        if value.dtype.hasobject:
+            return shape, flags, repr(value.tolist())
+        return shape, flags, str(value.dtype), value.tobytes()
+    view = memoryview(value)
+    return view.shape, view.format, view.tobytes()
+
+
+def copier(value: Any) -> Any:
+    """What puts back what it holds now."""
+    if isinstance(value, _FILES):
+        text, at = value.getvalue(), value.tell()
+
+        def rewrite() -> None:
+            value.seek(0)
+            value.truncate()
+            value.write(text)
+            value.seek(at)
+
+        return rewrite
+    if isinstance(value, decimal.Context):
+        before = value.copy()
+
+        def reset() -> None:
+            for key in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
+                setattr(value, key, getattr(before, key))
+
+        return reset
+    if hasattr(value, "copy"):  # an array of numpy's, a bytearray
+        held = value.copy()
+
+        def copy() -> None:
+            value[...] = held
+
+        def refill() -> None:
+            value[:] = held
+
+        return copy if hasattr(value, "dtype") else refill
+    if memoryview(value).readonly:
+        return lambda: None
+    held = bytes(value)
+
+    def write() -> None:
+        memoryview(value).cast("B")[:] = held
+
+    return write
+
+
+def dict_under(value: Any) -> Any:
+    """The dictionary that a view of one shows; None of what is none."""
+    if not isinstance(value, _VIEWS):
+        return None
+    found = gc.get_referents(value)
+    return found[0] if found and isinstance(found[0], dict) else None

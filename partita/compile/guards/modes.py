@@ -1,0 +1,64 @@
+"""Modes of torch: what of them is part of a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .codes import is_of_users
+
+__all__ = ["function_modes", "modes"]
+
+# Private torch: the mode by which new tensors are put on a device.
+_Device = torch.utils._device.DeviceContext
+
+
+def modes() -> tuple[Any, ...]:
+    """What of torch's modes is part of a program."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+        # What kernels are chosen by, when a graph is made or compiled.
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        *map(_key, function_modes()),
+    )
+
+
+def function_modes() -> list[Any]:
+    """The user's modes that take the calls of torch's functions, the outermost first.
+
+    What they make of these is in the graph.
+    """
+    count = torch._C._len_torch_function_stack()
+    if not count:
+        return []
+    found = map(torch._C._get_function_stack_at, range(count))
+    return [m for m in found if isinstance(m, _Device) or is_of_users(type(m).__module__)]
+
+
+class _Mode:
+    """A mode, which is equal to itself alone."""
+
+    def __init__(self, mode: Any):
+        self._mode = mode
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mode) and other._mode is self._mode
+
+    def __hash__(self) -> int:
+        return id(self._mode)
+
+
+def _key(mode: Any) -> Any:
+    return mode.device if isinstance(mode, _Device) else _Mode(mode)

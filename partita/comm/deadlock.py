@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
-from .presence import lost_rank, named
+from .presence import late_ranks, lost_rank, named
 from .source import user_line
 
 if TYPE_CHECKING:
@@ -140,11 +140,13 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
 
     Raises:
         LayoutError: the ranks wait for one another, or the deadline has passed.
+        RankGoneError: so has the time limit of the process groups.
     """
     me, store = dist.get_rank(), _store()
     mine = _post(need)
     limit = patience().total_seconds() if deadline is None else deadline
     begun, unchanged, before, warned = time.monotonic() - SLICE, time.monotonic(), None, False
+    away = [r for r in need.ranks if r != me]
     store.set(_place(me), json.dumps(mine))
     try:
         while not over(_LOOK):
@@ -156,9 +158,9 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
             now = time.monotonic()
             if now - unchanged >= STUCK and (fact := _deadlocked(posts, me)):
                 raise _agreed(store, fact, posts, me)
+            away = [r for r in need.ranks if r != me and not _is_at(posts.get(r), mine)]
             if not need.meets:
                 continue
-            away = [r for r in need.ranks if r != me and not _is_at(posts.get(r), mine)]
             if now - begun > WARN and not warned:
                 warned = True
                 warnings.warn(
@@ -167,6 +169,11 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
             if now - begun > limit:
                 fact = f"rank {me} waited {now - begun:.0f} s for {named(away)}"
                 raise _agreed(store, fact, dict.fromkeys(away) | posts, me)
+    except RuntimeError as failure:  # of Gloo
+        late = late_ranks(failure, need.text, away, time.monotonic() - begun)
+        if late is None or isinstance(failure, LayoutError):
+            raise
+        raise late from failure
     finally:
         with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
             store.delete_key(_place(me))

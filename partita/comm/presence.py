@@ -27,6 +27,7 @@ __all__ = [
     "describe_process",
     "find_ended",
     "is_lost",
+    "late_ranks",
     "lost_rank",
     "named",
     "rank_gone",
@@ -39,6 +40,8 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 """What Gloo and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+"""What they say when a peer that may live has not come in time."""
 _FORM = struct.Struct("<8sqq")
 _PATIENCE, _LOOK = 0.5, 0.01
 """Seconds in which a process whose connections are closed has ended, and between two looks."""
@@ -49,7 +52,7 @@ _FIXES = (
 
 
 class RankGoneError(LayoutError, RuntimeError):
-    """Another rank has ended, or cannot be reached: nothing that this rank did is wrong.
+    """Another rank has ended, cannot be reached, or does not come in time.
 
     A RuntimeError too, as it is where torch says it.
     """
@@ -117,6 +120,27 @@ def lost_rank(failure: BaseException, text: str, ranks: Sequence[int]) -> RankGo
     suspects = elsewhere or others
     which = "which" if len(suspects) == 1 else "and one"
     return rank_gone(suspects, text, f"{which} has ended or cannot be reached")
+
+
+def late_ranks(
+    failure: BaseException, text: str, ranks: Sequence[int], waited: float
+) -> RankGoneError | None:
+    """What to raise where `failure` is the time limit of a collective that `ranks`, which live as
+    far as is known, have not come to in `waited` seconds; None where it is another."""
+    if not _TIMED_OUT.search(str(failure)) or not ranks or find_ended(ranks):
+        return None
+    me = dist.get_rank()
+    return RankGoneError(
+        f"rank {me} waited {waited:.0f} s for {named(ranks)}, until the time limit of the process "
+        "groups",
+        place=user_line(),
+        operands=(f"rank {me}  {text}",),
+        reason=f"{named(ranks)} did not come there, and lives: it computes, or is elsewhere",
+        fixes=(
+            Fix("with pt.check_ranks(): ...", "names the first place where ranks part"),
+            Fix("init_process_group(timeout=...)", "a longer limit, if a rank is only slow"),
+        ),
+    )
 
 
 def rank_gone(ranks: Sequence[int], text: str, fate: str = "") -> RankGoneError:

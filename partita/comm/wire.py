@@ -175,7 +175,7 @@ class Wire:
     def check(self, text: str) -> None:
         """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`.
 
-        A wire on which ranks are compared anyhow, or on which there are none, does nothing.
+        A wire on which there are no others does nothing.
         """
 
     def _wrong_shape(self, move: Move, x: torch.Tensor, op: str) -> LayoutError:

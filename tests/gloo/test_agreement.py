@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -253,3 +254,22 @@ def in_other_groups(rank):
 
 def test_ranks_that_are_in_other_numbers_of_groups_agree():
     assert run_ranks(in_other_groups, 4) == [(28.0, 4.0)] * 4
+
+
+def comes_too_late(rank):
+    """A job whose time limit is short, and a rank that computes for longer."""
+    limit = timedelta(seconds=4)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)  # the public one is of a new job
+    x = pt.distribute_tensor(torch.arange(8.0), mesh_of(rank), [Shard(0)])
+    if rank == 1:
+        time.sleep(8)
+        return None
+    with pytest.raises(LayoutError) as caught:
+        x.full_tensor()
+    return str(caught.value)
+
+
+def test_a_time_limit_names_who_waited_where_and_for_whom_that_lives():
+    text, _ = run_ranks(comes_too_late, 2)
+    assert "rank 0 waited" in text and "s for rank 1, until the time limit" in text
+    assert "all_gather over" in text and HERE in text and "timeout=" in text

@@ -188,6 +188,22 @@ def test_numbers_that_ops_take_are_compared_under_check_ranks():
     assert each_rank(lambda mesh: body(mesh, lambda r: 1.0), dp=2) == [whole] * 2
 
 
+def test_ranks_that_run_other_kept_programs_are_told_under_check_ranks():
+    def body(mesh):
+        by = {"factor": 1}
+        step = pt.compile(lambda x: x * by["factor"], backend="graph")
+        x = pt.distribute_tensor(T, mesh, [pt.Shard(0)])
+        with pt.check_ranks():
+            for by["factor"] in (1, 2, 1):
+                assert torch.equal(step(x).full_tensor(), T * by["factor"])
+            by["factor"] = 1 + mesh.get_rank()
+            step(x)  # no rank captures, and nothing is sent
+
+    for error in each_rank(body, dp=2):
+        assert "ranks ask for different things" in str(error)
+        assert "rank 1  compiled" in str(error) and "test_agreement.py" in str(error)
+
+
 def test_a_whole_step_passes_check_ranks():
     def body(mesh):
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

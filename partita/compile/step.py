@@ -24,7 +24,7 @@ from partita.tensor.watch import HERE
 from .answers import Guesses, Otherwise
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
-from .guards.modes import function_modes
+from .guards.modes import function_modes, without_function_modes
 from .last import Last
 from .optimizers import prime, unprime
 from .state import State, names_of_call, state_of, tensors_of_call
@@ -202,8 +202,8 @@ class CompiledStep(Last):
         return result
 
     def _run(self, program: Program, tensors: list[Any]) -> Any:
-        if torch._C._len_torch_function_stack() and function_modes():
-            with torch._C.DisableTorchFunction():  # what they make of a step is in its graph
+        if function_modes():
+            with without_function_modes():  # what they make of a step is in its graph
                 return self._run_graph(program, tensors)
         return self._run_graph(program, tensors)
 

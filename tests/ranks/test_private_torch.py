@@ -25,6 +25,12 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import _CheckpointFrame
 
@@ -446,3 +452,25 @@ def test_the_hooks_of_tensors_and_optimizers_are_in_dictionaries():
     finally:
         handle.remove()
     assert not told
+
+
+def test_modes_can_be_taken_from_their_stacks_for_a_while_and_told_from_torchs_own():
+    class Function(TorchFunctionMode):
+        pass
+
+    class Op(TorchDispatchMode):
+        pass
+
+    with Function() as outer, Function() as inner, Op() as op:
+        assert _get_current_dispatch_mode_stack() == [op] and not type(op).is_infra_mode()
+        assert FakeTensorMode.is_infra_mode()
+        with _disable_current_modes():
+            assert _get_current_dispatch_mode_stack() == []
+        with _pop_mode_temporarily() as first:
+            assert first is inner and torch._C._get_function_stack_at(0) is outer
+            with _pop_mode_temporarily():
+                assert torch._C._len_torch_function_stack() == 0
+        assert torch._C._get_function_stack_at(1) is inner
+    with torch.device("cpu"):
+        device = torch._C._get_function_stack_at(0)
+        assert isinstance(device, torch.utils._device.DeviceContext) and device.device.type == "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import builtins
+import collections
 import ctypes
 import datetime
 import decimal
@@ -124,6 +125,25 @@ def a_class_registered_with_an_abstract_one():
     held = Concrete()
     return Change(
         lambda x: x * (5 if isinstance(held, Abstract) else 2), lambda: Abstract.register(Concrete)
+    )
+
+
+@change
+def a_class_registered_with_one_of_pythons():
+    held = type("Concrete", (), {})()
+    return Change(
+        lambda x: x * (5 if isinstance(held, collections.abc.Sequence) else 2),
+        lambda: collections.abc.Sequence.register(type(held)),
+    )
+
+
+@change
+def a_variable_of_the_environment_that_python_asks_for():
+    home = os.environ.get("HOME", "/")
+    afterwards(lambda: os.environ.__setitem__("HOME", home))
+    return Change(
+        lambda x: x * len(os.path.expanduser("~")),
+        lambda: os.environ.__setitem__("HOME", "/home/of/nobody"),
     )
 
 

@@ -209,6 +209,8 @@ class Calls:
         caller = frame.f_back
         while caller is not None and _is_between(caller.f_code, code):
             caller = caller.f_back
+        if code in _ENVIRONMENT:
+            caller = user_of(caller)  # Python's own library may ask for the step
         if caller is None or not is_recorded(caller.f_code.co_filename):
             return  # of torch's own
         if code.co_name == "_log":

@@ -7,6 +7,7 @@ asked for by what it spells out.
 
 from __future__ import annotations
 
+import abc
 import builtins
 import functools
 import gc
@@ -28,7 +29,7 @@ from .codes import (
 )
 from .expected import MISSING
 from .objects import content_of, names_of_class, runs_in_frame, variables_of
-from .reflection import read_module, read_modules, reflects, take_whole
+from .reflection import read_module, read_modules, read_registry, reflects, take_whole
 
 if TYPE_CHECKING:
     from .record import Record
@@ -266,6 +267,8 @@ class Functions:
                     read_modules(self._record, code)
                 if key in held and value is not sys.modules:
                     self._record.read_at(places.entry(called, held, key), value, alone=True)
+                    if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
+                        read_registry(self._record, value, called)
 
     def _read_of_bases(self, kind: type) -> None:
         """What `super()` may give: what a base has, though another class stands before it."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode_temporarily
 
 from .codes import is_of_users
 
-__all__ = ["function_modes", "modes"]
+__all__ = ["function_modes", "modes", "without_function_modes"]
 
 # Private torch: the mode by which new tensors are put on a device.
 _Device = torch.utils._device.DeviceContext
@@ -45,6 +48,15 @@ def function_modes() -> list[Any]:
         return []
     found = map(torch._C._get_function_stack_at, range(count))
     return [m for m in found if isinstance(m, _Device) or is_of_users(type(m).__module__)]
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within, no mode takes the calls of torch's functions. Private torch: what pops them."""
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 class _Mode:

@@ -332,6 +332,7 @@ class Record:
         elif is_container(value):
             self._reach_container(value, name)
         elif is_held_in_c(value):
+            read_ambient(self, type(value).__module__)
             self.snapshots.array(value, name)
         elif (under := dict_under(value)) is not None:
             self.reach(under, name)

@@ -62,14 +62,14 @@ def read_answer(record: Record, name: str, function: Callable[[], Any]) -> None:
             record.read_at(places.answer(name, function), value, alone=True)
 
 
-def read_environment(record: Record, key: str | None) -> None:
+def read_environment(record: Record, key: str | bytes | None) -> None:
     """A variable of the environment is read; all of them where `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.quietly():
         if key is None:
             record.read_at(Place("os.environ", os.environ, "_data", lambda: data), data)
-        elif isinstance(key, str):
-            at = os.environ.encodekey(key)  # type: ignore[attr-defined]
+        elif isinstance(key, (str, bytes)):
+            at = os.fsencode(key)
             place = places.entry(f"os.environ[{key!r}]", data, at)
             record.read_at(place, place.value)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ _WAYS = 64  # that are tried where the step raises
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the first questions of a capture are answered; those that follow are answered False.
+    """What the first questions of a capture are answered; those that follow are foretold.
 
     Attributes:
         values: the answers.
@@ -115,10 +115,13 @@ class Asked:
 
     Attributes:
         values: of each question what stands for its answer.
+
+    Args:
+        foretell: the likely answer to a question that nothing is known of.
     """
 
-    def __init__(self, guesses: Guesses):
-        self._guesses = guesses
+    def __init__(self, guesses: Guesses, foretell: Callable[[torch.SymBool], bool]):
+        self._guesses, self._foretell = guesses, foretell
         self.values: list[torch.SymBool] = []
         self._answers: list[bool] = []
         self._lines: list[str] = []
@@ -142,10 +145,10 @@ class Asked:
                 "each answer is one more way through it, and a graph of its own",
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
-        guesses = self._guesses.values
-        found = guesses[number] if number < len(guesses) else False
+        guesses, value = self._guesses.values, torch.SymBool(question)
+        found = guesses[number] if number < len(guesses) else self._foretell(value)
         self._known[question.expr] = found
-        self.values.append(torch.SymBool(question))
+        self.values.append(value)
         self._answers.append(found)
         self._lines.append(user_line())
         return found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, stand_ins
@@ -36,6 +36,7 @@ from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import CaptureError, not_captured
 from .finished import Trace
+from .foretold import foretell
 from .functional import functional, has_effect
 from .gating import gate_writes
 from .guards import Guards, Record, Write
@@ -205,7 +206,7 @@ class _Capture:
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.asked = Asked(guesses)
+        self.asked = Asked(guesses, self._foretold)
         self.inputs.mode.shape_env.answer = self.asked.answer
         self.numbers = Numbers(self.inputs.mode.shape_env, plain)
         self.facts = Facts(self.inputs)
@@ -283,6 +284,9 @@ class _Capture:
         with ExitStack() as stack:
             stack.enter_context(recorder)
             self._make_wires()
+            inputs = mode.tracer.graph.find_nodes(op="placeholder")
+            pairs = zip(inputs, self.inputs.all, strict=True)
+            self._known = {n: i.tensor for n, i in pairs if _is_whole(i)}
             self._tag()
             stack.enter_context(stand_ins(dict(self.wires)))
             stack.enter_context(compiling())
@@ -331,6 +335,13 @@ class _Capture:
                 Fix("return x.item()", "and ask outside of the step"),
                 place=line,
             )
+
+    def _foretold(self, question: torch.SymBool) -> bool:
+        """What a question of torch's is likely to be answered: False where it cannot be told."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        node = get_proxy_slot(question, mode.tracer).force().node
+        return bool(foretell(node, self._known.get))
 
     def _number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
@@ -626,6 +637,12 @@ def _line_of(step: Any) -> str:
     f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
     code = getattr(f, "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _is_whole(given: Input) -> bool:
+    """Is what a rank holds of it one device's value?"""
+    whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
+    return whole and given.kind not in ("mark", "number")
 
 
 def _graded(t: torch.Tensor) -> bool:

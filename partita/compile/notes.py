@@ -224,9 +224,8 @@ class Recorder(TorchDispatchMode):
         """Have `x` be what `value` is, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # modes do not hear of it: it is no write of the user's
+        # Modes do not hear of it: it is no write of the user's.
+        with torch._C.DisableTorchFunction():
             x.data = value
         # Private torch: which node stands for a tensor. The calls that follow read the value's.
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]

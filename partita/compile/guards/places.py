@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import gc
+import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ __all__ = [
     "entry",
     "function_part",
     "item",
+    "level",
     "of_tensor",
     "slot",
 ]
@@ -169,6 +171,15 @@ def context(name: str, variable: contextvars.ContextVar[Any]) -> Place:
 def answer(name: str, function: Callable[[], Any]) -> Place:
     """What a function without arguments says: a setting of torch or of the system."""
     return Place(name, function, "()", function)
+
+
+def level(name: str, logger: logging.Logger) -> Place:
+    """What a logger tells of: by its own level, those above it and that of all."""
+
+    def get() -> tuple[int, bool, int]:
+        return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
+
+    return Place(f"the level of {name}", logger, "()", get)
 
 
 def type_of(variables: dict[str, Any]) -> Place:

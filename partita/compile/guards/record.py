@@ -13,6 +13,7 @@ import collections
 import contextvars
 import enum
 import functools
+import logging
 import sys
 import threading
 import types
@@ -241,6 +242,9 @@ class Record:
     def _read(self, known: _Known, name: str) -> None:
         owner, called = known.value, f"{known.name}.{name}"
         if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
+            return
+        if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
+            self.read_at(places.level(known.name, owner), None, alone=True)
             return
         if name in known.held:
             self.read_at(places.entry(called, dict_of(owner), name), known.held[name])

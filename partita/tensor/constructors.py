@@ -135,6 +135,8 @@ class _LegacyType(type):
 
 
 _PLAIN_TYPE = type(torch.FloatTensor)
+# Dynamo knows what `x.type(torch.FloatTensor)` is given by the name of its class.
+_LegacyType.__module__, _LegacyType.__qualname__ = _PLAIN_TYPE.__module__, _PLAIN_TYPE.__name__
 
 
 def _stand_for_legacy_types(home: Any) -> None:

@@ -107,6 +107,8 @@ def test_old_types_are_used_as_ever_by_programs_without_dtensors():
     assert x.type(torch.DoubleTensor).dtype == torch.float64
     assert torch.FloatTensor(x).data_ptr() == x.data_ptr()
     assert pickle.loads(pickle.dumps(torch.FloatTensor)) is torch.FloatTensor
+    convert = torch.compile(lambda x: x.type(torch.DoubleTensor), backend="eager", fullgraph=True)
+    assert convert(x).dtype == torch.float64
     assert torch.FloatTensor.__name__ == "FloatTensor" and torch.FloatTensor.dtype == torch.float32
     with torch.device("meta"):
         assert torch.arange(3).is_meta and torch.full((2,), 1.0).is_meta

@@ -384,6 +384,32 @@ def test_a_python_number_is_traced_and_what_is_asked_of_it_is_told():
     assert read.target is torch.ops.aten.mul.Tensor
 
 
+def test_a_bool_of_a_value_is_asked_of_the_environment_and_its_node_is_known():
+    class Asking(ShapeEnv):
+        def evaluate_sym_node(self, sym_node, *args, **kwargs):
+            asked.append((sym_node.pytype, sym_node.has_hint()))
+            question = torch.SymBool(sym_node)
+            nodes.append(get_proxy_slot(question, get_proxy_mode().tracer).force().node)
+            return True
+
+    asked, nodes = [], []
+    env = Asking(allow_scalar_outputs=True, specialize_zero_one=False)
+
+    def run(x):
+        if x.sum().item() != 0:
+            x = x + 1
+        if torch.any(x < 0):
+            x = x * 2
+        return x
+
+    with FakeTensorMode(shape_env=env) as mode:
+        made = make_fx(run)(mode.from_tensor(torch.ones(2)))
+    assert asked == [(bool, False)] * 2
+    assert [n.graph for n in nodes] == [nodes[0].graph] * 2
+    names = [str(n.target) for n in made.graph.nodes]
+    assert "aten.mul.Tensor" in names and names.count("aten._local_scalar_dense.default") == 2
+
+
 def test_hooks_of_all_modules_are_in_dictionaries_that_each_call_of_a_module_looks_at():
     held = {k: v for k, v in vars(nn.modules.module).items() if k.startswith("_global_")}
     tables = {k: v for k, v in held.items() if k.endswith("_hooks")}

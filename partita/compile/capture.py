@@ -30,7 +30,7 @@ from partita.tensor.tensor_state import own_state, state_of
 from .answers import Asked, Guesses
 from .arguments import flatten_call, refuse_closed
 from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
-from .captured_attributes import Attributes, check_result, is_filled, left_in
+from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
@@ -439,6 +439,8 @@ class _Capture:
                     kept = write.attribute and not self._is_argument(write)
                     if not (isinstance(write.after, torch.Tensor) and kept):
                         raise left_in(write.name, write.after)
+            elif holds_made(write.after, self.inputs.identities):
+                raise left_in(write.name)
             elif not write.again or self._is_argument(write):
                 raise self.lost(write)
             else:
@@ -495,14 +497,12 @@ class _Capture:
         for name in attributes_of(given.tensor):
             self.record.read_at(entry(f"{given.name}.{name}", held, name), held[name])
             fake.__dict__[name] = self.inputs.stand_in(held[name])
-        self._given.append((given, fake, {n: fake.__dict__[n] for n in attributes_of(fake)}))
+        self._given.append((given, fake, {n: fake.__dict__[n] for n in _given_to(fake)}))
 
     def _check_attributes(self) -> None:
         """Raise CaptureError if the step gives a tensor that is an input an attribute."""
         for given, fake, before in self._given:
-            # What a tensor without memory remembers of itself is none of the step's.
-            now = {name for name in attributes_of(fake) if "_memo" not in name}
-            for name in {*before, *now}:
+            for name in {*before, *_given_to(fake)}:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
                         f"the step sets {given.name}.{name}",
@@ -540,7 +540,7 @@ class _Capture:
                 results.append(leaf)
                 give_number("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
-                check_result(leaf)
+                check_result(leaf, self.inputs.identities)
                 self.constants.append(leaf)
             elif (place := self.inputs.place_of(leaf)) >= 0:
                 self.constants.append(Place("input", place))  # the very tensor, as it came
@@ -643,6 +643,11 @@ def _is_whole(given: Input) -> bool:
     """Is what a rank holds of it one device's value?"""
     whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
     return whole and given.kind not in ("mark", "number")
+
+
+def _given_to(fake: torch.Tensor) -> list[str]:
+    """The names of its attributes, but of what it remembers of itself: of `.item()`, say."""
+    return [n for n in attributes_of(fake) if not n.endswith(("_memo", "_memo_vc", "_memo_epoch"))]
 
 
 def _graded(t: torch.Tensor) -> bool:

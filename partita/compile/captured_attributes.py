@@ -6,15 +6,16 @@ tensor without memory, which must not stay there; the graph gives what stands th
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import types
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from partita.layout import Fix
 from partita.tensor.tensor_state import state_of
@@ -23,9 +24,11 @@ from .errors import not_captured
 from .state import Slot, State
 from .symbolic import is_symbolic
 
-__all__ = ["Attributes", "check_result", "is_filled", "left_in"]
+__all__ = ["Attributes", "check_result", "holds_made", "is_filled", "left_in"]
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
+_LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
+_DEEP, _MANY = 8, 10_000  # how far objects and lists are looked into
 
 
 class Attributes:
@@ -87,9 +90,13 @@ class Attributes:
         return found
 
 
-def check_result(value: Any) -> None:
-    """Raise CaptureError if a part of a step's result that is no tensor holds some."""
-    if is_filled(value):
+def check_result(value: Any, inputs: Container[Any]) -> None:
+    """Raise CaptureError if a part of a step's result that is no tensor holds some.
+
+    Args:
+        inputs: what stands for tensors that the step has not made.
+    """
+    if is_filled(value) or holds_made(value, inputs):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
@@ -111,15 +118,47 @@ def _filled(home: dict[str, Any]) -> list[str]:
     return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
 
 
-def is_filled(value: Any) -> bool:
-    """Does it hold a tensor without memory, or refer to one?"""
+def is_filled(value: Any, within: tuple[int, ...] = ()) -> bool:
+    """Does it hold a tensor without memory, or refer to one?
+
+    Args:
+        within: the ids of what holds it.
+    """
     if _stands_in(value):
         return True
-    if isinstance(value, (list, tuple, dict, set)):
-        return any(map(_stands_in, pytree.tree_leaves(value)))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(is_filled(getattr(value, f.name, None)) for f in dataclasses.fields(value))
-    return False
+    if id(value) in within:
+        return False
+    if isinstance(value, dict):
+        held = [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        held = [*value]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    else:
+        return False
+    return any(is_filled(v, (*within, id(value))) for v in held)
+
+
+def holds_made(value: Any, inputs: Container[Any], within: tuple[int, ...] = ()) -> bool:
+    """Does an object, of whatever class, hold a tensor that the step has made?
+
+    Args:
+        inputs: what stands for others.
+        within: the ids of what holds it.
+    """
+    if isinstance(value, FakeTensor):
+        return value not in inputs
+    if id(value) in within or len(within) > _DEEP:
+        return False
+    if isinstance(value, dict):
+        held = [*value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        held = [*value]
+    elif isinstance(value, _LIVE) or not hasattr(value, "__dict__"):
+        return False
+    else:
+        held = [*vars(value).values()]
+    return any(holds_made(v, inputs, (*within, id(value))) for v in held[:_MANY])
 
 
 def _stands_in(value: Any) -> bool:

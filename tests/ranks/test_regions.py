@@ -371,9 +371,16 @@ def test_what_would_be_there_once_only_is_an_error_and_leaves_nothing():
     with pytest.raises(pt.CaptureError, match=r"leaves a tensor in keeps\.all"):
         module(torch.ones(3, 4), listed=True)
     assert module.all == [] and module.own is None
+    with pytest.raises(pt.CaptureError, match="returns a set that holds tensors"):
+        compiled(lambda x: {x * 2})(torch.ones(3))
+
+
+def test_an_object_that_holds_a_result_is_made_anew_by_each_call():
     Result = make_dataclass("Result", ["y"])
-    with pytest.raises(pt.CaptureError, match="returns a Result that holds tensors"):
-        compiled(lambda x: Result(x * 2))(torch.ones(3))
+    double = compiled(lambda x: Result(x * 2))
+    first, second = double(torch.ones(3)), double(torch.ones(3) * 2)
+    assert type(first) is type(second) is Result
+    assert first.y.tolist() == [2.0] * 3 and second.y.tolist() == [4.0] * 3
 
 
 def test_writing_an_argument_in_place_is_done_or_an_error_where_it_has_a_history():

@@ -8,7 +8,7 @@ beside them nothing but data, and is made anew of what stands for its leaves.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +31,18 @@ _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """What an object is made as, that has no `__new__` of its own."""
 
 
-def flatten_call(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of arguments or results, and what `pytree.tree_unflatten` makes them again by."""
+def flatten_call(
+    call: Any, stays: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of arguments or results, and what `pytree.tree_unflatten` makes them again by.
+
+    Args:
+        stays: of which objects none is made anew.
+    """
     leaves, structure = pytree.tree_flatten(call)
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, structure
-    opened = [_open_object(leaf) for leaf in leaves]
+    opened = [leaf if stays and stays(leaf) else _open_object(leaf) for leaf in leaves]
     if all(now is before for now, before in zip(opened, leaves, strict=True)):
         return leaves, structure
     return pytree.tree_flatten(pytree.tree_unflatten(opened, structure))

@@ -532,7 +532,7 @@ class _Capture:
             self.outputs.append(Output(kind, None, scalar=True, **more))
             values.append(value)
 
-        leaves, self.result = flatten_call(result)
+        leaves, self.result = flatten_call(result, self._stays)
         results: list[Any] = []
         for leaf in leaves:
             if is_symbolic(leaf):
@@ -540,7 +540,8 @@ class _Capture:
                 results.append(leaf)
                 give_number("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
-                check_result(leaf, self.inputs.identities)
+                if not self._stays(leaf):
+                    check_result(leaf, self.inputs.identities)
                 self.constants.append(leaf)
             elif (place := self.inputs.place_of(leaf)) >= 0:
                 self.constants.append(Place("input", place))  # the very tensor, as it came
@@ -583,6 +584,10 @@ class _Capture:
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
                 out("gradient", grad, spec=spec and spec.gradient, index=given.index)
         return values
+
+    def _stays(self, leaf: Any) -> bool:
+        """Was this part of a result there before, to be returned as itself?"""
+        return self.record.is_reached(leaf) or not holds_made(leaf, self.inputs.identities)
 
     def _cotangents(self) -> list[torch.Tensor]:
         """The gradients that the graph gives for those of its results."""

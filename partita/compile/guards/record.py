@@ -168,6 +168,11 @@ class Record:
         """Note that `value` is reached, and is no concern."""
         self._kept[id(value)] = value
 
+    def is_reached(self, value: Any) -> bool:
+        """Is it an object whose attributes the step has read?"""
+        known = self._known.get(id(value))
+        return known is not None and known.value is value
+
     def kinds(self) -> list[type]:
         """The types of the objects that were reached."""
         return [type(known.value) for known in self._known.values()]

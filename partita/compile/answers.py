@@ -22,7 +22,7 @@ from partita.layout import Fix
 
 from .errors import not_captured
 
-__all__ = ["Answers", "Asked", "Guesses", "Otherwise"]
+__all__ = ["Answers", "Asked", "Guesses", "Otherwise", "StepRaises"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -108,6 +108,18 @@ class Answers:
             if one is not other:
                 return Otherwise(tuple(found), i + 1, self.lines[i])
         return None
+
+
+class StepRaises(Exception):
+    """The step itself raises on the way that the call's answers lead: as it would in eager.
+
+    Attributes:
+        error: what it raised while it was captured.
+    """
+
+    def __init__(self, error: Exception):
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
 
 
 class Asked:

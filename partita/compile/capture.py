@@ -27,7 +27,7 @@ from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
-from .answers import Asked, Guesses
+from .answers import Asked, Guesses, StepRaises
 from .arguments import flatten_call, refuse_closed
 from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
@@ -108,6 +108,8 @@ def _captured(
             if isinstance(error, LayoutError):
                 _note_guards(error, run)
             # What is traced of numbers is not all that can be done with them.
+            if not isinstance(error, LayoutError) and run.raised and guesses.certain:
+                raise StepRaises(error) from error
             if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
                 raise error
             plain.why, ways, failed = str(error).strip().split("\n")[0], guesses, None
@@ -224,7 +226,7 @@ class _Capture:
     def program(self) -> Program | None:
         """None where the step read gradients that it was given as marks: those in `read_marks`."""
         inputs = self.inputs
-        self._line = ""
+        self._line, self.raised = "", False
         try:
             with inputs.mode:
                 made = make_fx(self._traced, _error_on_data_dependent_ops=True)(*inputs.fakes)
@@ -308,7 +310,7 @@ class _Capture:
                 with writes, self.record.recording(self.step, self._plain_arguments()):
                     result = self.step(*args, **kwargs)
             except Exception as error:
-                self._line = users_line(error)
+                self._line, self.raised = users_line(error), True
                 raise
             self._check_truth(writes.reads_number)
             self._check_attributes()

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from partita.tensor.tensor_state import OURS
 
 from .arguments import flatten_call
-from .guards.places import Place, entry
+from .guards.places import Place
 from .hooks import users_hooks
 
 __all__ = [
@@ -115,8 +115,6 @@ class State:
         given: the modules and optimizers among the arguments of the call.
         lists: lists and dictionaries in which tensors were looked for, and how long each was.
         groups: of each optimizer, the list of its groups, these and their lists of parameters.
-        keepers: by name, torch's own objects that keep a state: a GradScaler, say. Their methods
-            read it, where reads are not recorded.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -128,7 +126,6 @@ class State:
     given: list[Any] = field(default_factory=list)
     lists: list[tuple[Any, int]] = field(default_factory=list)
     groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
-    keepers: dict[str, Any] = field(default_factory=dict)
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those that it was made for?"""
@@ -177,12 +174,7 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded(self) -> Iterator[Place]:
-        """What is part of a program though the step is not seen to read it: optimizers' groups, and
-        what other objects of torch's keep."""
-        for name, keeper in self.keepers.items():
-            for key, value in vars(keeper).items():
-                if not isinstance(value, torch.Tensor):
-                    yield entry(f"{name}.{key}", vars(keeper), key)
+        """What is part of a program though the step is not seen to read it: optimizers' groups."""
         for name, optimizer in self.optimizers.items():
             yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
         for slot in self.slots:
@@ -396,8 +388,8 @@ class _Search:
                 self.value(at.name, v, at)
 
     def _keeper(self, name: str, value: Any) -> None:
+        """The tensors of an object of torch's that keeps a state: a GradScaler, say."""
         if self._first_time(value):
-            self.state.keepers[name] = value
             for key, held in list(vars(value).items()):
                 if isinstance(held, torch.Tensor):
                     at = Slot(f"{name}.{key}", "value", vars(value), key)

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
-from partita.layout import LayoutError
 from partita.tensor.watch import HERE
 
-from .answers import Guesses, Otherwise
+from .answers import Guesses, Otherwise, StepRaises
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
@@ -63,6 +62,7 @@ class CompiledStep(Last):
         self._made = 0
         self._eager: dict[Any, _Refused] = {}  # by signature
         self._runs_eagerly: _Refused | None = None
+        self._raised: StepRaises | None = None
         self._state: State | None = None
         self._last: Program | None = None
         self._call_guard: CallGuard | None = None
@@ -196,9 +196,14 @@ class CompiledStep(Last):
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         refused, self._runs_eagerly = self._runs_eagerly, None
+        raised, self._raised = self._raised, None
         result = self.step(*args, **kwargs)
         if refused is not None:
             refused.ran()
+        if raised is not None:  # which it should have in eager, too
+            warnings.warn(
+                f"ran eagerly: while it was captured the step raised {raised}", stacklevel=4
+            )
         return result
 
     def _run(self, program: Program, tensors: list[Any]) -> Any:
@@ -256,10 +261,12 @@ class CompiledStep(Last):
         primed = prime(state.optimizers)
         try:
             program = making()
+        except StepRaises as raised:
+            unprime(primed, lambda t: False)
+            self._raised = raised
+            return None, []
         except BaseException as error:
             unprime(primed, lambda t: False)
-            if found is not None and not isinstance(error, LayoutError):
-                return None, []  # the step raises where torch found what it asked for
             if self.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)

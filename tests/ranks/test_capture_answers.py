@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,3 +265,71 @@ def test_a_gradient_that_was_read_before_a_clip_is_the_gradient_still():
     with pt.ranks(dp=2) as world:
         found, _ = world.run(train, True)
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+class Trainer:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def test_a_schedule_that_the_step_does_not_read_is_no_part_of_it():
+    trainer, want = Trainer(), Trainer()
+    fast = pt.compile(trainer.step, backend="graph")
+    for _ in range(4):
+        torch.testing.assert_close(fast(torch.ones(4, 3)), want.step(torch.ones(4, 3)))
+        trainer.schedule.step()
+        want.schedule.step()
+    assert fast.reasons == ["the first call"]
+
+
+def test_an_interrupt_while_another_way_is_captured_is_no_answer(monkeypatch):
+    made = importlib.import_module("partita.compile.made")
+    make_program = made.make_program
+
+    def interrupted(*args, **options):
+        if any(getattr(a, "certain", 0) for a in args):
+            raise KeyboardInterrupt
+        return make_program(*args, **options)
+
+    mean = AveragedModel(torch.nn.Linear(2, 2))
+
+    def step(x):
+        mean.update_parameters(mean.module)
+        return x * 2
+
+    fast = pt.compile(step, backend="graph")
+    fast(torch.ones(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "make_program", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fast(torch.ones(2))
+    assert mean.n_averaged == 1
+    assert fast(torch.ones(2)).tolist() == [2, 2] and mean.n_averaged == 2
+
+
+def test_a_list_that_somebody_else_holds_is_not_lost_when_the_step_puts_another_in_its_place():
+    class Holder:
+        items: list
+
+    holder, boxes = Holder(), []
+
+    def step(x):
+        holder.items.append(1)
+        holder.items = []
+        return x * (1 + len(boxes[0]))
+
+    holder.items = []
+    boxes.append(holder.items)
+    with pytest.raises(pt.CaptureError, match="the step changes"):
+        pt.compile(step, backend="graph")(torch.ones(2))
+    assert boxes == [[]] and holder.items is boxes[0]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..arguments import is_taken_apart
 from . import places
 from .expected import MISSING, is_container, items_of, same_bits
@@ -112,16 +114,19 @@ class Snapshots:
             if place.key == "__dict__":
                 continue
             after = place.value
-            if not self._is_replaced(before, after) and not _alike(before, after):
+            if not _alike(before, after):
                 yield _of_place(place, before, after)
-        for _, name, before, held, _ in self._owners.values():
+        replaced = set()
+        for owner, name, before, held, _ in self._owners.values():
             if held is not None:
                 for write in _of_dict(name, held, before, dotted=True):
-                    if not self._is_replaced(write.before, write.after):
+                    if _is_of_torch(owner) and self._is_replaced(write.before, write.after):
+                        replaced.add(id(write.before))
+                    else:
                         yield write
         for value, name, before in self._containers.values():
             for write in [*_of_container(value, name, before)]:
-                if self._is_dropped(value):
+                if id(value) in replaced:
                     write.undo()
                 else:
                     yield write
@@ -131,7 +136,11 @@ class Snapshots:
                 yield Write(name, (id(value), "content"), *said, put_back, _nothing, again=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
-        """Is it another container with the content that the one before it had?"""
+        """Is it another container with the content that the one before it had?
+
+        As a GradScaler has a new dictionary of its optimizers after each step: what it wrote into
+        the one before is gone.
+        """
         known = self._containers.get(id(before))
         if known is None or before is after or type(before) is not type(after):
             return False
@@ -145,22 +154,10 @@ class Snapshots:
             return bool(one == other)
         return len(one) == len(other) and all(map(_alike, one, other))
 
-    def _is_dropped(self, container: Any) -> bool:
-        """Has the step put something else wherever a container stood?"""
-        stood = [
-            place.value is container
-            for place, before in self._places.values()
-            if before is container
-        ]
-        held = [(held, before) for _, _, before, held, _ in self._owners.values() if held]
-        held += [(v, b) for v, _, b in self._containers.values() if isinstance(v, dict)]
-        stood += [
-            dict.get(now, key, MISSING) is container
-            for now, before in held
-            for key, value in before.items()
-            if value is container
-        ]
-        return bool(stood) and not any(stood)
+
+def _is_of_torch(owner: Any) -> bool:
+    """Is it an object of a class of torch's, whose containers are its own?"""
+    return type(owner).__module__.startswith("torch.") and not isinstance(owner, torch.nn.Module)
 
 
 def _copy(value: Any) -> Any:

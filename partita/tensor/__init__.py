@@ -3,6 +3,7 @@
 # They take their places in torch.
 from . import (  # noqa: F401
     bypass,
+    checkpoint_in_graph,
     checkpoint_inputs,
     constructors,
     copies,

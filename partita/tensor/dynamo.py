@@ -35,7 +35,9 @@ _SAID = (
 _ENTERED = (
     *(
         f"tensor/{name}.py"
-        for name in "bypass checkpoint_inputs constructors flex module_hooks".split()
+        for name in (
+            "bypass checkpoint_in_graph checkpoint_inputs constructors flex module_hooks"
+        ).split()
     ),
     "train/optimizer.py",
     "train/remat/",

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -408,6 +409,27 @@ def test_a_bool_of_a_value_is_asked_of_the_environment_and_its_node_is_known():
     assert [n.graph for n in nodes] == [nodes[0].graph] * 2
     names = [str(n.target) for n in made.graph.nodes]
     assert "aten.mul.Tensor" in names and names.count("aten._local_scalar_dense.default") == 2
+
+
+def test_checkpoints_are_begun_by_functions_that_may_be_exchanged(monkeypatch):
+    begun = []
+    plain = checkpoints._checkpoint_without_reentrant_generator
+    apply = checkpoints.CheckpointFunction.apply
+
+    def begin(function, *args, **kwargs):
+        begun.append("without")
+        return plain(function, *args, **kwargs)
+
+    def apply_it(cls, function, preserve, *args):
+        begun.append("reentrant")
+        return apply(function, preserve, *args)
+
+    monkeypatch.setattr(checkpoints, "_checkpoint_without_reentrant_generator", begin)
+    monkeypatch.setattr(checkpoints.CheckpointFunction, "apply", classmethod(apply_it))
+    x = torch.ones(2, requires_grad=True)
+    for reentrant in (False, True):
+        checkpoints.checkpoint(torch.sin, x, use_reentrant=reentrant).sum().backward()
+    assert begun == ["without", "reentrant"]
 
 
 def test_hooks_of_all_modules_are_in_dictionaries_that_each_call_of_a_module_looks_at():

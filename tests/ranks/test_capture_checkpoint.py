@@ -1,0 +1,75 @@
+"""Is torch.utils.checkpoint in a captured step what it is in eager, random numbers too?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import partita as pt
+
+
+def whole(t):
+    return (t.full_tensor() if isinstance(t, pt.DTensor) else t).detach().clone()
+
+
+def train(mesh, reentrant, compiled):
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(2))
+    ).double()
+    x = torch.randn(4, 4).double()
+    if mesh:
+        pt.zero(blocks, mesh)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        h = x.clone().requires_grad_()
+        for block in blocks:
+            h = checkpoint(block, h, use_reentrant=reentrant)
+        loss = h.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    fast = pt.compile(step, backend="graph") if compiled else step
+    torch.manual_seed(7)
+    found = []
+    for _ in range(3):
+        found += [whole(fast(x)), torch.rand(1)]  # no more and no less is drawn
+    made_again = compiled and "are made again in backward" in fast.explain()
+    return [*found, *map(whole, blocks.parameters())], made_again
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_dropout_in_a_checkpoint_has_one_mask_in_a_captured_step(reentrant):
+    want, _ = train(None, reentrant, False)
+    alone, _ = train(None, reentrant, True)
+    torch.testing.assert_close(alone, want)
+    with pt.ranks(dp=2) as world:
+        (found, made_again), _ = world.run(train, reentrant, True)
+    torch.testing.assert_close(found, want)
+    assert made_again
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_holds_is_made_again_in_backward_by_a_graph(reentrant):
+    def peak(run):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+        x = torch.randn(256, 8, requires_grad=True)
+
+        def step(x):
+            h = x
+            for layer in model:
+                h = run(lambda h, layer=layer: layer(h).sin().exp().sin(), h)
+            h.sum().backward()
+
+        fast = pt.compile(step, backend="graph")
+        fast(x)
+        return fast.memory.peak
+
+    plain = peak(lambda f, h: f(h))
+    assert peak(lambda f, h: checkpoint(f, h, use_reentrant=reentrant)) < 0.6 * plain

@@ -365,7 +365,9 @@ class _Capture:
             else:
                 refuse_closed(f"argument[{i}]", leaf)
                 leaves[i] = self.inputs.stand_in(leaf)
-        return pytree.tree_unflatten(leaves, structure)
+        made = pytree.tree_unflatten(leaves, structure)
+        self._made_for_arguments = {id(leaf) for leaf in pytree.tree_leaves(made)}
+        return made
 
     @contextmanager
     def _numbers_swapped(self) -> Iterator[list[tuple[Slot, Any]]]:
@@ -543,7 +545,7 @@ class _Capture:
                 give_number("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
                 if not self._stays(leaf):
-                    check_result(leaf, self.inputs.identities)
+                    check_result(leaf)
                 self.constants.append(leaf)
             elif (place := self.inputs.place_of(leaf)) >= 0:
                 self.constants.append(Place("input", place))  # the very tensor, as it came
@@ -589,7 +591,7 @@ class _Capture:
 
     def _stays(self, leaf: Any) -> bool:
         """Was this part of a result there before, to be returned as itself?"""
-        return self.record.is_reached(leaf) or not holds_made(leaf, self.inputs.identities)
+        return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
 
     def _cotangents(self) -> list[torch.Tensor]:
         """The gradients that the graph gives for those of its results."""

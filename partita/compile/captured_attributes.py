@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import types
 import weakref
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ __all__ = ["Attributes", "check_result", "holds_made", "is_filled", "left_in"]
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
 _LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
-_DEEP, _MANY = 8, 10_000  # how far objects and lists are looked into
+_MANY = 10_000  # objects that are looked into
 
 
 class Attributes:
@@ -90,13 +90,9 @@ class Attributes:
         return found
 
 
-def check_result(value: Any, inputs: Container[Any]) -> None:
-    """Raise CaptureError if a part of a step's result that is no tensor holds some.
-
-    Args:
-        inputs: what stands for tensors that the step has not made.
-    """
-    if is_filled(value) or holds_made(value, inputs):
+def check_result(value: Any) -> None:
+    """Raise CaptureError if a part of a step's result that is no tensor holds some."""
+    if is_filled(value) or holds_made(value):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
@@ -118,47 +114,47 @@ def _filled(home: dict[str, Any]) -> list[str]:
     return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
 
 
-def is_filled(value: Any, within: tuple[int, ...] = ()) -> bool:
-    """Does it hold a tensor without memory, or refer to one?
+def is_filled(value: Any) -> bool:
+    """Does it hold a tensor without memory, or refer to one?"""
+    return any(map(_stands_in, _reached(value, _in_container)))
+
+
+def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
+    """Does an object, of whatever class, hold a tensor without memory?
 
     Args:
-        within: the ids of what holds it.
+        inputs: but for these, which stand for others.
     """
-    if _stands_in(value):
-        return True
-    if id(value) in within:
-        return False
+    found = _reached(value, _in_object)
+    return any(isinstance(v, FakeTensor) and v not in inputs for v in found)
+
+
+def _reached(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """It, and what is within it, each once."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting and len(seen) < _MANY:
+        found = waiting.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += held_by(found)
+
+
+def _in_container(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        held = [*value, *value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        held = [*value]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    else:
-        return False
-    return any(is_filled(v, (*within, id(value))) for v in held)
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    return ()
 
 
-def holds_made(value: Any, inputs: Container[Any], within: tuple[int, ...] = ()) -> bool:
-    """Does an object, of whatever class, hold a tensor that the step has made?
-
-    Args:
-        inputs: what stands for others.
-        within: the ids of what holds it.
-    """
-    if isinstance(value, FakeTensor):
-        return value not in inputs
-    if id(value) in within or len(within) > _DEEP:
-        return False
-    if isinstance(value, dict):
-        held = [*value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        held = [*value]
-    elif isinstance(value, _LIVE) or not hasattr(value, "__dict__"):
-        return False
-    else:
-        held = [*vars(value).values()]
-    return any(holds_made(v, inputs, (*within, id(value))) for v in held[:_MANY])
+def _in_object(value: Any) -> Iterable[Any]:
+    if isinstance(value, (torch.Tensor, *_LIVE)) or not hasattr(value, "__dict__"):
+        return _in_container(value)
+    return [*vars(value).values(), *_in_container(value)]
 
 
 def _stands_in(value: Any) -> bool:

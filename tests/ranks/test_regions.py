@@ -383,6 +383,41 @@ def test_an_object_that_holds_a_result_is_made_anew_by_each_call():
     assert first.y.tolist() == [2.0] * 3 and second.y.tolist() == [4.0] * 3
 
 
+def test_an_object_that_holds_an_argument_holds_that_of_the_call():
+    Result = make_dataclass("Result", ["y"])
+    wrap = compiled(lambda x: Result(x))
+    for x in (torch.ones(3), torch.zeros(3)):
+        assert wrap(x).y is x
+
+
+def test_an_object_that_was_there_before_is_returned_as_itself():
+    class Counter:
+        def __init__(self):
+            self.total = torch.zeros(2)
+
+        def add(self, x):
+            self.total.add_(x)
+            return self
+
+    counter = Counter()
+    add = compiled(counter.add)
+    assert add(torch.ones(2)) is counter and add(torch.ones(2)) is counter
+    assert counter.total.tolist() == [2.0, 2.0]
+
+
+def test_an_object_that_cannot_be_made_anew_holds_no_tensor_of_a_step():
+    class Holder:
+        pass
+
+    def step(x):
+        holder = Holder()
+        holder.y, holder.f = x, print
+        return holder
+
+    with pytest.raises(pt.CaptureError, match="returns a Holder that holds tensors"):
+        compiled(step)(torch.ones(2))
+
+
 def test_writing_an_argument_in_place_is_done_or_an_error_where_it_has_a_history():
     x = torch.ones(3)
     assert compiled(lambda x: x.mul_(2))(x) is x

@@ -22,7 +22,7 @@ from partita.layout import Fix
 
 from .errors import not_captured
 
-__all__ = ["Answers", "Asked", "Guesses", "Otherwise", "StepRaises"]
+__all__ = ["Answers", "Asked", "Guesses", "OtherAnswers", "StepRaises"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -34,7 +34,7 @@ _WAYS = 64  # that are tried where the step raises
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the first questions of a capture are answered; those that follow are foretold.
+    """What the first questions of a capture are answered; those that follow are predicted.
 
     Attributes:
         values: the answers.
@@ -48,7 +48,7 @@ class Guesses:
     turned: frozenset[int] = frozenset()
     tried: int = 1
 
-    def turn(self, answers: Sequence[bool]) -> Guesses | None:
+    def try_other_way(self, answers: Sequence[bool]) -> Guesses | None:
         """Other guesses, where the step has raised on the way of `answers`: perhaps it is not the
         call's. None where all ways were tried."""
         for i in reversed(range(self.certain, len(answers) if self.tried < _WAYS else 0)):
@@ -60,7 +60,7 @@ class Guesses:
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class OtherAnswers:
     """A run whose answers were others than its program's: it has changed nothing.
 
     Attributes:
@@ -102,11 +102,11 @@ class Answers:
     values: tuple[bool, ...] = ()
     lines: tuple[str, ...] = ()
 
-    def compare(self, found: Sequence[bool]) -> Otherwise | None:
+    def compare(self, found: Sequence[bool]) -> OtherAnswers | None:
         """What to do where a run has found other answers."""
         for i, (one, other) in enumerate(zip(self.values, found, strict=True)):
             if one is not other:
-                return Otherwise(tuple(found), i + 1, self.lines[i])
+                return OtherAnswers(tuple(found), i + 1, self.lines[i])
         return None
 
 
@@ -129,11 +129,11 @@ class Asked:
         values: of each question what stands for its answer.
 
     Args:
-        foretell: the likely answer to a question that nothing is known of.
+        predict_answer: the likely answer to a question that nothing is known of.
     """
 
-    def __init__(self, guesses: Guesses, foretell: Callable[[torch.SymBool], bool]):
-        self._guesses, self._foretell = guesses, foretell
+    def __init__(self, guesses: Guesses, predict_answer: Callable[[torch.SymBool], bool]):
+        self._guesses, self._predict = guesses, predict_answer
         self.values: list[torch.SymBool] = []
         self._answers: list[bool] = []
         self._lines: list[str] = []
@@ -158,7 +158,7 @@ class Asked:
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
         guesses, value = self._guesses.values, torch.SymBool(question)
-        found = guesses[number] if number < len(guesses) else self._foretell(value)
+        found = guesses[number] if number < len(guesses) else self._predict(value)
         self._known[question.expr] = found
         self.values.append(value)
         self._answers.append(found)
@@ -167,7 +167,7 @@ class Asked:
 
     def other_way(self) -> Guesses | None:
         """Guesses by which the step may not raise as it did; None where it is the call's way."""
-        return self._guesses.turn(self._answers)
+        return self._guesses.try_other_way(self._answers)
 
     @property
     def given(self) -> Answers:

@@ -36,7 +36,6 @@ from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import CaptureError, not_captured
 from .finished import Trace
-from .foretold import foretell
 from .functional import functional, has_effect
 from .gating import gate_writes
 from .guards import Guards, Record, Write
@@ -49,6 +48,7 @@ from .inputs import Inputs
 from .notes import Recorder, note_of
 from .numbers import NUMBER, Numbers, Plain
 from .optimizers import Group, Stepping
+from .predicted_answers import predict_answer
 from .program import Input, Output, Place, Program
 from .refusals import not_an_input, told_of, users_line
 from .state import Cell, Slot, State, attributes_of
@@ -208,7 +208,7 @@ class _Capture:
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.asked = Asked(guesses, self._foretold)
+        self.asked = Asked(guesses, self._predicted_answer)
         self.inputs.mode.shape_env.answer = self.asked.answer
         self.numbers = Numbers(self.inputs.mode.shape_env, plain)
         self.facts = Facts(self.inputs)
@@ -338,12 +338,12 @@ class _Capture:
                 place=line,
             )
 
-    def _foretold(self, question: torch.SymBool) -> bool:
+    def _predicted_answer(self, question: torch.SymBool) -> bool:
         """What a question of torch's is likely to be answered: False where it cannot be told."""
         mode = get_proxy_mode()
         assert mode is not None
         node = get_proxy_slot(question, mode.tracer).force().node
-        return bool(foretell(node, self._known.get))
+        return bool(predict_answer(node, self._known.get))
 
     def _number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1

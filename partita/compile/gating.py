@@ -46,13 +46,13 @@ def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
             )
     with graph.inserting_before(copies[0] if copies else end):
         make = Making(graph, note_of(found[-1]))
-        told = make(_aten.stack.default, found)
+        answers_found = make(_aten.stack.default, found)
         if copies:
             held = [
                 v if a else make(_aten.logical_not.default, v)
                 for v, a in zip(found, answers, strict=True)
             ]
-            as_said = make(_aten.all.default, make(_aten.stack.default, held))
+            all_hold = make(_aten.all.default, make(_aten.stack.default, held))
     for copy in copies:
         into, value = copy.args[:2]
         with graph.inserting_before(copy):
@@ -60,8 +60,8 @@ def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
             now, was = value.meta["val"], into.meta["val"]
             if now.dtype != was.dtype:
                 value = make(_aten._to_copy.default, value, dtype=was.dtype)
-            holds = as_said
+            holds = all_hold
             if was.device != holds.meta["val"].device:
                 holds = make(_aten._to_copy.default, holds, device=was.device)
             copy.args = (into, make(_aten.where.self, holds, value, into), *copy.args[2:])
-    end.args = ([*results, told],)
+    end.args = ([*results, answers_found],)

@@ -302,7 +302,7 @@ class Program:
             inputs: as for `made`.
 
         Returns:
-            What the step does; an `Otherwise` where the call has other answers: it has then
+            What the step does; an `OtherAnswers` where the call has other answers: it has then
             changed nothing, and drawn nothing.
         """
         if self.answers.values:

@@ -20,7 +20,7 @@ from torch import nn
 from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
 from partita.tensor.watch import HERE
 
-from .answers import Guesses, Otherwise, StepRaises
+from .answers import Guesses, OtherAnswers, StepRaises
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
@@ -111,7 +111,7 @@ class CompiledStep(Last):
         """Run the program; another one as long as torch's questions have other answers."""
         while program is not None:
             found = self._run(program, tensors)
-            if type(found) is not Otherwise:
+            if type(found) is not OtherAnswers:
                 return found
             watcher, HERE.watcher = HERE.watcher, None
             try:
@@ -122,7 +122,7 @@ class CompiledStep(Last):
         return self._run_eagerly(args, kwargs)
 
     def _ready(
-        self, args: Any, kwargs: Any, found: Otherwise | None = None
+        self, args: Any, kwargs: Any, found: OtherAnswers | None = None
     ) -> tuple[Program | None, list[Any]]:
         """The program of a call and the call's tensors; None where it runs eagerly.
 
@@ -153,7 +153,7 @@ class CompiledStep(Last):
         return self._allowed(program, tensors)
 
     def _kept(
-        self, signature: Any, tensors: list[Any], found: Otherwise | None
+        self, signature: Any, tensors: list[Any], found: OtherAnswers | None
     ) -> tuple[tuple[Any, int] | None, str]:
         """The key of a program for such a call, for Python and for numbers as they are now.
 
@@ -239,7 +239,7 @@ class CompiledStep(Last):
         return watcher.applied(self, tuple(tensors), {}, run)
 
     def _first(
-        self, signature: Any, args: Any, kwargs: Any, why: str, found: Otherwise | None
+        self, signature: Any, args: Any, kwargs: Any, why: str, found: OtherAnswers | None
     ) -> tuple[Program | None, list[Any]]:
         """Capture; `why` says which condition of the programs for such calls does not hold."""
         from .made import kept_within, make_program  # what makes graphs takes seconds to import

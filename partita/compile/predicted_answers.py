@@ -1,4 +1,4 @@
-"""Foretold answers: what a question is likely to be answered, from what the call brings along.
+"""Predicted answers: what a question is likely to be answered, from what the call brings along.
 
 How often an average was updated is known before a step runs. Where all that a question is computed
 of is small, and an input that the step has not written, it is computed of the call's own values.
@@ -18,13 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .fakes import local_of
 from .symbolic import is_symbolic
 
-__all__ = ["foretell"]
+__all__ = ["predict_answer"]
 
 _SMALL = 64  # elements
 _DEEP = 32  # calls
 
 
-def foretell(question: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]) -> bool | None:
+def predict_answer(
+    question: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]
+) -> bool | None:
     """The likely answer; None where it cannot be told.
 
     Args:

@@ -7,6 +7,7 @@ beside them nothing but data, and is made anew of what stands for its leaves.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from partita.layout import Fix
 
 from .errors import not_captured
 
-__all__ = ["flatten_call", "is_taken_apart", "refuse_closed"]
+__all__ = ["classes_of_call", "flatten_call", "is_taken_apart", "refuse_closed", "unflatten_call"]
 
 _NUMBERS = (int, float, bool, str, bytes, complex, type(None))
 _DATA = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Size, range, slice)
@@ -29,12 +30,13 @@ _LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
 _LEAVES = frozenset((*_NUMBERS, torch.Tensor))
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """What an object is made as, that has no `__new__` of its own."""
+_DEPTH = 32  # of objects in one another; each costs frames of Python's stack
 
 
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of arguments or results, and what `pytree.tree_unflatten` makes them again by.
+    """The leaves of arguments or results, and what `unflatten_call` makes them again by.
 
     Args:
         stays: of which objects none is made anew.
@@ -42,15 +44,32 @@ def flatten_call(
     leaves, structure = pytree.tree_flatten(call)
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, structure
-    opened = [leaf if stays and stays(leaf) else _open_object(leaf) for leaf in leaves]
+    opener = _Opener()
+    opened = [leaf if stays and stays(leaf) else opener.open(leaf) for leaf in leaves]
     if all(now is before for now, before in zip(opened, leaves, strict=True)):
         return leaves, structure
+    numbers: dict[int, int] = {}
+    opened = [_numbered(leaf, numbers) for leaf in opened]
     return pytree.tree_flatten(pytree.tree_unflatten(opened, structure))
+
+
+def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
+    """What `flatten_call` took apart, made of other leaves: what was one object is one again."""
+    try:
+        return pytree.tree_unflatten(leaves, structure)
+    finally:
+        _HERE.made.clear()
+
+
+def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
+    """The classes of the objects that `flatten_call` took apart."""
+    within = [kind for child in structure.children() for kind in classes_of_call(child)]
+    return [structure.context[0], *within] if structure.type is _Parts else within
 
 
 def is_taken_apart(value: Any) -> bool:
     """Is it an object of which `flatten_call` gives what it holds?"""
-    return _open_object(value) is not value
+    return _Opener().open(value) is not value
 
 
 def refuse_closed(name: str, leaf: Any) -> None:
@@ -69,6 +88,16 @@ def refuse_closed(name: str, leaf: Any) -> None:
         )
 
 
+class _Here(threading.local):
+    """What this thread makes objects of."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Any] = {}  # by number
+
+
+_HERE = _Here()
+
+
 @dataclass(frozen=True)
 class _Parts:
     """An object taken apart: what it has as a dictionary or list, and its attributes by name."""
@@ -76,34 +105,66 @@ class _Parts:
     kind: type
     items: Any
     attributes: dict[str, Any]
+    number: int = 0
 
 
-def _open_object(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """`value`, or its parts where it is an object of data with tensors.
+@dataclass(frozen=True)
+class _Same:
+    """The object with this number, met once more."""
 
-    Args:
-        within: the ids of the objects that hold it: one that holds itself stays closed.
-    """
-    if isinstance(value, (*_DATA, *_LIVE)) or id(value) in within:
+    number: int
+
+
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, _Parts)
+
+
+class _Opener:
+    """Objects of one call, each of which is taken apart once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and what stands for it
+
+    def open(self, value: Any, depth: int = 0) -> Any:
+        """`value`, or its parts where it is an object of data with tensors."""
+        if isinstance(value, (*_DATA, *_LIVE)):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = value, value  # one that holds itself stays closed
+            if depth < _DEPTH:
+                self._known[id(value)] = value, self._opened(value, depth + 1)
+        return self._known[id(value)][1]
+
+    def _opened(self, value: Any, depth: int) -> Any:
+        base = _base_of(type(value))
+        if base is None:
+            return value
+        items: Any = ()
+        if issubclass(base, dict):
+            items = dict(base.items(value))
+        elif base is list:
+            items = list(base.__iter__(value))
+        inside = items, _attributes(value)
+        if _has_live(pytree.tree_leaves(inside)):
+            return value
+        items, attributes = pytree.tree_map(lambda v: self.open(v, depth), inside)
+        found = pytree.tree_leaves((items, attributes), is_leaf=_is_parts)
+        has_tensors = any(isinstance(v, (torch.Tensor, _Parts)) for v in found)
+        if has_tensors and all(isinstance(v, (*_DATA, *_SYMBOLIC, _Parts)) for v in found):
+            return _Parts(type(value), items, attributes)
         return value
-    base = _base_of(type(value))
-    if base is None:
+
+
+def _numbered(value: Any, numbers: dict[int, int]) -> Any:
+    """`value` with a number for each object that was taken apart, whose parts stand there once."""
+    if not isinstance(value, _Parts):
         return value
-    items: Any = ()
-    if issubclass(base, dict):
-        items = dict(base.items(value))
-    elif base is list:
-        items = list(base.__iter__(value))
-    inside = items, _attributes(value)
-    if _has_live(pytree.tree_leaves(inside)):
-        return value
-    within = (*within, id(value))
-    items, attributes = pytree.tree_map(lambda v: _open_object(v, within), inside)
-    found = pytree.tree_leaves((items, attributes))
-    has_tensors = any(isinstance(v, torch.Tensor) for v in found)
-    if has_tensors and all(isinstance(v, (*_DATA, *_SYMBOLIC)) for v in found):
-        return _Parts(type(value), items, attributes)
-    return value
+    if id(value) in numbers:
+        return _Same(numbers[id(value)])
+    numbers[id(value)] = number = len(numbers)
+    inside = value.items, value.attributes
+    items, attributes = pytree.tree_map(lambda v: _numbered(v, numbers), inside, is_leaf=_is_parts)
+    return _Parts(value.kind, items, attributes, number)
 
 
 def _base_of(kind: type) -> type | None:
@@ -115,21 +176,32 @@ def _base_of(kind: type) -> type | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    slots = (s for k in type(value).__mro__ for s in _names(k.__dict__.get("__slots__", ())))
-    found = {s: getattr(value, s) for s in slots if s[:2] != "__" and hasattr(value, s)}
+    slots = [s for k in type(value).__mro__ for s in _slots_of(k)]
+    found = {s: getattr(value, s) for s in slots if hasattr(value, s)}
     return found | getattr(value, "__dict__", {})
 
 
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def _slots_of(kind: type) -> list[str]:
+    """The names under which objects have what stands in the slots of `kind`."""
+    given = kind.__dict__.get("__slots__", ())
+    names = (given,) if isinstance(given, str) else tuple(given)
+    return [_own_name(kind, s) for s in names if s not in ("__dict__", "__weakref__")]
+
+
+def _own_name(kind: type, name: str) -> str:
+    """As Python calls a `__name` within a class."""
+    own = kind.__name__.lstrip("_")
+    private = name.startswith("__") and not name.endswith("__") and own
+    return f"_{own}{name}" if private else name
 
 
 def _has_live(values: list[Any]) -> bool:
     return any(isinstance(v, _LIVE) or callable(v) for v in values)
 
 
-def _make_object(children: Any, kind: type) -> Any:
+def _make_object(children: Any, context: tuple[type, int]) -> Any:
     items, attributes = children
+    kind, number = context
     base = _base_of(kind)
     assert base is not None
     made = base.__new__(kind)
@@ -140,9 +212,15 @@ def _make_object(children: Any, kind: type) -> Any:
         base.extend(made, items)
     for name, v in attributes.items():
         object.__setattr__(made, name, v)
+    _HERE.made[number] = made
     return made
 
 
 pytree.register_pytree_node(
-    _Parts, lambda parts: ([parts.items, parts.attributes], parts.kind), _make_object
+    _Parts,
+    lambda parts: ([parts.items, parts.attributes], (parts.kind, parts.number)),
+    _make_object,
+)
+pytree.register_pytree_node(
+    _Same, lambda same: ([], same.number), lambda _, number: _HERE.made[number]
 )

@@ -28,7 +28,7 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
 from .answers import Asked, Guesses, StepRaises
-from .arguments import flatten_call, refuse_closed
+from .arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
 from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
@@ -365,7 +365,7 @@ class _Capture:
             else:
                 refuse_closed(f"argument[{i}]", leaf)
                 leaves[i] = self.inputs.stand_in(leaf)
-        made = pytree.tree_unflatten(leaves, structure)
+        made = unflatten_call(leaves, structure)
         self._made_for_arguments = {id(leaf) for leaf in pytree.tree_leaves(made)}
         return made
 
@@ -384,9 +384,11 @@ class _Capture:
                 slot.put(value)
 
     def _plain_arguments(self) -> list[tuple[str, Any]]:
-        """What stands in the arguments and is no tensor."""
-        leaves = enumerate(flatten_call((self.args, self.kwargs))[0])
-        return [(f"argument[{i}]", v) for i, v in leaves if not isinstance(v, torch.Tensor)]
+        """What stands in the arguments and is no tensor, and the classes of what is made anew."""
+        leaves, structure = flatten_call((self.args, self.kwargs))
+        kinds = [(kind.__name__, kind) for kind in classes_of_call(structure)]
+        named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
+        return [*kinds, *((name, v) for name, v in named if not isinstance(v, torch.Tensor))]
 
     def _holders(self) -> list[Any]:
         """The objects whose tensors are exchanged while the step runs."""

@@ -21,6 +21,7 @@ from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
 
 from .answers import Answers
+from .arguments import unflatten_call
 from .conditions import Conditions
 from .fakes import local_of
 from .state import Slot
@@ -336,7 +337,7 @@ class Program:
             write.redo()
         of = {"result": leaves, "input": tensors}
         whole = [of[c.source][c.index] if type(c) is Place else c for c in self.constants]
-        return pytree.tree_unflatten(whole, self.result)
+        return unflatten_call(whole, self.result)
 
 
 def _those(borders: Sequence[Border | None]) -> dict[int, Border]:

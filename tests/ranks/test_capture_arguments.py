@@ -151,3 +151,87 @@ def test_an_object_that_holds_itself_is_left_alone():
         return step(options, placed(mesh)).full_tensor()
 
     assert all(torch.equal(out, X * 2) for out in on_ranks(body))
+
+
+def captured(step):
+    return pt.compile(step, backend="graph")
+
+
+def test_two_classes_of_one_name_are_two_programs():
+    def kind(factor):
+        @dataclasses.dataclass
+        class Batch:
+            x: torch.Tensor
+
+            def scaled(self):
+                return self.x * factor
+
+        return Batch
+
+    step, twice, thrice = captured(lambda batch: batch.scaled()), kind(2), kind(3)
+    for _ in range(2):
+        assert torch.equal(step(twice(X)), X * 2)
+        assert torch.equal(step(thrice(X)), X * 3)
+    assert len(step.reasons) == 2
+
+
+def test_the_class_of_an_argument_is_guarded():
+    class Scaled(Own):
+        factor = 2
+
+    step = captured(lambda batch: batch.x * batch.factor)
+    assert torch.equal(step(Scaled(X, 1)), X * 2)
+    Scaled.factor = 3
+    assert torch.equal(step(Scaled(X, 1)), X * 3)
+
+
+def test_arguments_that_are_one_object_stay_one():
+    def step(a, b):
+        return a.x * (2 if a is b.x else 5), Own(a, [a, b])
+
+    run, first, second = captured(step), Own(X, 1), Own(X + 1, 1)
+    for other in (first, second, first):
+        out, made = run(first, Own(other, 1))
+        assert torch.equal(out, X * (2 if other is first else 5))
+        assert made.k[0] is made.x
+    assert len(run.reasons) == 2
+
+
+def test_objects_that_know_one_another_are_walked_once():
+    nodes = [types.SimpleNamespace(x=X) for _ in range(40)]
+    for node in nodes:
+        node.peers = [n for n in nodes if n is not node]  # as many paths as orders of forty
+    ladder = types.SimpleNamespace(x=X)
+    for _ in range(30):
+        ladder = types.SimpleNamespace(left=ladder, right=ladder)
+
+    def down(ladder):
+        while not hasattr(ladder, "x"):
+            assert ladder.left is ladder.right
+            ladder = ladder.left
+        return ladder.x * 2
+
+    assert torch.equal(captured(down)(ladder), X * 2)
+    with pytest.raises(pt.CaptureError, match="holds tensors"):
+        captured(lambda x, node: x * 2)(X, nodes[0])
+
+
+def test_a_chain_of_objects_is_no_end_of_the_stack():
+    chain = None
+    for _ in range(1000):
+        chain = Own(chain, 1)
+    assert torch.equal(captured(lambda x, chain: x * 2)(X, chain), X * 2)
+
+
+def test_an_argument_keeps_what_stands_in_private_slots():
+    class Slots:
+        __slots__ = ("__factor", "x")
+
+        def __init__(self, x, factor):
+            self.x, self.__factor = x, factor
+
+        def scaled(self):
+            return self.x * self.__factor
+
+    step = captured(lambda batch: batch.scaled())
+    assert all(torch.equal(step(Slots(X, k)), X * k) for k in (2, 3))

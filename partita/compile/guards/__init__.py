@@ -2,7 +2,7 @@
 
 In reading order: `expected` (what a value was), `places` (where it stands), `record` with
 `instrument`, `calls` and `codes` (what a step reads), `writes` (what it changes), `guards` (the
-check), `call` and `signature` (tensors and arguments), `reasons`.
+check), `call`, `signature` and `content_keys` (tensors and arguments), `reasons`.
 """
 
 from .call import CallGuard

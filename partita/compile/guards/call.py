@@ -18,7 +18,7 @@ from ..arguments import flatten_call
 from ..fakes import local_of
 from ..program import Program
 from ..state import OF_TENSORS, Slot, State, attributes_of, hooks_of
-from .expected import argument_key, content_key
+from .content_keys import argument_key, content_key
 from .modes import modes
 
 __all__ = ["CallGuard", "kind_of_tensor"]

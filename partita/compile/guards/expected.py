@@ -9,7 +9,6 @@ guarded by itself. A tensor is an input of the graph: it has only to be a tensor
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import functools
 import struct
@@ -24,16 +23,18 @@ import torch
 from .in_c import content_of, dict_under, is_held_in_c
 
 __all__ = [
+    "BY_EQUALITY",
+    "METHODS",
     "MISSING",
     "Contents",
     "Difference",
     "Expected",
     "Identity",
     "Many",
-    "argument_key",
     "as_expected",
     "brief",
-    "content_key",
+    "compares_by_value",
+    "ends_of",
     "holds_no_more",
     "is_container",
     "items_of",
@@ -52,12 +53,12 @@ MISSING = _Missing()
 Difference = tuple[str, str, str]
 """Where within a value, as "['k'][0]"; what was there; what is there now."""
 
-_BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
-_PLAIN = (*_BY_EQUALITY, float, complex)
+BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+_PLAIN = (*BY_EQUALITY, float, complex)
 _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
-_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _SHOWN = 60  # characters of a value
 
 
@@ -71,11 +72,11 @@ def same_bits(a: Any, b: Any) -> bool:
     if kind is complex:
         return same_bits(a.real, b.real) and same_bits(a.imag, b.imag)
     if kind is slice:
-        return all(map(same_bits, _ends(a), _ends(b)))
+        return all(map(same_bits, ends_of(a), ends_of(b)))
     return bool(a == b)
 
 
-def _ends(value: slice) -> tuple[Any, Any, Any]:
+def ends_of(value: slice) -> tuple[Any, Any, Any]:
     return value.start, value.stop, value.step
 
 
@@ -353,7 +354,7 @@ def _order(member: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_BY_EQUALITY, float, complex, tuple, frozenset))
+    return isinstance(value, (*BY_EQUALITY, float, complex, tuple, frozenset))
 
 
 def is_container(value: Any) -> bool:
@@ -375,7 +376,7 @@ def as_expected(
     """
     if isinstance(value, torch.Tensor):
         return AnyTensor()
-    if type(value) in (*_BY_EQUALITY, float, complex):
+    if type(value) in (*BY_EQUALITY, float, complex):
         return Bits(value)
     known = {} if known is None else known
     if id(value) in known:
@@ -392,70 +393,24 @@ def as_expected(
         return Held(type(value), content_of(value))
     if (under := dict_under(value)) is not None:
         return View(value, as_expected(under, known, number))
-    if isinstance(value, _METHODS) and value.__self__ is not None:
+    if isinstance(value, METHODS) and value.__self__ is not None:
         function = getattr(value, "__func__", None)
         owner = value.__self__
         held = is_container(owner) or is_held_in_c(owner)
         inner = as_expected(owner, known, number) if held else None
         return Bound(type(value), value.__name__, function, owner, inner)
-    if _compares_by_value(value):
+    if compares_by_value(value):
         return Bits(value)
     return Identity(value)
 
 
-def _compares_by_value(value: Any) -> bool:
+def compares_by_value(value: Any) -> bool:
     """Is it a value of numpy's, or a path, a fraction, a date: immutable, with an equality?"""
     kind = type(value)
     root = kind.__module__.split(".")[0]
     if root == "numpy":
         return hasattr(value, "tobytes") or kind.__name__.endswith("DType")
     return root in ("pathlib", "fractions", "decimal", "datetime", "uuid")
-
-
-class _Very:
-    """An object as a part of a signature: equal to itself alone."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Very) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def argument_key(value: Any) -> Any:
-    """What a graph is made for, of an argument that is no tensor: equal for alike ones."""
-    if isinstance(value, float):  # an input of the graph: conditions see to it
-        return (type(value),)
-    return content_key(value)
-
-
-def content_key(value: Any) -> Any:
-    """What a value that is no input is, to be compared by what a program can read of it."""
-    kind = type(value)
-    if kind is float:
-        return (kind, "nan" if value != value else struct.pack("d", value))
-    if kind is complex:
-        return (kind, content_key(value.real), content_key(value.imag))
-    if kind is slice:
-        return (kind, *map(content_key, _ends(value)))
-    if kind in _BY_EQUALITY:
-        return (kind, value)
-    if is_held_in_c(value):
-        return (kind, content_of(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [getattr(value, f.name, MISSING) for f in dataclasses.fields(value)]
-        return (kind, *map(content_key, fields))
-    if is_container(value):
-        keys, values = items_of(value)
-        return (kind, *map(content_key, keys or ()), *map(content_key, values))
-    if _compares_by_value(value):
-        return (kind, repr(value))
-    if isinstance(value, _METHODS) and value.__self__ is not None:
-        return (kind, value.__name__, _Very(value.__self__))
-    return (kind, _Very(value))
 
 
 def _name(kind: type) -> str:
@@ -470,7 +425,7 @@ def brief(value: Any, beside: Any = None) -> str:
         return "a tensor"
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         text = getattr(value, "__qualname__", repr(value))
-    elif isinstance(value, (*_BY_EQUALITY, float, complex)):
+    elif isinstance(value, (*BY_EQUALITY, float, complex)):
         text = repr(value)
     elif is_container(value):
         text = _name(type(value)) + (f" of {len(value)}" if hasattr(value, "__len__") else "")

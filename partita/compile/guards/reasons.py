@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from partita.tensor.dtensor import DTensor, short_dtype
 
 from ..state import State
+from .content_keys import text_of
 from .guards import Guards
 
 __all__ = ["Description", "History", "described", "reason_of"]
@@ -37,9 +38,9 @@ def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: 
         if isinstance(value, torch.Tensor):
             found[name] = _tensor(value, first.setdefault(id(value), name), name)
         else:
-            found[name] = {"value": _text(value)}
+            found[name] = {"value": text_of(value)}
     for name, value in state.settings():
-        found[name] = {"value": _text(value)}
+        found[name] = {"value": text_of(value)}
     casts = [
         short_dtype(torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -118,10 +119,6 @@ def _changed(one: dict[str, str], other: dict[str, str]) -> str:
             return f"the same tensor as {after}" if after else f"not the same tensor as {before}"
         return f"{what} {before} became {after}"
     raise AssertionError("they are equal")
-
-
-def _text(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _short(text: str) -> str:

@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from ..arguments import flatten_call
 from ..state import State
 from .call import kind_of_tensor
-from .expected import argument_key
+from .content_keys import argument_key
 from .modes import modes
 
 __all__ = ["signature_of"]
@@ -28,7 +28,7 @@ def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]
     """
     first: dict[int, int] = {}
     arguments, structure = flatten_call(call)
-    parts: list[Any] = [("structure", str(structure))]
+    parts: list[Any] = [("structure", structure)]
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
             parts.append((f"value {i}", argument_key(t)))

@@ -1,0 +1,64 @@
+"""Strides are those of the whole, on all ranks: also where a rank has one row, or none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import partita as pt
+
+LAYOUTS = {
+    "rows within columns": [pt.Shard(1), pt.Shard(0)],
+    "columns within rows": [pt.Shard(0), pt.Shard(1)],
+    "rows": [pt.Replicate(), pt.Shard(0)],
+}
+MADE = {
+    "itself": lambda x: x,
+    "product": lambda x: x * 2,
+    "transposed": lambda x: x.t(),
+    "expanded": lambda x: x.unsqueeze(1).expand(-1, 3, -1),
+    "padded": lambda x: torch.nn.functional.pad(x, (0, 1)),
+    "joined": lambda x: torch.cat([x, x]),
+}
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5])  # on three ranks: 1 1 0, 2 2 0, 2 2 1
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_one_answer(layout, rows):
+    whole, placements = torch.arange(6.0 * rows).view(rows, 6), LAYOUTS[layout]
+
+    def body(mesh):
+        spread = pt.distribute_tensor(whole, mesh, placements)
+        moved = pt.distribute_tensor(whole, mesh).redistribute(placements=placements)
+        found = []
+        for make in MADE.values():
+            for x in map(make, (spread, moved)):
+                found.append((x.stride(), x.is_contiguous()))
+        return found
+
+    expected = [(make(whole).stride(), make(whole).is_contiguous()) for make in MADE.values()]
+    with pt.ranks(dp=2, tp=3) as world:
+        for found in world.run(body):
+            assert found[::2] == found[1::2] == expected
+
+
+@pytest.mark.parametrize("part", [lambda x: x[:, 1:5], lambda x: x.chunk(2, 1)[1], lambda x: x[0]])
+def test_ranks_agree_on_the_strides_of_a_part(part):
+    def body(mesh):
+        whole = torch.arange(30.0).view(5, 6)
+        parts = [part(pt.distribute_tensor(whole, mesh, p)) for p in LAYOUTS.values()]
+        return [(x.stride(), x.is_contiguous()) for x in parts]
+
+    with pt.ranks(dp=2, tp=3) as world:
+        first, *others = world.run(body)
+    assert all(found == first for found in others)
+
+
+def test_as_strided_is_taken_on_all_ranks():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.arange(30.0).view(5, 6), mesh, [pt.Shard(1), pt.Shard(0)])
+        return x.as_strided((3, 2), (6, 2)).full_tensor()
+
+    with pt.ranks(dp=2, tp=3) as world:
+        for found in world.run(body):
+            assert torch.equal(found, torch.arange(30.0).as_strided((3, 2), (6, 2)))

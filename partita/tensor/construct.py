@@ -31,6 +31,8 @@ __all__ = [
     "zeros",
 ]
 
+_DENSE = torch.contiguous_format
+
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a `whole` value under `spec`, in memory of its own.
@@ -43,7 +45,9 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
             part = cut(part, dim, offset, length)
     part = part.contiguous()
     if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-        part = part.clone()  # a piece that shares memory would keep the whole value alive
+        # A piece that shares memory would keep the whole value alive. One without elements, which
+        # is contiguous as it is, has the strides that other ranks' pieces have.
+        part = part.clone() if part.numel() else torch.empty_like(part, memory_format=_DENSE)
     _keep_on_first(part, spec)
     return part
 

@@ -34,9 +34,9 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
     """The strides in elements that the global tensor has where each rank's piece lies as x's does.
 
     A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
-    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row, or
-    none, its stride from row to row is whatever it was copied from: there the memory tells whether
-    there are gaps.
+    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row,
+    its stride from row to row is whatever it was copied from: the memory tells whether there are
+    gaps.
     """
     with Local():
         local = _stride(x)
@@ -44,7 +44,7 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
         shape = x._spec.shape
         if sizes == tuple(shape):
             return local
-        short = any(n < 2 <= whole for n, whole in zip(sizes, shape, strict=True))
+        short = any(n < whole and n == 1 for n, whole in zip(sizes, shape, strict=True))
         dense = short and _fills_memory(x, sizes, local)
     strides = [0] * len(shape)
     inner_local = inner_global = 1
@@ -62,7 +62,7 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
 def _fills_memory(x: DTensor, sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Has the memory no element beside those of this rank's piece?"""
     held = math.prod(n for n, stride in zip(sizes, strides, strict=True) if stride)
-    return x.untyped_storage().nbytes() == held * x.element_size()
+    return 0 < x.untyped_storage().nbytes() == held * x.element_size()
 
 
 def _laid_out_alike(x: DTensor) -> torch.Tensor:

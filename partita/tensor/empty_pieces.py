@@ -46,10 +46,12 @@ def as_with_elements(
     """
     mesh, first = wire.mesh, (0,) * wire.mesh.ndim
     largest: dict[Path, Shape] = {}
+    wholes: list[Shape] = []
     empty = False
     for path, layout in zip(paths, choice.inputs, strict=True):
         if layout is not None:
             largest[path] = layout.local_shape(mesh, first)
+            wholes.append(layout.shape)
             empty = empty or (0 in layout.local_shape(mesh, wire.at) and 0 not in layout.shape)
     if not empty or form.inplace or wire.padded:
         return kernel
@@ -61,10 +63,16 @@ def as_with_elements(
         given = [at_path(args, kwargs, p) for p in there]
         graded = tuple([t.requires_grad for t in given])
         if graded not in known:
-            shapes = largest.values()
-            metas = [_meta(t, shape) for t, shape in zip(given, shapes, strict=True)]
-            given_metas = dict(zip(there, metas, strict=True))
-            known[graded] = _trial(whole, args, kwargs, given_metas, _is_of_users(form))
+            known[graded] = None
+            # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
+            for shapes in ([*largest.values()], wholes):
+                metas = [_meta(t, shape) for t, shape in zip(given, shapes, strict=True)]
+                given_metas = dict(zip(there, metas, strict=True))
+                try:
+                    known[graded] = _trial(whole, args, kwargs, given_metas, _is_of_users(form))
+                    break
+                except IndexError:
+                    continue
         return known[graded]
 
     def run(*args: Any, **kwargs: Any) -> Any:

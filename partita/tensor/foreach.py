@@ -196,22 +196,20 @@ def _plan_of(
     return plan if alike and _is_clean(plan) else None
 
 
-def _with_value(single: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, a, b, value=1: single(x, a, b, value=value)
-
-
 def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     single, outs = _single(op), []
-    if op.form.name in ("addcdiv", "addcmul"):  # the op itself takes its number by name only
-        single = _with_value(single)
-        if len(args) == 4 and isinstance(args[3], torch.Tensor):  # a number for each place
-            args = (*args[:3], args[3].tolist())
+    by_name = op.form.name in ("addcdiv", "addcmul")  # the op itself takes its number so only
+    if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):  # one for each place
+        args = (*args[:3], args[3].tolist())
     for i, place in enumerate(plan.places):
-        mine = _place(i, args, kwargs)
+        mine, options = _place(i, args, kwargs), kwargs
+        if by_name and len(mine) == 4:
+            *mine, value = mine
+            options = {**kwargs, "value": value}
         if place is None:
-            outs.append(single(*mine, **kwargs))
+            outs.append(single(*mine, **options))
         else:
-            outs.append(place.run(single, mine, kwargs))
+            outs.append(place.run(single, mine, options))
     return args[0] if op.form.inplace else outs
 
 

@@ -89,3 +89,51 @@ def test_what_cannot_be_told_without_values_is_known_by_its_text():
     ):
         with pytest.raises((RuntimeError, TypeError), match=r"(?i)meta"):
             ask()
+
+
+def write_row(x):
+    x = x.clone()
+    x[1] += 2
+    x.select(0, 0).mul_(3)
+    return x
+
+
+ROWS = {
+    "index": lambda x: x[1],
+    "number": lambda x: x[1, -1],
+    "select": lambda x: x.select(0, 1),
+    "write": write_row,
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_rank_without_rows_takes_an_index_of_the_whole(row):
+    take = ROWS[row]
+
+    def body(mesh):
+        x = pt.distribute_tensor(X, mesh, [pt.Shard(0)]).requires_grad_()
+        out = take(x)
+        out.sum().backward()
+        return out.full_tensor(), x.grad.full_tensor()
+
+    one = X.clone().requires_grad_()
+    expected = take(one)
+    expected.sum().backward()
+    with pt.ranks(a=3) as world:
+        for out, grad in world.run(body):
+            assert torch.equal(out, expected) and torch.equal(grad, one.grad)
+
+
+@pytest.mark.parametrize("name", ["_foreach_addcmul", "_foreach_addcdiv"])
+@pytest.mark.parametrize("value", [0.5, [0.5, 0.25], torch.tensor([0.5, 0.25])])
+def test_a_foreach_op_takes_its_number_on_a_rank_without_rows(name, value):
+    one = [X[:1].clone(), X.clone()]
+    expected = getattr(torch, name)(one, one, one, value)
+
+    def body(mesh):
+        xs = [pt.distribute_tensor(x, mesh, [pt.Shard(0)]) for x in one]
+        return [x.full_tensor() for x in getattr(torch, name)(xs, xs, xs, value)]
+
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            assert all(map(torch.equal, found, expected))

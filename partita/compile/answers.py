@@ -111,7 +111,8 @@ class Answers:
 
 
 class StepRaises(Exception):
-    """The step itself raises on the way that the call's answers lead: as it would in eager.
+    """The step itself raises: by the user's code, or on the way that the call's answers lead. The
+    call runs eagerly, so that what comes before is done, and raises.
 
     Attributes:
         error: what it raised while it was captured.

@@ -50,7 +50,7 @@ from .numbers import NUMBER, Numbers, Plain
 from .optimizers import Group, Stepping
 from .predicted_answers import predict_answer
 from .program import Input, Output, Place, Program
-from .refusals import not_an_input, told_of, users_line
+from .refusals import is_users_own, not_an_input, told_of, users_line
 from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 from .tensor_facts import Facts
@@ -108,11 +108,12 @@ def _captured(
             if isinstance(error, LayoutError):
                 _note_guards(error, run)
             # What is traced of numbers is not all that can be done with them.
-            if not isinstance(error, LayoutError) and run.raised and guesses.certain:
+            if run.raised and (guesses.certain or is_users_own(error)):
                 raise StepRaises(error) from error
             if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
                 raise error
-            plain.why, ways, failed = str(error).strip().split("\n")[0], guesses, None
+            plain.why = str(error).strip().split("\n")[0] or type(error).__name__
+            ways, failed = guesses, None
             continue
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
@@ -310,7 +311,7 @@ class _Capture:
                 with writes, self.record.recording(self.step, self._plain_arguments()):
                     result = self.step(*args, **kwargs)
             except Exception as error:
-                self._line, self.raised = users_line(error), True
+                self._line, self.raised = users_line(error), not isinstance(error, LayoutError)
                 raise
             self._check_truth(writes.reads_number)
             self._check_attributes()

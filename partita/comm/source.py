@@ -14,13 +14,14 @@ __all__ = ["call_site", "place_of_user", "user_line"]
 
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NUMPY = os.path.join("site-packages", "numpy", "")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Our own models and training loop stand where a user's program would when no user is above them.
 _OURS_TO_SHOW = (os.path.join(_PARTITA, "train") + os.sep,)
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """`"file:line"` of the innermost frame outside partita, torch and the standard library.
+    """`"file:line"` of the innermost frame outside partita, torch, numpy and Python's library.
 
     Walks the stack, so call it only when somebody will read the answer.
 
@@ -76,7 +77,7 @@ def _is_plumbing(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     if name.startswith("<"):  # of no file: made by a library, but for `python -c` and notebooks
         return name.startswith("<frozen ") or frame.f_globals.get("__name__") != "__main__"
-    if name.startswith(_TORCH):
+    if name.startswith(_TORCH) or _NUMPY in name:
         return True
     return name.startswith(_STDLIB) and "site-packages" not in name
 

@@ -7,6 +7,7 @@ values until then, as it does in eager.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.watch import HERE
 
 from .errors import not_captured
+from .guards.codes import is_recorded
 from .inputs import Inputs
 from .symbolic import as_number
 from .tensor_facts import Facts
@@ -59,6 +61,7 @@ class DataWrites(TorchFunctionMode):
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
         if func in _ASKS:  # torch's own would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
+        _check_function(func)
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
 
@@ -90,6 +93,20 @@ class DataWrites(TorchFunctionMode):
                 copies.append((before, value))
             for before, value in copies:
                 before.copy_(value)
+
+
+def _check_function(func: Any) -> None:
+    """Raise CaptureError where the program has put `func` in place of torch's own, which it calls.
+
+    Torch's own says that it is what stands in its place, and that would be called once more.
+    """
+    if isinstance(func, FunctionType) and is_recorded(func.__code__.co_filename):
+        raise not_captured(
+            f"the step calls a function of torch's through {func.__qualname__}, which stands in "
+            "its place",
+            "who hears what torch calls is told that it is the latter, which would run twice",
+            Fix("a module or function of your own", "that calls torch's, rather than in its place"),
+        )
 
 
 def _laid_out_like(x: Any, value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 import partita as pt
 from partita.compile.notes import note_of
 
-from . import number_changes, tensor_changes, world_changes  # noqa: F401 (entries of CHANGES)
+from . import library_changes, number_changes, tensor_changes, world_changes  # noqa: F401 (entries)
 from .state_changes import CHANGES, HOOKS, REFUSED
 
 SLICES = 8

@@ -30,7 +30,14 @@ from ..errors import CaptureError, not_captured
 from ..hearing import heard_by
 from .codes import is_of_users, is_recorded
 from .outside import is_of_world, is_pythons, user_of
-from .settings import is_called_as_setting, read_answer, read_environment, says_setting
+from .settings import (
+    finds_object,
+    is_called_as_setting,
+    read_answer,
+    read_environment,
+    read_found,
+    says_setting,
+)
 
 if TYPE_CHECKING:
     from .record import Record
@@ -74,8 +81,13 @@ _SHARED = {
         torch.save,
     )
 }
+_ANOMALIES = (
+    torch.autograd.detect_anomaly.__init__.__code__,
+    torch.autograd.set_detect_anomaly.__init__.__code__,
+)
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
+_SEED = (torch.initial_seed.__code__, torch.cuda.initial_seed.__code__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
 _RANDOM_CODES = {
@@ -91,9 +103,9 @@ def _kind_of(frame: FrameType) -> str:
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
     special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
-    if special or code in _ENVIRONMENT:
+    if special or code in _ENVIRONMENT or code in _ANOMALIES:
         return "special"
-    if code is _SETTING or _is_setting(code):
+    if code is _SETTING or code in _SEED or finds_object(code) or _is_setting(code):
         return "setting"
     return "pythons" if is_pythons(code.co_filename) else "library"
 
@@ -127,10 +139,10 @@ def _states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
     return found
 
 
-def unguarded(fact: str, reason: str, name: str = "") -> CaptureError:
+def unguarded(fact: str, reason: str, name: str = "", fix: Fix | None = None) -> CaptureError:
     """The error to raise where a step reads what no guard can hold."""
-    what = name or "it"
-    return not_captured(fact, reason, Fix(f"give {what} as an argument", "read before the step"))
+    usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
+    return not_captured(fact, reason, fix or usual)
 
 
 class Calls:
@@ -222,6 +234,8 @@ class Calls:
             self._shared(_SHARED[code])
         elif code in _SEEDS:
             self._seed(_SEEDS[code])
+        elif code in _ANOMALIES:
+            self.refuse_anomalies(frame.f_locals.get("mode", True))
         else:
             self._random(f"random.{code.co_name}")
 
@@ -229,6 +243,9 @@ class Calls:
         if code is _SETTING:
             function = frame.f_locals["self"].getter
             read_answer(self._record, getattr(function, "__name__", "a setting"), function)
+            return
+        if finds_object(code):
+            read_found(self._record, frame)
             return
         function = frame.f_globals.get(code.co_name)
         if getattr(function, "__code__", None) is code:
@@ -282,7 +299,9 @@ class Calls:
             self._record.refuse(
                 f"the step reads {name}, a torch.Generator",
                 "a graph draws from the generator of its own device alone",
-                name,
+                fix=Fix(
+                    "torch.manual_seed(...)", "before the step, which draws without generator="
+                ),
             )
         numpy = sys.modules.get("numpy")
         kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
@@ -291,6 +310,14 @@ class Calls:
         bound = type(value).__name__ == "cython_function_or_method"
         if bound and kinds and isinstance(value.__self__, kinds):
             self._random(f"numpy.random.{value.__name__}")
+
+    def refuse_anomalies(self, looked_for: bool) -> None:
+        if looked_for:
+            self._record.refuse(
+                "the step runs in torch's anomaly mode",
+                "a graph has a backward pass of its own, in which nobody looks for NaN",
+                fix=Fix("torch.autograd.set_detect_anomaly(False)", "before the step"),
+            )
 
     def _seed(self, name: str) -> None:
         self._record.refuse(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -132,6 +133,16 @@ def asks_whether_true(code: CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def imported_names(code: CodeType) -> tuple[str, ...]:
-    """The modules that it imports as it runs."""
-    return tuple(i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")
+def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
+    """The modules that it imports as it runs, as code of a module in `package`."""
+    found, constants = [], []
+    for i in dis.get_instructions(code):
+        if i.opname == "LOAD_CONST":
+            constants.append(i.argval)
+        elif i.opname == "IMPORT_NAME":  # of how far above `package`, and of what it has
+            dots, _ = constants[-2:]
+            if not dots:
+                found.append(i.argval)
+            elif package:
+                found.append(importlib.util.resolve_name("." * dots + i.argval, package))
+    return tuple(found)

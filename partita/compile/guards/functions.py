@@ -16,6 +16,8 @@ import types
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ..symbolic import TypeOfNumbers
 from . import places
 from .codes import (
@@ -30,6 +32,7 @@ from .codes import (
 from .expected import MISSING
 from .objects import content_of, names_of_class, runs_in_frame, variables_of
 from .reflection import read_module, read_modules, read_registry, reflects, take_whole
+from .settings import read_ambient
 
 if TYPE_CHECKING:
     from .record import Record
@@ -88,6 +91,7 @@ class Functions:
         if hasattr(f, "__wrapped__"):
             self._record.reach(f.__wrapped__, name)
         if not recorded:
+            read_ambient(self._record, f.__module__)
             # A decorator of a library's, as torch.no_grad: what it holds of the user's.
             for where in f.__closure__ or ():
                 inner = content_of(where)
@@ -109,7 +113,11 @@ class Functions:
         self._classes[id(kind)] = kind
         self._read_of_bases(kind)
         for base in kind.__mro__:
-            if id(base) in self._codes_of_functions or not is_of_users(base.__module__):
+            if id(base) in self._codes_of_functions:
+                continue
+            if base.__module__.startswith("torch.nn.modules") and base is not nn.Module:
+                self._reach_layer(base)
+            if not is_of_users(base.__module__):
                 continue
             self._codes_of_functions.add(id(base))
             self.classes.append(base)
@@ -119,6 +127,13 @@ class Functions:
                         self._record.reach(f, f"{name}.{key}")
                         if key.startswith("__"):
                             self._by_operators[id(f.__code__)] = (base, key)
+
+    def _reach_layer(self, kind: type) -> None:
+        """A class of torch's layers: the functions it calls, which a program may replace."""
+        self._codes_of_functions.add(id(kind))
+        for f in list(vars(kind).values()):
+            if isinstance(f, types.FunctionType):
+                self._read_of_libraries(f.__code__, {"F": f.__globals__.get("F")})
 
     def reach_cached(self, f: Any, name: str) -> None:
         """What a result was computed from that was remembered before this step ran."""
@@ -205,22 +220,25 @@ class Functions:
             self.types_read = True
             for kind in self._record.kinds():
                 self.reach_class(kind)
-        for name in imported_names(code):
+        for name in imported_names(code, variables.get("__package__")):
+            read_module(self._record, name)
             module = sys.modules.get(name)
             if module is not None:
                 self._record.reach(module, name)
-            else:
-                read_module(self._record, name)
-        new = names_of(code) - self._used
+        if "__class__" in code.co_freevars:
+            self._supers |= names_of(code)
+            for kind in list(self._classes.values()):
+                self._read_of_bases(kind)
+        self.use(names_of(code))
+
+    def use(self, names: set[str]) -> None:
+        """Objects, classes and modules that are reached may be asked for these."""
+        new = names - self._used
         self._used |= new
         for key in sorted(new):
             if not key.startswith("__"):
                 place = places.of_tensor(key)
                 self._record.read_at(place, place.value, alone=not _is_users(place.value))
-        if "__class__" in code.co_freevars:
-            self._supers |= names_of(code)
-            for kind in list(self._classes.values()):
-                self._read_of_bases(kind)
         for space, name in list(self._spaces.values()):
             self._read_of_space(space, name, new)
 

@@ -61,10 +61,14 @@ def content_of(value: Any) -> Any:
 
 def copier(value: Any) -> Any:
     """What puts back what it holds now."""
+    if isinstance(value, _FILES) and value.closed:
+        return lambda: None
     if isinstance(value, _FILES):
         text, at = value.getvalue(), value.tell()
 
         def rewrite() -> None:
+            if value.closed:  # for good
+                return
             value.seek(0)
             value.truncate()
             value.write(text)
@@ -79,16 +83,22 @@ def copier(value: Any) -> Any:
                 setattr(value, key, getattr(before, key))
 
         return reset
-    if hasattr(value, "copy"):  # an array of numpy's, a bytearray
-        held = value.copy()
+    if hasattr(value, "dtype"):
+        array, shape = value.copy(), value.shape
 
         def copy() -> None:
-            value[...] = held
+            if value.shape != shape:
+                value.resize(shape, refcheck=False)
+            value[...] = array
+
+        return copy
+    if isinstance(value, bytearray) or type(value).__module__ == "array":
+        items = value[:]
 
         def refill() -> None:
-            value[:] = held
+            value[:] = items
 
-        return copy if hasattr(value, "dtype") else refill
+        return refill
     if memoryview(value).readonly:
         return lambda: None
     held = bytes(value)

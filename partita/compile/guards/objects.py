@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import sys
@@ -18,10 +19,12 @@ from .expected import MISSING
 __all__ = [
     "INSIDE",
     "PLAIN",
+    "WITH_FIELDS",
     "content_of",
     "dict_of",
     "dict_that_has",
     "has_settings",
+    "holds_more",
     "is_iterator",
     "is_namespace",
     "is_slot",
@@ -40,6 +43,7 @@ _NOT_LOOKED_INTO = frozenset(
     unittest uuid warnings weakref""".split()
 )
 PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
+WITH_FIELDS = ("__dataclass_fields__",)  # attributes like others, for all their names
 INSIDE = ("_parameters", "_buffers", "_modules")
 
 
@@ -74,7 +78,8 @@ def slots_of(kind: type) -> dict[str, Any]:
     return {
         key: value
         for base in reversed(kind.__mro__)
-        if is_of_users(base.__module__) or base.__module__.startswith("collections")
+        if is_of_users(base.__module__)
+        or base.__module__.startswith(("collections", "dataclasses"))
         for key, value in vars(base).items()
         if is_slot(value)
     }
@@ -102,6 +107,12 @@ def has_settings(kind: type) -> bool:
         return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
     pythons = root in sys.stdlib_module_names and not root.startswith("_")
     return is_of_users(root) or (pythons and root not in _NOT_LOOKED_INTO)
+
+
+def holds_more(value: Any) -> bool:
+    """Is a number or a text of a class of the user's, which may have attributes?"""
+    kind = type(value)
+    return isinstance(value, enum.Enum) or (kind not in PLAIN and is_of_users(kind.__module__))
 
 
 def is_namespace(value: Any) -> bool:

@@ -10,6 +10,7 @@ import datetime
 import functools
 import gc
 import importlib
+import os
 import sys
 import types
 from types import FrameType
@@ -37,6 +38,7 @@ _COUNTS = (  # of the interpreter, another in each call
 )
 _CLASSES = ("_io", "_socket", "select", "sqlite3", "_ssl", "_queue", "posix")
 _IN_MEMORY = ("StringIO", "BytesIO")
+_OF_NUMPY, _OF_ARRAYS = ("fromfile",), ("tofile", "dump")
 _NOW = ("now", "utcnow", "today")
 # What these read is to find and show code, or to tell of it, and none of a step's results.
 _ASIDE = tuple(
@@ -73,22 +75,30 @@ def is_of_world(function: Any) -> str:
     owner = function.__self__
     kind = owner if isinstance(owner, type) else type(owner)
     name: str = function.__name__
-    made = not isinstance(owner, type) and kind.__name__ not in _IN_MEMORY
-    if made and kind.__module__ in _CLASSES:
+    if function.__module__ == "numpy" and name in _OF_NUMPY:
+        return f"numpy.{name}"
+    bases = [] if isinstance(owner, type) else kind.__mro__
+    made = next((base for base in bases if name in vars(base)), None)
+    if made is not None and made.__module__ in _CLASSES and made.__name__ not in _IN_MEMORY:
         return f"{kind.__name__}.{name}"
+    if made is not None and made.__module__ == "numpy" and name in _OF_ARRAYS:
+        return f"numpy.ndarray.{name}"
     if issubclass(kind, datetime.date) and isinstance(owner, type) and name in _NOW:
         return f"{kind.__module__}.{kind.__name__}.{name}"
     return "lock.locked" if name == "locked" and kind.__module__ == "_thread" else ""
 
 
 def is_pythons(filename: str) -> bool:
-    """Is it code of Python's own library, but for what imports modules?"""
+    """Is it code of Python's own library, but for what imports modules, or of numpy?"""
+    if _NUMPY in filename:
+        return True
     if filename.startswith("<frozen"):
         return "importlib" not in filename and "zipimport" not in filename
     return filename.startswith(_STDLIB) and "site-packages" not in filename
 
 
 _STDLIB = importlib.__file__.removesuffix("importlib/__init__.py")
+_NUMPY = os.path.join("site-packages", "numpy", "")
 _CAPTURE = "partita/compile/capture.py"
 
 

@@ -9,15 +9,14 @@ everything stands again where it was.
 from __future__ import annotations
 
 import abc
-import collections
 import contextvars
 import enum
 import functools
 import logging
+import operator
 import sys
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,11 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.layout import Fix
+
 from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
 from .codes import is_of_users, is_recorded
-from .expected import MISSING, brief, holds_no_more, is_container, items_of
+from .containers import reach_container
+from .expected import MISSING, is_container
 from .functions import Functions
 from .guards import Guards
 from .in_c import dict_under, is_held_in_c, is_shared_memory
@@ -40,17 +42,18 @@ from .modes import function_modes
 from .objects import (
     INSIDE,
     PLAIN,
+    WITH_FIELDS,
     dict_of,
     dict_that_has,
     has_settings,
+    holds_more,
     is_iterator,
-    is_namespace,
     is_slot,
     may_be_hidden,
     slots_of,
 )
 from .places import Place
-from .reflection import read_registry
+from .reflection import names_asked_by, read_registry
 from .settings import read_ambient, read_environment_of
 from .writes import Snapshots
 
@@ -60,7 +63,6 @@ _MODULES = vars(nn.modules.module)
 _HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a module looks at
     key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
 ]
-_HUGE = 100_000  # entries of a container; into those of a larger one it is not looked
 _WEAK = (
     weakref.ref,
     weakref.WeakKeyDictionary,
@@ -102,6 +104,7 @@ class Record:
             None. What has a stand-in is guarded by its type alone.
         places: what was read, in order.
         snapshots: of what was reached, to see what the step writes.
+        by_name: whether what is reached now is perhaps not what the step reads.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -119,7 +122,7 @@ class Record:
         self._instrumented: list[type] = []
         self._busy = False
         self._by_library = False  # what is reached now is what torch's own code reads
-        self._by_name = False  # what is reached now is perhaps not what the step reads
+        self.by_name = False
         self.functions = Functions(self)
         self._calls = Calls(self)
 
@@ -127,6 +130,7 @@ class Record:
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
         """Within, what this thread reads is recorded; `step` is what is going to run."""
         try:
+            self._calls.refuse_anomalies(torch.is_anomaly_enabled())
             self._instrument(nn.Module)
             # Where a profiler listens to calls, what functions name is read before they run.
             self.functions.all_at_once = sys.getprofile() is not None
@@ -138,9 +142,13 @@ class Record:
                     self.reach(value, name)
                 for mode in function_modes():
                     self.reach(mode, type(mode).__name__)
-            with recorded_by(self), self._calls.heard(not self.functions.all_at_once):
-                yield
-            if self.error is not None:
+            try:
+                with recorded_by(self), self._calls.heard(not self.functions.all_at_once):
+                    yield
+            except Exception as error:
+                if self.error is None or self.error is error:
+                    raise
+            if self.error is not None:  # which the step, or a library, may have taken for another
                 raise self.error
         finally:
             self.functions.put_back()
@@ -158,11 +166,11 @@ class Record:
     @contextmanager
     def found_by_name(self) -> Iterator[None]:
         """Within, what is reached is perhaps not what the step reads: its name is used."""
-        before, self._by_name = self._by_name, True
+        before, self.by_name = self.by_name, True
         try:
             yield
         finally:
-            self._by_name = before
+            self.by_name = before
 
     def keep(self, value: Any) -> None:
         """Note that `value` is reached, and is no concern."""
@@ -211,9 +219,9 @@ class Record:
         for place, value in self.numbers.values():
             place.write(value)
 
-    def refuse(self, fact: str, reason: str, name: str = "") -> None:
+    def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
         """Note that the step reads what no guard can hold, and raise it."""
-        self.error = self.error or unguarded(fact, reason, name)
+        self.error = self.error or unguarded(fact, reason, name, fix)
         raise self.error
 
     # -- attributes --------------------------------------------------------------------------------
@@ -281,7 +289,7 @@ class Record:
             self.read_at(places.Place(known.name, known.value, "__dict__", lambda: home), home)
 
     def read_of_class(self, kind: type, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
+        if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
         place = places.attribute_of_class(f"{kind.__name__}.{name}", kind, name)
         value = place.value
@@ -312,15 +320,20 @@ class Record:
         if alone:
             return
         if type(value) is float:
-            self._offer(place, value)
+            self.offer(place, value)
         else:
             self.reach(value, place.name)
 
-    def _offer(self, place: Place, value: float) -> None:
+    def offer(self, place: Place, value: float, item: bool = False) -> None:
+        """A float is reached, for which another may stand; an `item` of a known container."""
         stands = self.stand_in_for_float(place.name, place.home, place.key, value)
-        if stands is not None:
-            self.numbers[place.identity] = (place, value)
-            place.write(stands)
+        if stands is None:
+            return
+        self.numbers[place.identity] = (place, value)
+        place.write(stands)
+        if item:
+            self.snapshots.item(place, stands)
+        else:
             self.snapshots.place(place, stands, again=True)
 
     def reach(self, value: Any, name: str) -> None:
@@ -328,10 +341,10 @@ class Record:
         if type(value) in PLAIN or id(value) in self._kept:
             return
         if issubclass(type(value), _WEAK):
-            if not self._by_name:
+            if not self.by_name:
                 self._refuse_weak(value, name)
             return
-        if isinstance(value, (*PLAIN, torch.Tensor)):
+        if isinstance(value, torch.Tensor) or (isinstance(value, PLAIN) and not holds_more(value)):
             return
         self._kept[id(value)] = value
         if isinstance(value, enum.Enum):
@@ -339,7 +352,7 @@ class Record:
         elif isinstance(value, threading.local):
             self._reach_local(value, name)
         elif is_container(value):
-            self._reach_container(value, name)
+            reach_container(self, value, name)
         elif is_held_in_c(value):
             read_ambient(self, type(value).__module__)
             self.snapshots.array(value, name)
@@ -354,6 +367,8 @@ class Record:
         elif isinstance(value, types.CellType):
             place = places.cell(name, value)
             self.read_at(place, place.value)
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self.functions.use(names_asked_by(value))
         elif isinstance(value, types.ModuleType):
             read_ambient(self, value.__name__)
             if is_of_users(value.__name__):
@@ -387,7 +402,7 @@ class Record:
         elif isinstance(value, (staticmethod, classmethod)):
             self.reach(value.__func__, name)
         elif is_iterator(value):
-            if self._by_name:
+            if self.by_name:
                 return
             self.refuse(
                 f"the step reads {name}, an iterator ({type(value).__name__})",
@@ -396,10 +411,13 @@ class Record:
                 name,
             )
         else:
-            if not self._by_name:
+            if not self.by_name:
                 self._calls.reached(value, name)
             read_ambient(self, type(value).__module__)
-            self._reach_object(value, name)
+            if isinstance(value, BaseException):
+                place = places.function_part(f"{name}.args", value, "args")
+                self.read_at(place, place.value)
+            self.reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
                 self.functions.reach_cached(value.__wrapped__, name)
 
@@ -425,63 +443,7 @@ class Record:
         held = value.__dict__
         self.read_at(Place(name, value, "__dict__", lambda: value.__dict__), held)
 
-    def _reach_container(self, value: Any, name: str) -> None:
-        self.snapshots.container(value, name)
-        if hasattr(type(value), "__len__") and len(value) > _HUGE:
-            self._take_entries(value, name)
-            return
-        if isinstance(value, collections.defaultdict):
-            self._read_factory(value, name)
-        keys, values = items_of(value)
-        if isinstance(value, (set, frozenset)):
-            keys, values = None, list(value)
-        for key in keys or ():
-            if not isinstance(key, PLAIN):
-                self.reach(key, f"a key of {name}")
-        for i, v in enumerate(values):
-            key = keys[i] if keys is not None else i
-            if type(v) is float and isinstance(value, (dict, list)):
-                place = places.item(f"{name}[{key!r}]", value, key)
-                self._offer_item(place, v)
-            elif not isinstance(v, PLAIN):
-                self.reach(v, f"{name}.{key}" if is_namespace(value) else f"{name}[{key!r}]")
-        if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
-            "builtins",
-            "collections",
-            "types",
-            "functools",
-        ):
-            self._reach_object(value, name)
-
-    def _read_factory(self, value: collections.defaultdict[Any, Any], name: str) -> None:
-        def put(factory: Any) -> None:
-            value.default_factory = factory
-
-        called, key = f"{name}.default_factory", ("default_factory",)
-        place = Place(called, value, key, lambda: value.default_factory, put)
-        self.read_at(place, value.default_factory)
-
-    def _take_entries(self, value: Any, name: str) -> None:
-        """Take a huge container by its entries, and say so where these may change themselves."""
-        self.huge[id(value)] = (name, value)
-        entries = value.values() if hasattr(value, "values") else value
-        inner = next((v for v in entries if not holds_no_more(v)), None)
-        if inner is not None and not self._by_name:
-            warnings.warn(
-                f"{name} has {len(value):,} entries: a compiled step sees when one is replaced, "
-                f"not when something within one changes ({brief(inner)}). Give what the step needs "
-                "of it as an argument",
-                stacklevel=2,
-            )
-
-    def _offer_item(self, place: Place, value: float) -> None:
-        stands = self.stand_in_for_float(place.name, place.home, place.key, value)
-        if stands is not None:
-            self.numbers[place.identity] = (place, value)
-            place.write(stands)
-            self.snapshots.item(place, stands)
-
-    def _reach_object(self, value: Any, name: str) -> None:
+    def reach_object(self, value: Any, name: str) -> None:
         kind = type(value)
         if not kind.__flags__ & (1 << 9) or not has_settings(kind):  # made in C, or not looked into
             return

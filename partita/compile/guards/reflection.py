@@ -6,6 +6,7 @@ import _abc  # type: ignore[import-not-found]
 import abc
 import dis
 import functools
+import operator
 import sys
 import types
 from types import CodeType
@@ -19,14 +20,29 @@ from .places import Place
 if TYPE_CHECKING:
     from .record import Record
 
-__all__ = ["read_module", "read_modules", "read_registry", "reflects", "take_whole"]
+__all__ = [
+    "names_asked_by",
+    "read_module",
+    "read_modules",
+    "read_registry",
+    "reflects",
+    "take_whole",
+]
 
 _BY_NAME = ("getattr", "hasattr")
 _WHOLE = frozenset(
     "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
     "get_type_hints".split()
 )
-_OF_SPACES = frozenset("__dict__ __annotations__ __doc__ __name__ __match_args__".split())
+# What a class or a function has beside what a program puts there, and others read of it.
+_OF_CLASSES = """__annotations__ __doc__ __name__ __qualname__ __module__ __match_args__
+    __dataclass_fields__""".split()
+_OF_FUNCTIONS = """__code__ __defaults__ __kwdefaults__ __annotations__ __doc__ __name__
+    __qualname__ __module__ __signature__""".split()
+_OF_SPACES = frozenset(
+    "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "
+    "__defaults__ __kwdefaults__ __signature__ __closure__".split()
+)
 _COMPUTES = ("BINARY_OP", "BINARY_SUBSCR", "BUILD_STRING", "FORMAT_VALUE")
 _PASSED = ("CACHE", "EXTENDED_ARG", "PRECALL")
 
@@ -41,6 +57,8 @@ def reflects(code: CodeType) -> bool:
     for step in dis.get_instructions(code):
         if step.opname in _PASSED:
             continue
+        if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
+            return True
         if step.opname == "LOAD_GLOBAL" and step.argval in _BY_NAME:
             asked, within = [], 0
         elif asked is not None:
@@ -78,7 +96,7 @@ def take_whole(record: Record, space: Any, name: str) -> None:
             return
         for key in [key for key in vars(space) if not key.startswith("__")]:
             record.read_of_class(space, key)
-        for key in sorted(_OF_SPACES - {"__dict__"}):
+        for key in _OF_CLASSES:
             get = functools.partial(getattr, space, key, None)
             record.read_at(Place(f"{name}.{key}", space, key, get), get())
     elif isinstance(space, (types.ModuleType, types.FunctionType, dict)):
@@ -87,13 +105,20 @@ def take_whole(record: Record, space: Any, name: str) -> None:
         for key in [key for key in held if not key.startswith("__")]:
             record.read_at(places.entry(f"{name}.{key}", held, key), held[key], alone=not users)
         if isinstance(space, types.FunctionType):
-            for key in ("__code__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__"):
+            for key in _OF_FUNCTIONS:
                 place = places.function_part(f"{name}.{key}", space, key)
                 record.read_at(place, place.value)
     else:
         return
     names = functools.partial(_names, space)
     record.read_at(Place(f"the names in {name}", space, "()", names), names(), alone=True)
+
+
+def names_asked_by(getter: Any) -> set[str]:
+    """What `attrgetter("a.b")` or `methodcaller("c")` asks an object for, in C."""
+    _, given = getter.__reduce__()[:2]
+    texts = given if isinstance(getter, operator.attrgetter) else given[:1]
+    return {name for text in texts for name in text.split(".")}
 
 
 def _names(space: Any) -> tuple[str, ...]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import gc
 import locale
+import logging
 import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
+
+from torch.utils import _pytree as pytree
 
 from . import places
 from .expected import MISSING
@@ -21,17 +27,41 @@ if TYPE_CHECKING:
     from .record import Record
 
 __all__ = [
+    "finds_object",
     "is_called_as_setting",
     "read_ambient",
     "read_answer",
     "read_environment",
     "read_environment_of",
+    "read_found",
     "says_setting",
 ]
 
 
-_ASKED = (os.getcwd, os.getcwdb)
+_ASKED = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_native_id)
 _NOT_SET = (sys.getprofile,)  # while a step is captured it is another
+
+
+# Objects of the process that Python's library finds by name, or by who asks.
+_FINDS = {
+    f.__code__: f"{f.__module__}.{f.__name__}"
+    for f in (logging.getLogger, threading.current_thread, threading.main_thread)
+}
+
+
+def finds_object(code: CodeType) -> bool:
+    return code in _FINDS
+
+
+def read_found(record: Record, frame: FrameType) -> None:
+    """An object of the process is asked for, which is looked up once more."""
+    function = frame.f_globals[frame.f_code.co_name]
+    given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
+    name = f"{_FINDS[frame.f_code]}({', '.join(map(repr, given))})"
+    get = functools.partial(function, *given)
+    with record.quietly():
+        key = (frame.f_code.co_name, *given)
+        record.read_at(Place(name, function, key, get), get())
 
 
 def is_called_as_setting(name: str) -> bool:
@@ -97,6 +127,10 @@ def _filters() -> list[Any]:
     return warnings.filters  # type: ignore[return-value]
 
 
+def _nodes() -> int:
+    return len(pytree.SUPPORTED_NODES)
+
+
 def _of_numpy(name: str) -> Callable[[], Any]:
     return lambda: getattr(sys.modules["numpy"], name)()
 
@@ -105,6 +139,7 @@ def _of_numpy(name: str) -> Callable[[], Any]:
 _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     "decimal": [("decimal.getcontext()", _decimals)],
     "locale": [("the locale", _locale)],
+    "torch.utils._pytree": [("the classes known to torch.utils._pytree", _nodes)],
     "warnings": [("warnings.filters", _filters)],
     "numpy": [(f"numpy.{n}()", _of_numpy(n)) for n in "geterr get_printoptions geterrcall".split()],
 }

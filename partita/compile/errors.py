@@ -45,6 +45,15 @@ def of_data(op: str, *, place: str | None = None) -> CaptureError:
     )
 
 
+def of_anomalies() -> CaptureError:
+    """The error to raise where a backward pass is to be watched for NaN."""
+    return not_captured(
+        "the step has a backward pass in torch's anomaly mode",
+        "a graph has a backward pass of its own, in which nobody looks for NaN",
+        Fix("torch.autograd.set_detect_anomaly(False)", "before the step"),
+    )
+
+
 def cannot_be_kept(budget: int, least: int) -> CaptureError:
     """The error to raise where a step needs more than its budget; `least` is what it needs."""
     return CaptureError(

@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .errors import of_anomalies
 from .key import key_of
 from .program import Call, Program
 from .split import Halves, split
@@ -123,9 +124,12 @@ def region_of(program: Program) -> Program:
 
     Raises:
         IllegalGraph: one of its halves breaks the grammar.
+        CaptureError: the backward pass is to be watched for NaN.
     """
     if not any(o.kind == "cotangent" for o in program.outputs):
         return program
+    if torch.is_anomaly_enabled():
+        raise of_anomalies()
     region = Region(**{f.name: getattr(program, f.name) for f in fields(program) if f.init})
     verify(region, "split")
     verify(region.halves.forward, "split, forward")

@@ -286,12 +286,27 @@ def anomalies(of_step: bool) -> Change:
     afterwards(lambda: torch.autograd.set_detect_anomaly(before))
 
     def step(x):
-        with torch.autograd.set_detect_anomaly(of_step):
-            return x * 2
+        w = torch.ones(3, requires_grad=True)
+        if not of_step:
+            (x * w).sum().backward()
+            return w.grad
+        with torch.autograd.set_detect_anomaly(True):
+            (x * w).sum().backward()
+            return w.grad
 
-    return Change(step, lambda: torch.autograd.set_detect_anomaly(not of_step))
+    return Change(step, lambda: torch.autograd.set_detect_anomaly(True))
 
 
 for of_step in (True, False):
-    CHANGES[f"anomalies_looked_for_{of_step}"] = functools.partial(anomalies, of_step)
-    REFUSED.add(f"anomalies_looked_for_{of_step}")
+    CHANGES[f"anomalies_looked_for_by_{'the_step' if of_step else 'all'}"] = functools.partial(
+        anomalies, of_step
+    )
+REFUSED.update(("anomalies_looked_for_by_the_step", "anomalies_looked_for_by_all"))
+
+
+@refused
+def anomalies_looked_for_in_a_later_backward():
+    before = torch.is_anomaly_enabled()
+    afterwards(lambda: torch.autograd.set_detect_anomaly(before))
+    layer = torch.nn.Linear(3, 3)
+    return Change(lambda x: layer(x), lambda: torch.autograd.set_detect_anomaly(True))

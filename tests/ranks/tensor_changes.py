@@ -132,3 +132,19 @@ def a_method_that_all_tensors_are_given() -> Change:
 
 
 CHANGES["a_method_that_all_tensors_are_given"] = a_method_that_all_tensors_are_given
+
+
+def found_by_tensor(name: str, make: Callable[[torch.Tensor], Any]) -> None:
+    """A container that finds a tensor, for which another stands while the step is captured."""
+
+    def build() -> Change:
+        held = torch.ones(3)
+        within = make(held)
+        return Change(lambda x: x * held * (2 if held in within else 5), lambda: None)
+
+    REFUSED.add(name)
+    CHANGES[name] = build
+
+
+found_by_tensor("a_set_of_tensors", lambda t: {t})
+found_by_tensor("a_dictionary_by_tensors", lambda t: {t: 1})

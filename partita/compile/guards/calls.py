@@ -26,7 +26,7 @@ import torch
 from partita.comm import user_line
 from partita.layout import Fix
 
-from ..errors import CaptureError, not_captured
+from ..errors import CaptureError, not_captured, of_anomalies
 from ..hearing import heard_by
 from .codes import is_of_users, is_recorded
 from .outside import is_of_world, is_pythons, user_of
@@ -81,10 +81,7 @@ _SHARED = {
         torch.save,
     )
 }
-_ANOMALIES = (
-    torch.autograd.detect_anomaly.__init__.__code__,
-    torch.autograd.set_detect_anomaly.__init__.__code__,
-)
+_BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
 _SEED = (torch.initial_seed.__code__, torch.cuda.initial_seed.__code__)
@@ -103,7 +100,7 @@ def _kind_of(frame: FrameType) -> str:
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
     special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
-    if special or code in _ENVIRONMENT or code in _ANOMALIES:
+    if special or code in _ENVIRONMENT or code in _BACKWARD:
         return "special"
     if code is _SETTING or code in _SEED or finds_object(code) or _is_setting(code):
         return "setting"
@@ -218,6 +215,11 @@ class Calls:
             self._of_pythons(argument, frame)
 
     def _of_library(self, code: CodeType, frame: FrameType) -> None:
+        if code in _BACKWARD:
+            if torch.is_anomaly_enabled():
+                self._record.error = self._record.error or of_anomalies()
+                raise self._record.error
+            return
         caller = frame.f_back
         while caller is not None and _is_between(caller.f_code, code):
             caller = caller.f_back
@@ -234,8 +236,6 @@ class Calls:
             self._shared(_SHARED[code])
         elif code in _SEEDS:
             self._seed(_SEEDS[code])
-        elif code in _ANOMALIES:
-            self.refuse_anomalies(frame.f_locals.get("mode", True))
         else:
             self._random(f"random.{code.co_name}")
 
@@ -310,14 +310,6 @@ class Calls:
         bound = type(value).__name__ == "cython_function_or_method"
         if bound and kinds and isinstance(value.__self__, kinds):
             self._random(f"numpy.random.{value.__name__}")
-
-    def refuse_anomalies(self, looked_for: bool) -> None:
-        if looked_for:
-            self._record.refuse(
-                "the step runs in torch's anomaly mode",
-                "a graph has a backward pass of its own, in which nobody looks for NaN",
-                fix=Fix("torch.autograd.set_detect_anomaly(False)", "before the step"),
-            )
 
     def _seed(self, name: str) -> None:
         self._record.refuse(

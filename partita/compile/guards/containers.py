@@ -6,6 +6,8 @@ import collections
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import places
 from .expected import brief, holds_no_more, items_of
 from .objects import PLAIN, is_namespace
@@ -14,9 +16,16 @@ from .places import Place
 if TYPE_CHECKING:
     from .record import Record
 
-__all__ = ["reach_container"]
+__all__ = ["has_tensor_keys", "reach_container"]
 
 _HUGE = 100_000  # entries of a container; into those of a larger one it is not looked
+
+
+def has_tensor_keys(value: Any) -> bool:
+    """Is it a set of tensors, or a dictionary by tensors?"""
+    if not isinstance(value, (dict, set, frozenset)) or len(value) > _HUGE:
+        return False
+    return any(isinstance(key, torch.Tensor) for key in value)
 
 
 def reach_container(record: Record, value: Any, name: str) -> None:

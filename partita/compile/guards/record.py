@@ -32,7 +32,7 @@ from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
 from .codes import is_of_users, is_recorded
-from .containers import reach_container
+from .containers import has_tensor_keys, reach_container
 from .expected import MISSING, is_container
 from .functions import Functions
 from .guards import Guards
@@ -130,7 +130,6 @@ class Record:
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
         """Within, what this thread reads is recorded; `step` is what is going to run."""
         try:
-            self._calls.refuse_anomalies(torch.is_anomaly_enabled())
             self._instrument(nn.Module)
             # Where a profiler listens to calls, what functions name is read before they run.
             self.functions.all_at_once = sys.getprofile() is not None
@@ -344,6 +343,12 @@ class Record:
             if not self.by_name:
                 self._refuse_weak(value, name)
             return
+        if has_tensor_keys(value) and not self.by_name and not self._by_library:
+            self.refuse(
+                f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
+                "while it is captured others stand for its tensors, which are not found there",
+                fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
+            )
         if isinstance(value, torch.Tensor) or (isinstance(value, PLAIN) and not holds_more(value)):
             return
         self._kept[id(value)] = value

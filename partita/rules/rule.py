@@ -44,8 +44,15 @@ class Arg:
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
-        """Is one of the dimensions that `dim` means (None: any) split over ranks?"""
-        return any(self.split[d] > 1 for d in self.names.dims(dim)) if self.split else False
+        """Is one of the dimensions that `dim` means (None: any) split over ranks?
+
+        Not where there is no element: whole is what every rank has, and torch's own kernel says
+        what is made of nothing.
+        """
+        dims = self.names.dims(dim)
+        if not self.split or any(self.shape[d] == 0 for d in dims):
+            return False
+        return any(self.split[d] > 1 for d in dims)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,20 @@ class _LegacyType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.plain)
 
+    # Whoever had the type before it was exchanged compares it to what stands there now.
+
+    def __eq__(cls, other: object) -> bool:
+        return _plain_type(other) is cls.plain
+
+    def __hash__(cls) -> int:
+        return hash(cls.plain)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(_plain_type(subclass), cls.plain)
+
+    def __dir__(cls) -> list[str]:
+        return dir(cls.plain)
+
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.plain, name)
 
@@ -132,6 +146,10 @@ class _LegacyType(type):
     def __name__(cls) -> str:  # type: ignore[override]
         # `x.type(torch.FloatTensor)` goes by the name in C, which has the module's too.
         return cls.plain.__name__  # type: ignore[no-any-return]
+
+
+def _plain_type(kind: Any) -> Any:
+    return kind.plain if isinstance(kind, _LegacyType) else kind
 
 
 _PLAIN_TYPE = type(torch.FloatTensor)
@@ -150,7 +168,10 @@ _set_default_type = torch.set_default_tensor_type
 
 
 def _set_default_tensor_type(t: Any) -> None:
-    _set_default_type(getattr(t, "plain", t))
+    if isinstance(t, str):  # C asks torch for what is called so
+        home, _, name = t.rpartition(".")
+        t = getattr({"torch": torch, "torch.cuda": torch.cuda}.get(home), name, t)
+    _set_default_type(_plain_type(t))
 
 
 for _home in (torch.cuda, torch):

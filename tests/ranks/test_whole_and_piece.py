@@ -266,3 +266,22 @@ def test_torchscript_refuses_a_module_of_dtensors():
             torch.jit.trace(model, torch.ones(1, 4))
 
     on_ranks(body)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.*deprecated")
+def test_a_program_without_dtensors_meets_the_old_types_that_it_knows():
+    now, before = torch.FloatTensor, torch.FloatTensor.plain
+    assert now is not before  # as a program has it that imported it first
+    assert now == before and before == now and now != torch.DoubleTensor
+    assert {before: 1}[now] == 1 and now in torch._tensor_classes
+    assert issubclass(before, now) and issubclass(now, now)
+    assert dir(now) == dir(before)
+    try:
+        torch.set_default_tensor_type("torch.DoubleTensor")
+        assert torch.get_default_dtype() is torch.float64
+        torch.set_default_tensor_type(torch.FloatTensor)
+        assert torch.get_default_dtype() is torch.float32
+        with pytest.raises(TypeError):
+            torch.set_default_tensor_type("torch.LongTensor")
+    finally:
+        torch.set_default_dtype(torch.float32)

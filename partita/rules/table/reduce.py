@@ -57,8 +57,10 @@ def trace(input: Arg) -> str:
 
 
 @rule(torch.mean)
-def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> Said:
+def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
     names = input.names
+    if any(input.shape[d] == 0 for d in names.dims(dim)):
+        return kept_whole(input, dim, keepdim)
 
     def local(call: Call) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
@@ -81,8 +83,6 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
     """A pending maximum has no gradient; so only what needs none is left pending."""
-    if any(input.shape[d] == 0 for d in input.names.dims(dim)):
-        raise ValueError("the largest, or smallest, of no elements")
     if not input.is_split(dim):
         return kept_whole(input, dim, keepdim)
     return Rewrite(

@@ -28,8 +28,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx" + os.sep, "utils" + os.sep)
 """Of torch: what hands a question on, and asks none."""
+_CHECKS = "distributions" + os.sep
 _MOST = 4096  # questions of a step
-_WAYS = 64  # that are tried where the step raises
+_WAYS = 8  # that are tried where the step raises
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Asked:
         Args:
             question: the node of a symbolic bool.
         """
-        if not _is_torchs():
+        if not _asks():
             return None
         known = self._known.get(question.expr)
         if known is not None:
@@ -159,12 +160,16 @@ class Asked:
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
         guesses, value = self._guesses.values, torch.SymBool(question)
-        found = guesses[number] if number < len(guesses) else self._predict(value)
+        found = guesses[number] if number < len(guesses) else self._likely(value)
         self._known[question.expr] = found
         self.values.append(value)
         self._answers.append(found)
         self._lines.append(user_line())
         return found
+
+    def _likely(self, value: torch.SymBool) -> bool:
+        """A check of a distribution's arguments holds; of others, what can be predicted."""
+        return _asks().startswith(_CHECKS) or self._predict(value)
 
     def other_way(self) -> Guesses | None:
         """Guesses by which the step may not raise as it did; None where it is the call's way."""
@@ -176,15 +181,15 @@ class Asked:
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
-def _is_torchs() -> bool:
-    """Is it torch's own code that asks for a value now, and not the user's?"""
+def _asks() -> str:
+    """The file of torch's whose code asks for a value now; "" where it is the user's."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PARTITA):
             if not name.startswith(_TORCH):
-                return False
+                return ""
             if not name.removeprefix(_TORCH).startswith(_MACHINERY):
-                return True
+                return name.removeprefix(_TORCH)
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return ""

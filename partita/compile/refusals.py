@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from partita.comm import Uneven, user_line
 from partita.layout import Fix, LayoutError
@@ -15,6 +15,14 @@ from .guards.codes import is_of_users
 __all__ = ["is_users_own", "not_an_input", "told_of", "users_line"]
 
 _NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
+
+
+# What torch says of a tensor without memory to whom asks for it.
+_OF_MEMORY = (
+    "torch.storage.UntypedStorage",
+    "elem.device.type must be",
+    ".numpy() is not supported",
+)
 
 
 def told_of(error: Exception, line: str) -> Exception:
@@ -30,8 +38,16 @@ def told_of(error: Exception, line: str) -> Exception:
     if isinstance(error, DynamicOutputShapeException):
         return of_data(error.func._schema.name, place=line)
     text = str(error).strip().split("\n")[0]
+    if any(asks in text for asks in _OF_MEMORY):
+        return not_captured(
+            "the step asks for a tensor's memory (copy.copy, copy.deepcopy, .numpy())",
+            "while it is captured tensors have none",
+            Fix("x.detach().clone()", "a copy that is part of the graph"),
+            place=line,
+        )
     if (
-        "_local_scalar_dense" in str(error)
+        isinstance(error, DataDependentOutputException)
+        or "_local_scalar_dense" in str(error)
         or "data-dependent" in str(error).lower()
         or "data is not allocated yet" in text  # a kernel that reads what has no memory
         or any(f"passed to {name}." in text for name in _NUMBERS)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledStep"]
 
 _EAGER_KEPT = 1024  # kinds of calls that are known not to be captured
+_WAYS = 64  # programs that one call tries
 _TRIES = 16  # captures of one kind of call that may fail, for other values of Python
 
 
@@ -107,9 +108,19 @@ class CompiledStep(Last):
             return self._run_eagerly(args, kwargs)
         return self._heard(program, tensors, args, kwargs)
 
-    def _result(self, program: Program | None, tensors: list[Any], args: Any, kwargs: Any) -> Any:
-        """Run the program; another one as long as torch's questions have other answers."""
-        while program is not None:
+    def _result(
+        self, program: Program | None, tensors: list[Any], args: Any, kwargs: Any, told: Any = None
+    ) -> Any:
+        """Run the program; another one as long as torch's questions have other answers.
+
+        Args:
+            told: a watcher, which is told of what is written.
+        """
+        for _ in range(_WAYS):
+            if program is None:
+                return self._run_eagerly(args, kwargs)
+            for i in program.written if told is not None else ():
+                told.writes(tensors[program.inputs[i].index])
             found = self._run(program, tensors)
             if type(found) is not OtherAnswers:
                 return found
@@ -119,6 +130,9 @@ class CompiledStep(Last):
                 program, tensors = self._ready(args, kwargs, found)
             finally:
                 HERE.watcher = watcher
+        # A value is a rounding away from where torch's answer turns.
+        said = f"{self.title} finds other answers in each program ({found.reason})"
+        warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs)
 
     def _ready(
@@ -232,9 +246,7 @@ class CompiledStep(Last):
         watcher = HERE.watcher
 
         def run() -> Any:
-            for i in program.written:
-                watcher.writes(tensors[program.inputs[i].index])
-            return self._result(program, tensors, args, kwargs)
+            return self._result(program, tensors, args, kwargs, watcher)
 
         return watcher.applied(self, tuple(tensors), {}, run)
 

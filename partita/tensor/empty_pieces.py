@@ -23,7 +23,7 @@ from .choose import Choice
 from .names import Form
 from .plan import Path, at_path, path_here, replaced, tensors_of
 
-__all__ = ["as_with_elements", "filled_with_zeros", "tied_to"]
+__all__ = ["as_with_elements", "tied_to"]
 
 Shape = tuple[int, ...]
 
@@ -178,7 +178,7 @@ def _tied(out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]) 
     if len(outs) != len(like):
         return out
     new = [
-        tied_to(t, operands) if there.requires_grad else t
+        tied_to_lost(t, operands) if there.requires_grad else t
         for t, there in zip(outs, like, strict=True)
     ]
     if isinstance(out, torch.Tensor):
@@ -187,29 +187,17 @@ def _tied(out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]) 
 
 
 def tied_to(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with all of `operands`, which require grad, behind it."""
-    reached = _nodes_behind([t], operands)
-    lost = [o for o in operands if _node(o) not in reached]
-    tied: torch.Tensor = _Tie.apply(t, *lost) if lost else t
+    """`t` with all of `operands`, which require grad, behind it, where a gradient of zeros comes to
+    each."""
+    tied: torch.Tensor = _Tie.apply(t, *operands)
     return tied
 
 
-def filled_with_zeros(t: torch.Tensor) -> torch.Tensor:
-    """An alias of `t`, whose gradient is zeros where backward has none for it."""
-    alias: torch.Tensor = _Filled.apply(t)
-    return alias
-
-
-class _Filled(torch.autograd.Function):
-    """The tensor itself. A gradient that there is not comes as zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+def tied_to_lost(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`t` with those of `operands` behind it that are not."""
+    reached = _nodes_behind([t], operands)
+    lost = [o for o in operands if _node(o) not in reached]
+    return tied_to(t, lost) if lost else t
 
 
 class _Tie(torch.autograd.Function):

@@ -16,7 +16,7 @@ from partita.layout import Fix, LayoutError, Placement, own_placement
 
 from .arguments import one_wire
 from .dtensor import DTensor, tagged
-from .empty_pieces import filled_with_zeros, tied_to
+from .empty_pieces import tied_to
 from .spec import Spec, laid_out
 
 __all__ = ["local_map"]
@@ -81,17 +81,14 @@ def local_map(
                 x = _placed_as(x, wanted[i], i, name, redistribute_inputs)
                 flat[i] = _local(x, grads[i])
         named = [_local(x, None) if isinstance(x, DTensor) else x for x in named]
-        operands = [*flat, *named]
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
-        if lacks_elements:  # an `autograd.Function` may have no gradient then, which others have
-            flat, named = ([_filled(x) for x in values] for values in (flat, named))
         out = func(
             *pytree.tree_unflatten(flat, shape_of_args),
             **pytree.tree_unflatten(named, shape_of_kwargs),
         )
         results, shape_of_results = pytree.tree_flatten(out)
         if lacks_elements:
-            results = _with_lost_operands(results, operands)
+            results = _with_lost_operands(results, [*flat, *named])
         given = _one_each(_listed(out_placements), results, "out_placements", name)
         even = all(_is_even(t._spec) for t in tensors)
         made = [_typed(o, p, wire, even) for o, p in zip(results, given, strict=True)]
@@ -100,14 +97,9 @@ def local_map(
     return run
 
 
-def _filled(value: Any) -> Any:
-    is_operand = isinstance(value, torch.Tensor) and value.requires_grad
-    return filled_with_zeros(value) if is_operand else value
-
-
 def _with_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
     """Where a piece is empty on this rank, torch's kernels may have left operands out of the graph
-    that they are in on other ranks."""
+    that they are in on other ranks, and an `autograd.Function` may have no gradient for one."""
     operands = [t for t in locals_ if isinstance(t, torch.Tensor) and t.requires_grad]
     return [
         tied_to(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r

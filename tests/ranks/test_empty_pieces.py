@@ -137,3 +137,19 @@ def test_a_foreach_op_takes_its_number_on_a_rank_without_rows(name, value):
     with pt.ranks(a=2) as world:
         for found in world.run(body):
             assert all(map(torch.equal, found, expected))
+
+
+def test_a_function_may_write_its_piece_where_a_rank_has_no_rows():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [pt.Shard(0)])
+        x.requires_grad_()
+        double = pt.local_map(
+            lambda a: a.mul_(2), out_placements=[pt.Shard(0)], in_placements=([pt.Shard(0)],)
+        )
+        y = double(x * 1)
+        y.sum().backward()
+        return y.full_tensor().tolist(), x.grad.full_tensor().tolist()
+
+    with pt.ranks(dp=3) as world:
+        for found in world.run(body):
+            assert found == ([[0, 2, 4], [6, 8, 10]], [[2, 2, 2]] * 2)

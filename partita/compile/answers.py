@@ -129,23 +129,21 @@ class Asked:
 
     Attributes:
         values: of each question what stands for its answer.
-
-    Args:
-        predict_answer: the likely answer to a question that nothing is known of.
     """
 
-    def __init__(self, guesses: Guesses, predict_answer: Callable[[torch.SymBool], bool]):
-        self._guesses, self._predict = guesses, predict_answer
+    def __init__(self, guesses: Guesses):
+        self._guesses = guesses
         self.values: list[torch.SymBool] = []
         self._answers: list[bool] = []
         self._lines: list[str] = []
         self._known: dict[Any, bool] = {}
 
-    def answer(self, question: Any) -> bool | None:
+    def answer(self, question: Any, predict: Callable[[torch.SymBool], bool]) -> bool | None:
         """The answer that capture goes on with; None where it is the user's code that asks.
 
         Args:
             question: the node of a symbolic bool.
+            predict: the likely answer to one that nothing is known of.
         """
         if not _asks():
             return None
@@ -160,16 +158,12 @@ class Asked:
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
         guesses, value = self._guesses.values, torch.SymBool(question)
-        found = guesses[number] if number < len(guesses) else self._likely(value)
+        found = guesses[number] if number < len(guesses) else _is_check() or predict(value)
         self._known[question.expr] = found
         self.values.append(value)
         self._answers.append(found)
         self._lines.append(user_line())
         return found
-
-    def _likely(self, value: torch.SymBool) -> bool:
-        """A check of a distribution's arguments holds; of others, what can be predicted."""
-        return _asks().startswith(_CHECKS) or self._predict(value)
 
     def other_way(self) -> Guesses | None:
         """Guesses by which the step may not raise as it did; None where it is the call's way."""
@@ -179,6 +173,11 @@ class Asked:
     def given(self) -> Answers:
         """Those that capture went on with."""
         return Answers(tuple(self._answers), tuple(self._lines))
+
+
+def _is_check() -> bool:
+    """Does a distribution of torch's check its arguments, which most are right?"""
+    return _asks().startswith(_CHECKS)
 
 
 def _asks() -> str:

@@ -141,6 +141,7 @@ def _run(run: _Capture) -> Program | None:
         return run.program()
     finally:
         run.record.put_back()
+        run.numbers.env.stop_asking()
         for wire in run.wires.values():
             wire.forget()
 
@@ -209,8 +210,8 @@ class _Capture:
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.asked = Asked(guesses, self._predicted_answer)
-        self.inputs.mode.shape_env.answer = self.asked.answer
+        self.asked = Asked(guesses)
+        self.inputs.mode.shape_env.answer = self._answer
         self.numbers = Numbers(self.inputs.mode.shape_env, plain)
         self.facts = Facts(self.inputs)
         self.stepping = Stepping(state.optimizers)
@@ -338,6 +339,9 @@ class _Capture:
                 Fix("return x.item()", "and ask outside of the step"),
                 place=line,
             )
+
+    def _answer(self, question: Any) -> bool | None:
+        return self.asked.answer(question, self._predicted_answer)
 
     def _predicted_answer(self, question: torch.SymBool) -> bool:
         """What a question of torch's is likely to be answered: False where it cannot be told."""

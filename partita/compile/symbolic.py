@@ -64,7 +64,10 @@ class NumberEnv(ShapeEnv):
         for symbol in self._made:
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
-        self.answer = lambda question: None  # it is asked no more, and must not hold who did
+
+    def stop_asking(self) -> None:
+        """Hold nobody any more who answers."""
+        self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
         """What stands for the float `value`."""

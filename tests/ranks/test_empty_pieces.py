@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import partita as pt
 
@@ -153,3 +154,28 @@ def test_a_function_may_write_its_piece_where_a_rank_has_no_rows():
     with pt.ranks(dp=3) as world:
         for found in world.run(body):
             assert found == ([[0, 2, 4], [6, 8, 10]], [[2, 2, 2]] * 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.multilabel_margin_loss, F.multi_margin_loss])
+def test_a_loss_of_no_rows_adds_nothing_where_torch_leaves_it_unwritten(loss, reduction):
+    x = torch.randn(2, 4).double()
+    classes = torch.tensor([[1, 2, -1, -1], [3, -1, -1, -1]])
+    classes = classes if loss is F.multilabel_margin_loss else classes[:, 0]
+    want = loss(x, classes, reduction=reduction)
+
+    def body(mesh):
+        garbage = [torch.full((1,), 7e99, dtype=torch.float64) for _ in range(64)]
+        del garbage  # what is made next lies where these did
+        split = [pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in (x, classes)]
+        split[0].requires_grad_()
+        found = loss(*split, reduction=reduction)
+        found.backward()
+        return found.full_tensor().detach(), split[0].grad.full_tensor()
+
+    x.requires_grad_()
+    loss(x, classes, reduction=reduction).backward()
+    with pt.ranks(dp=3) as world:
+        for found, grad in world.run(body):
+            torch.testing.assert_close(found, want.detach())
+            torch.testing.assert_close(grad, x.grad)

@@ -42,9 +42,12 @@ def _reduced(terms: str, out: str, count: int, reduction: Any, at: int) -> Said 
                 args = (*args[:at], SUM, *args[at + 1 :])
             else:
                 kwargs["reduction"] = SUM
-            return call.run(*args, **kwargs) / count
+            total = call.run(*args, **kwargs)
+            if not args[0].numel():  # some of torch's kernels leave the sum of nothing unwritten
+                return torch.zeros_like(total)
+            return total / count if reduction == MEAN else total
 
-        return share if reduction == MEAN and call.pieces and count else None
+        return share if call.pieces and count else None
 
     return Said(f"{terms} -> sum", local)
 

@@ -59,6 +59,15 @@ def told_of(error: Exception, line: str) -> Exception:
             Fix("return the tensor", "and read it outside"),
             place=line,
         )
+    op, _, rest = text.partition(": ")
+    if rest.startswith("attempted to run this operator with Meta tensors"):
+        return not_captured(
+            f"the step calls {op.removeprefix('aten::')}, which needs memory",
+            "nothing says which shape it gives, and while it is captured tensors have no values",
+            Fix(f'torch.library.register_fake("{op}")', "for an op of your own"),
+            Fix("call it before the step", "and give its result as an argument"),
+            place=line,
+        )
     if "a leaf Variable that requires grad is being used in an in-place" in text:
         return not_captured(
             "the step writes in place what has a history",

@@ -405,16 +405,19 @@ class _Search:
                     if t is not None:
                         self.state.slots.append(Slot(where + key, kind, home, key))
             for key, held in list(vars(part).items()):
-                if isinstance(held, torch.Tensor) or _holds_plain_tensor(held):
+                # Recurrent layers put their parameters into a list of theirs again and again.
+                flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
+                if isinstance(held, torch.Tensor) or _holds_tensor(held, flat):
                     self.value(where + key, held, Slot(where + key, "value", vars(part), key))
 
 
-def _holds_plain_tensor(value: Any) -> bool:
-    """Is it a list or a dictionary with a tensor that is no parameter, as recurrent layers' are?"""
+def _holds_tensor(value: Any, but_parameters: bool) -> bool:
+    """Is it a list or a dictionary with a tensor, or with one that is no parameter?"""
     if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
         return False
     held = value.values() if isinstance(value, dict) else value
-    return any(isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter) for v in held)
+    others = nn.Parameter if but_parameters else ()
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, others) for v in held)
 
 
 def _inside(module: nn.Module) -> tuple[Any, ...]:

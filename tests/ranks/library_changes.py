@@ -271,6 +271,7 @@ np.save(FOLDER / "one.npy", np.array([2.0]))
 outside("an_array_in_a_file", lambda: float(np.load(FOLDER / "one.npy")[0]))
 outside("an_array_in_a_text", lambda: float(np.loadtxt(FOLDER / "one.txt")))
 outside("numbers_in_a_file", lambda: float(np.fromfile(FOLDER / "one.npy")[-1]))
+outside("a_tensor_in_a_file", lambda: torch.from_file(str(FOLDER / "one.npy"), size=2).sum())
 
 
 @refused

@@ -127,3 +127,40 @@ def test_gradients_are_rounded_and_summed_in_the_dtypes_that_were_asked_for(prec
         n.args[0].meta["val"].dtype for n in fast[0][2].graph.moves if "reduce_scatter" in n.name
     }
     assert summed == {precision.reduce_dtype or F32}
+
+
+class Shares(torch.nn.Module):
+    """A layer whose parameters stand in a list and a dictionary of the model, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.weights, self.named = [self.layer.weight], {"bias": self.layer.bias}
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.layer(x), self.weights[0]) + self.named["bias"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_stands_in_a_list_too_is_the_same_parameter(stage):
+    def train(mesh, compiled):
+        torch.manual_seed(0)
+        model, x = Shares().double(), torch.ones(4, 4).double()
+        if mesh:
+            pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = pt.compile(step, backend="graph") if compiled else step
+        return torch.tensor([step(x).item() for _ in range(3)])
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(train, True):
+            torch.testing.assert_close(found, train(None, False))

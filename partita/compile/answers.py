@@ -112,8 +112,8 @@ class Answers:
 
 
 class StepRaises(Exception):
-    """The step itself raises: by the user's code, or on the way that the call's answers lead. The
-    call runs eagerly, so that what comes before is done, and raises.
+    """The step raises on the way that the call's answers lead. The call runs eagerly, so that
+    it raises what it does there, with values.
 
     Attributes:
         error: what it raised while it was captured.

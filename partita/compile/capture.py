@@ -50,7 +50,7 @@ from .numbers import NUMBER, Numbers, Plain
 from .optimizers import Group, Stepping
 from .predicted_answers import predict_answer
 from .program import Input, Output, Place, Program
-from .refusals import is_users_own, not_an_input, told_of, users_line
+from .refusals import not_an_input, told_of, users_line
 from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 from .tensor_facts import Facts
@@ -108,7 +108,7 @@ def _captured(
             if isinstance(error, LayoutError):
                 _note_guards(error, run)
             # What is traced of numbers is not all that can be done with them.
-            if run.raised and (guesses.certain or is_users_own(error)):
+            if run.raised and guesses.certain:
                 raise StepRaises(error) from error
             if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
                 raise error

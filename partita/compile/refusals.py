@@ -10,9 +10,8 @@ from partita.comm import Uneven, user_line
 from partita.layout import Fix, LayoutError
 
 from .errors import CaptureError, not_captured, of_data
-from .guards.codes import is_of_users
 
-__all__ = ["is_users_own", "not_an_input", "told_of", "users_line"]
+__all__ = ["not_an_input", "told_of", "users_line"]
 
 _NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
 
@@ -89,12 +88,6 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
         Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
         place=place,
     )
-
-
-def is_users_own(error: BaseException) -> bool:
-    """Is it raised in the user's code itself, and not in what that calls?"""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and is_of_users(frames[-1].f_globals.get("__name__"))
 
 
 def users_line(error: BaseException) -> str:

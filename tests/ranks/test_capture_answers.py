@@ -333,34 +333,3 @@ def test_a_list_that_somebody_else_holds_is_not_lost_when_the_step_puts_another_
     with pytest.raises(pt.CaptureError, match="the step changes"):
         pt.compile(step, backend="graph")(torch.ones(2))
     assert boxes == [[]] and holder.items is boxes[0]
-
-
-@pytest.mark.parametrize("raising", [(0,), (1, 3), (2,)])
-def test_a_step_that_raises_by_itself_has_done_what_comes_before(raising):
-    def train(compiled):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        stops = []
-
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            if stops:
-                raise ValueError
-            optimizer.step()
-            return loss
-
-        fast = pt.compile(step, backend="graph") if compiled else step
-        found = []
-        for i in range(5):
-            stops[:] = [1] if i in raising else []
-            try:
-                found.append(fast(torch.ones(2, 4).double()).item())
-            except ValueError:
-                found.append(-1.0)
-        return torch.tensor([*found, model.weight.sum().item()])
-
-    torch.testing.assert_close(train(True), train(False))

@@ -7,9 +7,7 @@ and write what no guard can hold; a few that do not are named.
 from __future__ import annotations
 
 import datetime
-import functools
 import gc
-import importlib
 import os
 import sys
 import types
@@ -18,9 +16,11 @@ from typing import Any
 
 from .codes import is_recorded
 
-__all__ = ["is_of_world", "is_pythons", "user_of", "world_functions"]
+__all__ = ["is_of_world", "is_pythons", "user_of"]
 
-_MODULES = """posix nt _io _socket select _posixsubprocess fcntl termios pwd grp resource _sqlite3
+_OF_SYSTEM = ("posix", "nt")
+_CALLED = {"posix": "os", "nt": "os"}
+_MODULES = """posix nt io _socket select _posixsubprocess fcntl termios pwd grp resource _sqlite3
     syslog _ssl readline _curses _uuid _signal time _queue mmap""".split()
 _HARMLESS = frozenset(  # they only reckon, say what stays, or have an effect that is seen elsewhere
     """fspath getpid getppid getuid geteuid getgid getegid cpu_count sysconf confstr uname strerror
@@ -49,28 +49,22 @@ _ASIDE = tuple(
 )
 
 
-@functools.cache
-def world_functions() -> dict[Any, str]:
-    """Functions of C that read or write what is outside of a step, and what they are called."""
-    found: dict[Any, str] = {f: f"{f.__module__}.{f.__name__}" for f in _COUNTS}
-    for name in _MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:  # of another system
-            continue
-        for key, value in vars(module).items():
-            if isinstance(value, types.BuiltinFunctionType) and key not in _HARMLESS:
-                called = {"posix": "os", "nt": "os", "_io": "io"}.get(name, name.lstrip("_"))
-                found[value] = f"{called}.{key}"
-    for key in [f for f in found if found[f].startswith("os.W")]:  # WIFEXITED and its like
-        del found[key]
-    return found
+def _name_of_world_function(function: Any) -> str:
+    """What a function of one of these modules is called; "" of any other. None is imported."""
+    name = function.__name__
+    if not isinstance(function.__self__, types.ModuleType) or name in _HARMLESS:
+        return ""
+    module = function.__self__.__name__
+    if function in _COUNTS:
+        return f"{module}.{name}"
+    if module not in _MODULES or (module in _OF_SYSTEM and name.startswith("W")):  # WIFEXITED
+        return ""
+    return f"{_CALLED.get(module, module.lstrip('_'))}.{name}"
 
 
 def is_of_world(function: Any) -> str:
     """What a function of C, or a method of C, that reads or writes the world is called; else ""."""
-    found = world_functions().get(function)
-    if found is not None:
+    if found := _name_of_world_function(function):
         return found
     owner = function.__self__
     kind = owner if isinstance(owner, type) else type(owner)
@@ -97,7 +91,7 @@ def is_pythons(filename: str) -> bool:
     return filename.startswith(_STDLIB) and "site-packages" not in filename
 
 
-_STDLIB = importlib.__file__.removesuffix("importlib/__init__.py")
+_STDLIB = os.__file__.removesuffix("os.py")
 _NUMPY = os.path.join("site-packages", "numpy", "")
 _CAPTURE = "partita/compile/capture.py"
 

@@ -145,7 +145,8 @@ class Asked:
             question: the node of a symbolic bool.
             predict: the likely answer to one that nothing is known of.
         """
-        if not _asks():
+        file = _file_that_asks()
+        if not file:
             return None
         known = self._known.get(question.expr)
         if known is not None:
@@ -158,7 +159,7 @@ class Asked:
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
         guesses, value = self._guesses.values, torch.SymBool(question)
-        found = guesses[number] if number < len(guesses) else _is_check() or predict(value)
+        found = guesses[number] if number < len(guesses) else _is_check(file) or predict(value)
         self._known[question.expr] = found
         self.values.append(value)
         self._answers.append(found)
@@ -175,12 +176,12 @@ class Asked:
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
-def _is_check() -> bool:
-    """Does a distribution of torch's check its arguments, which most are right?"""
-    return _asks().startswith(_CHECKS)
+def _is_check(file: str) -> bool:
+    """Does a distribution of torch's check its arguments, most of which are right?"""
+    return file.startswith(_CHECKS)
 
 
-def _asks() -> str:
+def _file_that_asks() -> str:
     """The file of torch's whose code asks for a value now; "" where it is the user's."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -131,12 +131,12 @@ def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
 
 def _reached(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
     """It, and what is within it, each once."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # which keeps them: an id is one object's as long as that lives
     waiting = [value]
     while waiting and len(seen) < _MANY:
         found = waiting.pop()
         if id(found) not in seen:
-            seen.add(id(found))
+            seen[id(found)] = found
             yield found
             waiting += held_by(found)
 

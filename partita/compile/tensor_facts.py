@@ -36,6 +36,7 @@ _LOST = {
     for name in "_version data_ptr untyped_storage storage _typed_storage".split()
 }
 _OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # of which it counts if one is there
+_OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
 _WITHIN = (torch.Tensor.is_shared.__code__.co_filename, torch.overrides.__file__)
 
 
@@ -109,6 +110,13 @@ class Facts:
     def _answer(self, name: str, fake: Any, func: Any) -> tuple[Any, ...]:
         given, index = self._inputs.stood_for(fake), self._inputs.place_of(fake)
         if given is None or index < 0:
+            if name in _OF_MEMORY and self._shows_input(fake):
+                raise not_captured(
+                    f"the step asks for {name} of a view of one of its inputs",
+                    "it depends on the memory of what the call brings, which a graph does not ask",
+                    Fix(f"ask the input itself for {name}", "which becomes a condition"),
+                    place=user_line(),
+                )
             return ()
         if name == "grad":
             with Local():
@@ -126,6 +134,11 @@ class Facts:
             with Local():
                 return () if not value or func(fake) is not None else (func(given),)
         return (value,)
+
+    def _shows_input(self, fake: Any) -> bool:
+        with Local():
+            memory = fake.untyped_storage()._cdata
+            return any(x.untyped_storage()._cdata == memory for x in self._inputs.fakes)
 
 
 def _is_asked_by_user(frame: FrameType | None) -> bool:

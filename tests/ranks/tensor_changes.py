@@ -65,6 +65,15 @@ def leaf() -> torch.Tensor:
 
 
 fact("the_offset", lambda t: t.storage_offset() == 0, lambda: BASE[:3], lambda: BASE[3:6])
+fact(
+    "the_offset_of_a_view",
+    lambda t: t.view(3).storage_offset() == 0,
+    lambda: BASE[:3],
+    lambda: BASE[3:6],
+)
+REFUSED.update(
+    f"the_offset_of_a_view_of_{what}" for what in ("an_argument", "a_tensor_that_is_reached")
+)
 fact("whether_there_is_a_gradient", lambda t: t.grad is None, leaf, with_gradient)
 fact("whether_there_is_a_base", lambda t: t._base is None, lambda: torch.ones(3), lambda: BASE[:3])
 fact("whether_it_was_inferred", lambda t: t.is_inference(), inferred, lambda: torch.ones(3))

@@ -39,11 +39,12 @@ from .finished import Trace
 from .functional import functional, has_effect
 from .gating import gate_writes
 from .guards import Guards, Record, Write
-from .guards.codes import asks_whether_true, line_of_write
+from .guards.codes import line_of_write
 from .guards.expected import MISSING, brief
 from .guards.instrument import exclusive
 from .guards.places import entry
 from .hooks import hang_hooks
+from .identity import check_arguments, check_truth
 from .inputs import Inputs
 from .notes import Recorder, note_of
 from .numbers import NUMBER, Numbers, Plain
@@ -314,7 +315,9 @@ class _Capture:
             except Exception as error:
                 self._line, self.raised = users_line(error), not isinstance(error, LayoutError)
                 raise
-            self._check_truth(writes.reads_number)
+            codes = [*self.record.functions.codes.values()]
+            check_truth(codes, writes.reads_number)
+            check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._check_attributes()
             writes.copy_back()
             self._read_writes()
@@ -328,17 +331,6 @@ class _Capture:
                 out += self.asked.values
         recorder.finish()
         return out
-
-    def _check_truth(self, line: str) -> None:
-        """Raise CaptureError if the step asks whether `.item()`, at this line, `is True`."""
-        codes = self.record.functions.codes.values() if line else ()
-        for asking in filter(asks_whether_true, codes):
-            raise not_captured(
-                f"{asking.co_name} asks whether something `is True`, in a step that reads a value",
-                "what .item() gives has no value while a step is captured, and is not True itself",
-                Fix("return x.item()", "and ask outside of the step"),
-                place=line,
-            )
 
     def _answer(self, question: Any) -> bool | None:
         return self.asked.answer(question, self._predicted_answer)

@@ -10,11 +10,12 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from partita.comm import user_line
 from partita.tensor.dtensor import DTensor
 
-__all__ = ["NumberEnv", "TypeOfNumbers", "as_number", "is_symbolic"]
+__all__ = ["NumberEnv", "Substitutes", "as_number", "identity_of", "is_symbolic"]
 
 
 def is_symbolic(value: Any) -> bool:
@@ -152,42 +153,67 @@ class _Type(type):
         return hash(type)
 
 
-class TypeOfNumbers:
-    """Has the user's code find the type of a float, which that of its stand-in would not be.
+def identity_of(x: Any) -> int:
+    """What `id(x)` is while a step is captured: that of the tensor that x stands for.
 
-    A class cannot say of its objects that `type` gives another; so where code names `type`, its
-    globals have one for a while.
+    Whoever follows the capture answers for a tensor that is an input, as for its other facts.
+    """
+    if isinstance(x, FakeTensor) and has_torch_function_unary(x):
+        return int(handle_torch_function(identity_of, (x,), x))
+    return id(x)
+
+
+def _hash(x: Any, /) -> int:
+    return identity_of(x) if isinstance(x, FakeTensor) else hash(x)
+
+
+class Substitutes:
+    """Has the user's code find the type of a float, and the identity of a tensor, which those of
+    their stand-ins would not be.
+
+    A class cannot say of its objects that `type` gives another, nor `id`; so where code names
+    these, its globals have ours for a while.
     """
 
-    kind = _Type("type", (type,), {})
+    of_builtins: ClassVar[dict[str, Any]] = {
+        "type": _Type("type", (type,), {}),
+        "id": identity_of,
+        "hash": _hash,
+    }
     _lock = threading.Lock()
-    _put: ClassVar[dict[int, list[Any]]] = {}
+    _put: ClassVar[dict[tuple[int, str], list[Any]]] = {}
     """By identity, globals and how many captures use them: threads may capture at once."""
 
     def __init__(self) -> None:
-        self._mine: dict[int, dict[str, Any]] = {}
+        self._mine: dict[tuple[int, str], dict[str, Any]] = {}
 
-    def put(self, variables: dict[str, Any]) -> None:
-        """Have code whose globals are `variables` ask this one, unless it has one of its own."""
+    @classmethod
+    def has(cls, value: Any) -> bool:
+        """Is `value` one of them?"""
+        return any(value is ours for ours in cls.of_builtins.values())
+
+    def put(self, variables: dict[str, Any], name: str) -> None:
+        """Have code whose globals are `variables` ask ours, unless it has a `name` of its own."""
+        key = id(variables), name
         with self._lock:
-            found = self._put.get(id(variables))
-            if id(variables) in self._mine or (found is None and "type" in variables):
+            found = self._put.get(key)
+            if key in self._mine or (found is None and name in variables):
                 return
-            self._mine[id(variables)] = variables
+            self._mine[key] = variables
             if found is None:
-                found = self._put[id(variables)] = [variables, 0]
-                variables["type"] = self.kind
+                found = self._put[key] = [variables, 0]
+                variables[name] = self.of_builtins[name]
             found[1] += 1
 
     def take_away(self) -> None:
         with self._lock:
             for key, variables in self._mine.items():
-                found = self._put[key]
+                found, name = self._put[key], key[1]
                 found[1] -= 1
                 if not found[1]:
                     del self._put[key]
-                    if variables.get("type") is self.kind:
-                        del variables["type"]
+                    if variables.get(name) is self.of_builtins[name]:
+                        del variables[name]
             self._mine.clear()
 
 
@@ -200,15 +226,59 @@ def _plain(value: Any) -> Any:
 _ASKS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__float__")
 _DIVIDE = ("__truediv__", "__floordiv__", "__mod__")
 _DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
+_ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
+_STEPS = """__mod__ __rmod__ __floordiv__ __rfloordiv__ __floor__ __ceil__ __trunc__ __round__
+__int__""".split()
+"""What is no smooth function of a number, and what tensors reckon otherwise than Python."""
+
+
+def _has_value(number: Any) -> bool:
+    """Is it a Python number that is known while the step is captured? A tensor is none."""
+    return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
+
+
+def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) -> None:
+    for divisor in (self,) if name in _DIVIDE_BY_SELF else others if name in _DIVIDE else ():
+        if is_symbolic(divisor) and _has_value(divisor) and not bool(_plain(divisor) != 0):
+            raise ZeroDivisionError("float division by zero")
+
+
+def _number_of(value: Any) -> Any:
+    """The number itself, which becomes a condition."""
+    return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
+
+
+def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
+    """What a number times zero, or zero by a number, is: algebra knows one zero, Python two."""
+    if name not in _ZERO_WITH_ZERO or type(self) is not SymbolicFloat or not _has_value(self):
+        return None
+    if type(others[0]) not in (int, float) or others[0] != 0:
+        return None
+    return others[0] * (1.0 if self > 0 else -1.0 if self < 0 else float(self))
+
+
+def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
+    """A power whose base is not positive, which may be an error or complex; None of others."""
+    if name not in ("__pow__", "__rpow__") or len(others) != 1:
+        return None
+    base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
+    if not (_has_value(base) and _has_value(exponent)):
+        return None
+    if not is_symbolic(exponent) and exponent >= 0 and exponent == int(exponent):
+        return None
+    return None if bool(base > 0) else float(base) ** float(exponent)
 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         if name in _ASKS:
             self.node.shape_env.asked.update(map(str, self.node.expr.free_symbols))
-        for divisor in (self,) if name in _DIVIDE_BY_SELF else others if name in _DIVIDE else ():
-            if is_symbolic(divisor) and divisor.node.has_hint() and not bool(_plain(divisor) != 0):
-                raise ZeroDivisionError("float division by zero")
+        _raise_where_divided_by_zero(name, self, others)
+        if name in _STEPS and type(self) is SymbolicFloat and all(map(_has_value, (self, *others))):
+            return getattr(float(self), name)(*(_number_of(other) for other in others))
+        for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
+            if found is not None:
+                return found
         found = getattr(_plain(self), name)(*map(_plain, others))
         # A comparison is True or False itself, for `is` and for who writes it down: a condition.
         if type(found) is torch.SymBool and found.node.has_hint():

@@ -23,6 +23,7 @@ from partita.tensor.tensor_state import count_writes
 from .errors import not_captured
 from .guards.codes import is_recorded
 from .inputs import Inputs
+from .symbolic import identity_of
 
 __all__ = ["FactCondition", "Facts"]
 
@@ -35,9 +36,14 @@ _LOST = {
     inspect.getattr_static(torch.Tensor, name): name
     for name in "_version data_ptr untyped_storage storage _typed_storage".split()
 }
+_HELD[identity_of] = "id"
 _OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # of which it counts if one is there
 _OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
-_WITHIN = (torch.Tensor.is_shared.__code__.co_filename, torch.overrides.__file__)
+_WITHIN = (
+    torch.Tensor.is_shared.__code__.co_filename,
+    torch.overrides.__file__,
+    identity_of.__code__.co_filename,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +160,8 @@ def _count_writes(t: Any) -> int:
 
 
 def _read(t: torch.Tensor, name: str) -> Any:
+    if name == "id":
+        return id(t)
     with Local():
         found = getattr(t, name)
         return found is not None if name in _OBJECTS else found() if callable(found) else found

@@ -38,6 +38,13 @@ def inverse(a: float) -> float:
         return 7.0
 
 
+def power(a: float, b: float) -> float:
+    try:
+        return a**b
+    except ZeroDivisionError:
+        return 7.0
+
+
 def filled(a: float) -> torch.Tensor:
     return torch.full((2, 3), a)
 
@@ -55,3 +62,11 @@ number("a_number_that_cannot_divide", lambda x, a: x * inverse(a), 1.0, 0.0)
 number("a_float_for_an_int", lambda x, a: x * (2 if isinstance(a, int) else 9), 2, 2.0)
 number("an_int_for_true", lambda x, a: x * (5 if a is True else 2), True, 1)
 number("a_float_of_numpy", lambda x, a: x * (2 if type(a) is float else 5), 1.0, np.float64(1))
+number("a_power_below_zero", lambda x, a: x * power(a, -1.0), 2.0, 0.0)
+number("a_root_of_a_number", lambda x, a: x * abs(a**0.5), 2.0, -2.0)
+number("an_exponent", lambda x, a: x * power(0.0, a), 2.0, -2.0)
+number("a_product_with_zero", lambda x, a: filled(a * 0.0), 2.0, -2.0)
+number("a_zero_times_a_zero", lambda x, a: filled(0.0 * a), 0.0, -0.0)
+number("a_zero_that_is_divided", lambda x, a: filled(0.0 / a), 2.0, -2.0)
+number("a_remainder", lambda x, a: x * (a % 1.5) + 7 // a, 2.0, 3.0)
+number("a_number_cut_off", lambda x, a: x * int(a) + round(a, 1) + math.floor(a), 2.25, -3.75)

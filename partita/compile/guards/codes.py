@@ -15,6 +15,7 @@ import torch
 
 __all__ = [
     "asks_whether_true",
+    "asks_which_object",
     "constants_of",
     "dotted_names",
     "global_names",
@@ -130,6 +131,15 @@ def asks_whether_true(code: CodeType) -> bool:
     steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     asked = (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
     return any(i.opname == "LOAD_CONST" and type(i.argval) is bool for two in asked for i in two)
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_which_object(code: CodeType) -> bool:
+    """Does it ask whether something `is` another object, no constant, or for an `id`?"""
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    asked = (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
+    compared = any(all(i.opname != "LOAD_CONST" for i in two) for two in asked)
+    return compared or "id" in global_names(code)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..symbolic import TypeOfNumbers
+from ..symbolic import Substitutes
 from . import places
 from .codes import (
     constants_of,
@@ -69,7 +69,7 @@ class Functions:
         self._supers: set[str] = set()  # names that code which may say `super()` uses
         self._classes: dict[int, type] = {}
         self._by_operators: dict[int, tuple[type, str]] = {}  # `__len__` and others, by their code
-        self._types = TypeOfNumbers()
+        self._substitutes = Substitutes()
 
     def spaces(self) -> list[tuple[str, dict[str, Any], frozenset[str]]]:
         """Variables by name, what they are called, and the names of them that may be read."""
@@ -81,7 +81,7 @@ class Functions:
 
     def put_back(self) -> None:
         """Take from the globals of functions what stands there while a step is captured."""
-        self._types.take_away()
+        self._substitutes.take_away()
 
     # -- what is reached ---------------------------------------------------------------------------
 
@@ -204,10 +204,10 @@ class Functions:
                     self._enter_code(const, variables)
         self.constants |= constants_of(code)
         for name in global_names(code):
-            if name == "type":
-                place = places.type_of(variables)
+            if name in Substitutes.of_builtins:
+                place = places.hidden_builtin(variables, name)
                 self._record.read_at(place, place.value)
-                self._types.put(variables)
+                self._substitutes.put(variables, name)
             elif name != "super":  # one of Python's own may come to be hidden by a global
                 value = variables.get(name, MISSING)
                 self._record.read_at(places.entry(name, variables, name), value)
@@ -303,7 +303,7 @@ class Functions:
         held = variables_of(space)
         with self._record.found_by_name():
             for key in sorted(names & held.keys()):
-                if not key.startswith("__") and held[key] is not TypeOfNumbers.kind:
+                if not key.startswith("__") and not Substitutes.has(held[key]):
                     self._record.read_at(places.entry(f"{name}.{key}", held, key), held[key])
 
 

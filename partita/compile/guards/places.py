@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..symbolic import TypeOfNumbers
+from ..symbolic import Substitutes
 from .expected import MISSING
 
 __all__ = [
@@ -182,11 +182,11 @@ def level(name: str, logger: logging.Logger) -> Place:
     return Place(f"the level of {name}", logger, "()", get)
 
 
-def type_of(variables: dict[str, Any]) -> Place:
-    """A global `type` of the user's, beside which one of ours is none."""
+def hidden_builtin(variables: dict[str, Any], name: str) -> Place:
+    """A global of the user's that hides one of Python's, beside which one of ours is none."""
 
     def get() -> Any:
-        found = variables.get("type", MISSING)
-        return MISSING if found is TypeOfNumbers.kind else found
+        found = variables.get(name, MISSING)
+        return MISSING if Substitutes.has(found) else found
 
-    return Place("type", variables, "type", get)
+    return Place(name, variables, name, get)

@@ -7,17 +7,20 @@ which aborts where a tensor with a fake's keys has a class that cannot take its 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import increment_version
 
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 
 from .symbolic import NumberEnv
 
-__all__ = ["FakeDTensor", "fake_mode", "local_of"]
+__all__ = ["FakeDTensor", "count_writes_of_lists", "fake_mode", "local_of"]
 
 
 class FakeDTensor(DTensor, FakeTensor):
@@ -44,3 +47,25 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
     with Local(), torch.no_grad():
         found: Any = x.detach()
     return found
+
+
+def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Have the tensors in lists know that `func`, which was called, has written them.
+
+    Torch counts the writes of an op's own operands. Those of tensors in a list are counted by the
+    kernels, one by one, and tensors without memory have none of these.
+    """
+    for i, name in _lists_written(func):
+        given = args[i] if i < len(args) else kwargs.get(name) or ()
+        with Local():
+            increment_version([t for t in given if t is not None and not t.is_inference()])
+
+
+@functools.lru_cache(maxsize=1024)
+def _lists_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the lists of tensors that an op writes."""
+    found = []
+    for i, a in enumerate(func._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type):
+            found.append((i, a.name))
+    return tuple(found)

@@ -29,6 +29,7 @@ from partita.tensor.watch import HERE
 
 from .ctc import REPLACED
 from .errors import not_captured, of_data
+from .fakes import count_writes_of_lists
 from .hearing import unheard
 from .scalars import taken_as_numbers
 
@@ -137,6 +138,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = taken_as_numbers(func, args, kwargs)
         with Local():
             out = REPLACED.get(func, func)(*args, **kwargs)
+        count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):
             raise of_data(func._schema.name)
         newest = self.newest()

@@ -1,0 +1,53 @@
+"""Does a captured step that updates more than once compute with what each update has left?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+import partita as pt
+
+OPTIMIZERS = {
+    "a list at once": lambda p: optim.SGD(p, 0.1, momentum=0.9),
+    "one by one": lambda p: optim.Adam(p, 0.1, foreach=False),
+    "fused": lambda p: optim.AdamW(p, 0.1, fused=True),
+}
+
+
+def steps_of(kind, mesh=None, place=""):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+    if place == "tp":
+        split = {"0.weight": 0, "0.bias": 0, "2.weight": 1}  # the last bias is added by shares
+        pt.parallelize(model, mesh, {name: {"tp": pt.Shard(d)} for name, d in split.items()})
+        x = pt.distribute_tensor(x, mesh, [pt.Replicate()])
+    elif mesh is not None:
+        pt.zero(model, mesh, stage=3)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    optimizer = OPTIMIZERS[kind](model.parameters())
+
+    def step(x):
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        with torch.no_grad():  # what an average over steps does
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+        return [*losses, model(x).detach().square().mean()]
+
+    step = step if mesh is None else pt.compile(step, backend="graph")
+    return [[v.item() for v in step(x)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("place", ["tp", "dp"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_use_reads_what_the_update_before_it_wrote(kind, place):
+    with pt.ranks(**{place: 2}) as world:
+        found = world.run(lambda mesh: steps_of(kind, mesh, place))
+    for losses, truth in zip(found[1], steps_of(kind), strict=True):
+        assert losses == pytest.approx(truth, abs=1e-12)

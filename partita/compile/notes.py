@@ -25,6 +25,8 @@ from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.cost import bytes_sent
 from partita.tensor.dtensor import DTensor
+from partita.tensor.numbers import read_number
+from partita.tensor.scalar_reads import is_read_in_part
 from partita.tensor.watch import HERE
 
 from .ctc import REPLACED
@@ -37,6 +39,7 @@ __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
+_READ = _aten._local_scalar_dense.default
 
 NOTE = "partita"
 """Under which a node's `meta` has its note."""
@@ -135,6 +138,9 @@ class Recorder(TorchDispatchMode):
                 "it keeps memory for backward whose size only oneDNN knows",
                 Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
             )
+        if func is _READ and is_read_in_part(args[0]):
+            with self:
+                return read_number(args[0])
         args, kwargs = taken_as_numbers(func, args, kwargs)
         with Local():
             out = REPLACED.get(func, func)(*args, **kwargs)

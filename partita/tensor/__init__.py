@@ -15,6 +15,7 @@ from . import (  # noqa: F401
     methods,
     module_hooks,
     number_check,
+    scalar_reads,
 )
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import (

@@ -31,13 +31,15 @@ def _no(*_: object) -> bool:
     return False
 
 
+_OVERRIDES = types.SimpleNamespace(**vars(torch.overrides) | dict.fromkeys(_QUESTIONS, _no))
+
+
 class _Torch(types.ModuleType):
     """Stands for torch where a function asks `torch.overrides.has_torch_function...`."""
 
     def __init__(self) -> None:
         super().__init__("torch")
-        names = vars(torch.overrides) | dict.fromkeys(_QUESTIONS, _no)
-        self.overrides = types.SimpleNamespace(**names)
+        self.overrides = _OVERRIDES
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -54,6 +56,8 @@ def _answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
         changed.update((q, _no) for q in _QUESTIONS if q in changed)
         if through_torch and changed.get("torch") is torch:
             changed["torch"] = _Torch()
+        if through_torch and changed.get("overrides") is torch.overrides:  # in torch itself
+            changed["overrides"] = _OVERRIDES
         _entered_globals[key] = changed
         for name, helper in space.items():
             # A module's private helper asks on behalf of the public function that calls it.

@@ -1,7 +1,7 @@
 """Constructors of torch that ask no tensor among their arguments: what they make of DTensors.
 
-`torch.tensor` copies one. A number (a size, a bound, a value to fill with) is read, on all ranks.
-Old constructors, which take a tensor's memory, refuse a piece.
+`torch.tensor` copies one. Old constructors, which take a tensor's memory, refuse a piece. A number
+(a size, a bound, a value to fill with) is read on all ranks: see `scalar_reads`.
 """
 
 from __future__ import annotations
@@ -72,32 +72,10 @@ put_in_place_of("as_tensor", _as_tensor, torch)
 put_in_place_of("asarray", _asarray, torch)
 
 
-# -- numbers ---------------------------------------------------------------------------------------
-
-
 def _read(value: Any) -> Any:
     if type(value) is DTensor and value._spec.shape.numel() == 1 and not value.requires_grad:
         return read_number(value)
-    if isinstance(value, (list, tuple)) and not _LEAVES.issuperset(map(type, value)):
-        return [_read(v) for v in value]
     return value
-
-
-def _of_numbers(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make(*args: Any, **options: Any) -> torch.Tensor:
-        if _len_torch_function_stack():
-            return handle_torch_function(make, (), *args, **options)  # type: ignore[no-any-return]
-        if not _LEAVES.issuperset(map(type, args)):
-            args = tuple(map(_read, args))
-        if DTensor in map(type, options.values()):
-            options = {name: _read(value) for name, value in options.items()}
-        return plain(*args, **options)
-
-    return make
-
-
-for _name in ("arange", "eye", "full", "randint", "randperm", "range", "scalar_tensor"):
-    put_in_place_of(_name, _of_numbers(getattr(torch, _name)), torch)
 
 
 # -- old constructors ------------------------------------------------------------------------------
@@ -190,7 +168,9 @@ def _look_at_arguments(
 
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not isinstance(self, DTensor) and holds_dtensor(args):
+        if not isinstance(self, DTensor) and holds_dtensor((args, options)):
+            if "data" in options:
+                args, options = (options.pop("data"), *args), dict(options)
             args = arguments(f"x.{name}", args)
         return plain(self, *args, **options)
 

@@ -25,7 +25,7 @@ from .gathered import gathered
 from .library import is_collective
 from .miss import make_plan
 from .names import form_of
-from .numbers import may_have_numbers, with_numbers
+from .numbers import may_have_numbers, takes_numbers, with_numbers
 from .op import Op, Run
 from .out import into_out
 from .plan import CallPlan
@@ -39,7 +39,7 @@ _Tensor = torch.Tensor
 def _run_of(op: Op) -> Run | None:
     """What to do with a function instead of looking a plan up; None for an op with a rule."""
     if op.func in SPECIAL or passes(op.func):
-        return _meaning(SPECIAL.get(op.func))
+        return _meaning(SPECIAL.get(op.func), takes_numbers(op.func))
     if is_collective(op.func):
         return _run_collective
     if op.form.name.startswith("_fused_"):
@@ -57,7 +57,16 @@ def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any
         return func(*args, **kwargs)
 
 
-def _meaning(special: Callable[..., Any] | None) -> Run:
+def _meaning(special: Callable[..., Any] | None, takes_numbers: bool) -> Run:
+    def settled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+        if may_have_numbers(args[1:], kwargs):
+            args, kwargs = with_numbers(func, args, kwargs)
+            if not holds_dtensor((args, kwargs)):
+                return func(*args, **kwargs)
+        return special(*args, **kwargs)  # type: ignore[misc]
+
+    if special is not None and takes_numbers:
+        return settled
     if special is not None:
         return lambda func, args, kwargs, op: special(*args, **kwargs)
 
@@ -174,8 +183,9 @@ def op_of(func: Callable[..., Any]) -> Op:
     """The Op of a function, made at first sight."""
     op = OPS.get(func)
     if op is None:
-        op = OPS[func] = Op(func)
-        op.run = _run_of(op)
+        op = Op(func)
+        op.run = _run_of(op)  # before another thread can find it
+        OPS[func] = op
     return op
 
 

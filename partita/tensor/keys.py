@@ -91,11 +91,17 @@ def _check_rest(
                 harmless.add(name)
             elif value:
                 raise Unkeyed(name)
-        if type(value) not in _NUMBERS and isinstance(value, torch.Tensor):
+        if type(value) not in _NUMBERS and _has_tensor(value):
             raise Unkeyed(name)
     for value in more:
-        if isinstance(value, torch.Tensor) or (flagged and value is True):
+        if (type(value) not in _NUMBERS and _has_tensor(value)) or (flagged and value is True):
             raise Unkeyed("an undeclared tensor or flag")
+
+
+def _has_tensor(value: Any) -> bool:
+    if type(value) is tuple or type(value) is list:
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
@@ -110,7 +116,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
     """The key of a rule that derives its sentence: the arguments that it declares."""
-    signature, parts, variadic = [], [], False
+    signature, parts, unread, variadic = [], [], [], False
     defaults: dict[str, Any] = {}
     for p in params:
         if p.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -132,7 +138,9 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
             plain = "V" if type(p.default) is bool else "H"
             kept = f"{n} if type({n}) in {plain} else freeze({n})"
             parts.append(f"{n}._spec if type({n}) is D else {kept}")
-    return _compiled(", ".join(signature), parts, variadic, flagged, defaults)
+        else:
+            unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
+    return _compiled(", ".join(signature), parts, variadic, flagged, defaults, "".join(unread))
 
 
 def _compiled(
@@ -141,6 +149,7 @@ def _compiled(
     variadic: bool,
     flagged: bool,
     defaults: dict[str, Any] | None = None,
+    unread: str = "",
 ) -> KeyFunction:
     more = "" if variadic else ", *more"
     rest = "()" if "*more" not in params + more else "more"
@@ -148,12 +157,14 @@ def _compiled(
     source = (
         f"def key({params}{more}, **named):\n"
         f"    if named or {rest}: check({rest}, named, harmless, flagged)\n"
+        f"{unread}"
         f"    return {body}\n"
     )
     space = {
         "D": DTensor,
         "V": _PLAIN_VALUES,
         "H": _HASHABLE,
+        "N": _NUMBERS,
         "kind": operand_kind,
         "freeze": frozen,
         "check": _check_rest,

@@ -7,7 +7,10 @@ rule or a kernel sees the call. A number is what torch's schemas say is one in a
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
+import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -17,15 +20,18 @@ import torch
 from .dtensor import DTensor
 from .library import overloads_of
 
-__all__ = ["may_have_numbers", "read_number", "with_numbers"]
+__all__ = ["may_have_numbers", "read_number", "takes_numbers", "with_numbers"]
 
 _INTEGERS = frozenset(("int", "List[int]", "Optional[int]", "Optional[List[int]]"))
-_NUMBERS = _INTEGERS | {"float", "number", "bool", "Optional[float]", "Optional[number]"}
+_NUMBERS = _INTEGERS | frozenset(
+    ("float", "number", "bool", "List[float]", "Optional[float]", "Optional[number]")
+    + ("Optional[bool]", "Optional[List[float]]")
+)
 
 
 def may_have_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Is an argument, except the first, a DTensor of one element, or a slice or list of such?"""
-    return any(map(_may_be_number, args[1:])) or any(map(_may_be_number, kwargs.values()))
+    """Is an argument a DTensor of one element, or a slice or list with such?"""
+    return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
 
 
 def _may_be_number(value: Any) -> bool:
@@ -41,26 +47,41 @@ def with_numbers(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """A call of `func` with Python's numbers where torch takes numbers, and in slices."""
-    by_place, by_name = _numbers_of(getattr(func, "__name__", ""))
+    by_place, by_name = _numbers_of(func)
     new: list[Any] = []
-    sizes = ""
+    sizes: frozenset[str] = frozenset()
     for i, value in enumerate(args):
-        kind = sizes or (by_place[i] if i < len(by_place) else "")
-        if "List" in kind and not isinstance(value, (tuple, list)):
-            sizes = kind  # one by one, to the end
-        new.append(_with_numbers(value, kind))
-    return new, {key: _with_numbers(v, by_name.get(key, "")) for key, v in kwargs.items()}
+        kinds = sizes or (by_place[i] if i < len(by_place) else frozenset())
+        if _in_lists(kinds) and _are_numbers(kinds) and not isinstance(value, (tuple, list)):
+            sizes = kinds  # one by one, to the end
+        new.append(_with_numbers(value, kinds))
+    return new, {key: _with_numbers(v, by_name.get(key, frozenset())) for key, v in kwargs.items()}
 
 
-def _with_numbers(value: Any, kind: str) -> Any:
+def _with_numbers(value: Any, kinds: frozenset[str]) -> Any:
+    """`value` read where a tensor in its place would be a number; `kinds` are what may stand there
+    in one form of the op or another."""
     if type(value) is slice:
-        return slice(*(_with_numbers(v, "int") for v in (value.start, value.stop, value.step)))
+        return slice(*(_with_numbers(v, _INTEGERS) for v in (value.start, value.stop, value.step)))
     if type(value) is tuple or type(value) is list:
-        return type(value)(_with_numbers(v, kind) for v in value)
-    if type(value) is not DTensor or not kind or value.requires_grad:
+        return type(value)(_with_numbers(v, _in_lists(kinds) or kinds) for v in value)
+    if type(value) is not DTensor or not _are_numbers(kinds) or value.requires_grad:
         return value
     # A float that this rank has whole may be an input of a step that is captured: it stays one.
-    return read_number(value) if kind in _INTEGERS or not value._spec.is_whole else value
+    return read_number(value) if kinds & _INTEGERS or not value._spec.is_whole else value
+
+
+def _are_numbers(kinds: frozenset[str]) -> bool:
+    return not kinds.isdisjoint(_NUMBERS) and not any("Tensor" in kind for kind in kinds)
+
+
+def _in_lists(kinds: frozenset[str]) -> frozenset[str]:
+    return frozenset(kind for kind in kinds if "List" in kind)
+
+
+def takes_numbers(func: Callable[..., Any]) -> bool:
+    """Has an argument of `func` to be a number, in whichever form?"""
+    return any(map(_are_numbers, _numbers_of(func)[1].values()))
 
 
 def read_number(x: DTensor) -> Any:
@@ -69,24 +90,55 @@ def read_number(x: DTensor) -> Any:
     return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
 
 
+Kinds = frozenset[str]
+
+
 @cache
-def _numbers_of(name: str) -> tuple[list[str], dict[str, str]]:
-    """By place and by name the types of an op's arguments that are numbers in all its forms; of
-    others nothing."""
+def _numbers_of(func: Callable[..., Any]) -> tuple[list[Kinds], dict[str, Kinds]]:
+    """By place and by name what an op's arguments may be, in all its forms."""
     by_place: list[set[str]] = []
     by_name: dict[str, set[str]] = {}
-    for overload in overloads_of(getattr(torch.ops.aten, name, None)):
-        arguments = [a for a in overload._schema.arguments if not a.is_out]
-        if not arguments or "Tensor" not in str(arguments[0].type):
-            continue  # TorchScript has operators on Python's own lists and texts
+    for arguments in _forms_of(func):
         by_place += [set() for _ in arguments[len(by_place) :]]
-        for kinds, a in zip(by_place, arguments, strict=False):
-            kinds.add(str(a.type))
-            by_name.setdefault(a.name, set()).add(str(a.type))
-    return list(map(_one_type, by_place)), {key: _one_type(k) for key, k in by_name.items()}
+        for place, (name, kind, has_place) in enumerate(arguments):
+            by_name.setdefault(name, set()).add(kind)
+            if has_place:
+                by_place[place].add(kind)
+    return list(map(frozenset, by_place)), {name: frozenset(k) for name, k in by_name.items()}
 
 
-def _one_type(kinds: set[str]) -> str:
-    if not kinds <= _NUMBERS:
-        return ""
-    return min(kinds, key=lambda kind: ("List" not in kind, kind not in _INTEGERS))
+Form = list[tuple[str, str, bool]]
+"""Of each argument: what it is called, what it may be ("" if that is not said), has it a place?"""
+
+
+def _forms_of(func: Callable[..., Any]) -> list[Form]:
+    """What torch says of an op's arguments: in schemas, or in hints of one written in Python."""
+    forms = []
+    for overload in overloads_of(getattr(torch.ops.aten, getattr(func, "__name__", ""), None)):
+        arguments = [a for a in overload._schema.arguments if not a.is_out]
+        if isinstance(func, types.MethodDescriptorType):  # x.polygamma(n)
+            arguments.sort(key=lambda a: a.name != "self")
+        # TorchScript has operators on Python's own lists and texts.
+        if any("Tensor" in str(a.type) for a in arguments):
+            forms.append([(a.name, str(a.type), not a.kwarg_only) for a in arguments])
+    if not isinstance(func, types.FunctionType):
+        return forms
+    own = list(inspect.signature(func).parameters.values())
+    if all(p.annotation is p.empty for p in own):
+        return forms
+    hints = [{p.name: _hint_of(p) for p in own if p.annotation is not p.empty}]
+    hints += [{name: kind for name, kind, _ in form if name not in hints[0]} for form in forms]
+    return [
+        [(p.name, hint.get(p.name, ""), p.kind is not p.KEYWORD_ONLY) for p in own]
+        for hint in hints
+    ]
+
+
+def _hint_of(parameter: inspect.Parameter) -> str:
+    """What a function written in Python says of an argument, as schemas say it."""
+    if parameter.annotation in (None, type(None)):  # a BroadcastingList[int] of TorchScript
+        return "List[int]"
+    text = str(parameter.annotation)
+    if "Tensor" in text or not re.search(r"\b(int|float|bool)\b", text):
+        return text
+    return "int" if re.search(r"\bint\b", text) else "number"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-__all__ = ["Spec", "laid_out", "placed", "spec_of", "taken_by", "two_meshes"]
+__all__ = ["ON_NEW_SPEC", "Spec", "laid_out", "placed", "spec_of", "taken_by", "two_meshes"]
 
 
 class Spec:
@@ -107,11 +107,17 @@ class Spec:
 _INTERNED: weakref.WeakValueDictionary[tuple[Layout, Wire], Spec] = weakref.WeakValueDictionary()
 
 
+ON_NEW_SPEC: list[Callable[[Spec], None]] = []
+"""Who is told of each spec that is made."""
+
+
 def spec_of(layout: Layout, wire: Wire) -> Spec:
     """The one Spec of `layout` on `wire`."""
     found = _INTERNED.get((layout, wire))
     if found is None:
         found = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
+        for hear in list(ON_NEW_SPEC):
+            hear(found)
     return found
 
 

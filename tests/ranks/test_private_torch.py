@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -522,3 +524,16 @@ def test_modes_can_be_taken_from_their_stacks_for_a_while_and_told_from_torchs_o
     with torch.device("cpu"):
         device = torch._C._get_function_stack_at(0)
         assert isinstance(device, torch.utils._device.DeviceContext) and device.device.type == "cpu"
+
+
+def test_what_torch_reads_a_tensor_as_a_number_with_is_one_operator_whose_place_can_be_taken():
+    """In a process of its own: an operator's kernel is every test's."""
+    program = """
+import torch
+library, seen = torch.library.Library("aten", "IMPL"), []
+library.impl("_local_scalar_dense", lambda x: seen.append(x) or 3, "CPU", allow_override=True)
+n = torch.tensor(1)
+assert torch.ones(4).topk(n).values.numel() == torch.arange(n).numel() == n.item() == 3
+assert len(seen) == 3 and all(x is n for x in seen) and n.tolist() == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

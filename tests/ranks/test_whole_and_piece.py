@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save
+from torch.overrides import TorchFunctionMode
 
 import partita as pt
 
@@ -127,11 +131,11 @@ NUMBERS = {  # of x, a float that is the sum 1128 and an integer that is 4
     "split": lambda x, s, n: x.split(n)[1],
     "roll": lambda x, s, n: x.roll(n, 1),
     "softmax": lambda x, s, n: x.softmax(dim=n - 4),
-    "pad": lambda x, s, n: torch.nn.functional.pad(x, (n, 0), value=s),
+    "pad": lambda x, s, n: F.pad(x, (n, 0), value=s),
     "alpha": lambda x, s, n: torch.add(x, x, alpha=s),
     "new_zeros": lambda x, s, n: x.new_zeros(n, 2),
     "new_full": lambda x, s, n: x.new_full((n,), s),
-    "one_hot": lambda x, s, n: torch.nn.functional.one_hot(x.long() % 3, n),
+    "one_hot": lambda x, s, n: F.one_hot(x.long() % 3, n),
     "arange": lambda x, s, n: torch.arange(n),
     "full": lambda x, s, n: torch.full((n,), s),
     "eye": lambda x, s, n: torch.eye(n),
@@ -140,9 +144,30 @@ NUMBERS = {  # of x, a float that is the sum 1128 and an integer that is 4
     "scalar_tensor": lambda x, s, n: torch.scalar_tensor(s),
     "zeros": lambda x, s, n: torch.zeros((n, 2)),
     "new_zeros of a plain tensor": lambda x, s, n: WHOLE.new_zeros(n),
+    "tensor_split": lambda x, s, n: x.tensor_split([n])[0],
+    "polygamma": lambda x, s, n: torch.polygamma(n - 3, x + 1),
+    "a list of indices": lambda x, s, n: x[[n, slice(1, n)]],
+    "interpolate": lambda x, s, n: F.interpolate(x[None, None], size=(n, n)),
+    "max_pool": lambda x, s, n: F.adaptive_max_pool1d(x[None], n),
+    "padding": lambda x, s, n: F.conv1d(x[None], x[:, :6, None], padding=n),
+    "norm": lambda x, s, n: torch.norm(x, "fro", (n - 4, 1)),
+    "dropout": lambda x, s, n: F.dropout(F.dropout(x, p=0.0), p=s / 1128),
+    "sym_int": lambda x, s, n: torch.tensor(torch.sym_int(s / 2)),
+    "alpha of plain tensors": lambda x, s, n: torch.add(WHOLE, WHOLE, alpha=s),
+    "full_like a plain tensor": lambda x, s, n: torch.full_like(WHOLE, s),
+    "new_full of a plain tensor": lambda x, s, n: WHOLE.new_full(size=(n,), fill_value=s),
+    "topk of a plain tensor": lambda x, s, n: WHOLE.topk(n).values,
+    "tril of a plain tensor": lambda x, s, n: WHOLE.tril(n),
+    "std of a plain tensor": lambda x, s, n: WHOLE.std(0, correction=n),
+    "fft of a plain tensor": lambda x, s, n: torch.fft.rfft(WHOLE, n=n).abs(),
+    "as_strided of a plain tensor": lambda x, s, n: WHOLE.as_strided((n, 2), (1, n)),
+    "scale_factor": lambda x, s, n: F.interpolate(
+        WHOLE[None], scale_factor=s / 564, recompute_scale_factor=True
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("program", NUMBERS)
 def test_a_pending_number_is_read_before_an_op_takes_it(program):
     wanted = NUMBERS[program](WHOLE, WHOLE.sum(), torch.tensor(4))
@@ -159,6 +184,81 @@ def test_a_pending_number_is_read_before_an_op_takes_it(program):
             torch.testing.assert_close(found, wanted)
 
     on_ranks(body)
+
+
+def test_a_plain_tensor_is_made_of_the_whole_value_however_that_is_given():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
+        assert torch.equal(torch.zeros(1).new_tensor(data=x), WHOLE)
+
+    on_ranks(body)
+
+
+def test_a_plan_of_the_same_key_takes_no_pending_number_for_a_number():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
+        one = pt.distribute_tensor(torch.full((4,), 0.25), mesh, [pt.Shard(0)]).sum()
+        for p in (0.0, one, 0.0):
+            found = F.dropout(x, p=p).full_tensor()
+            assert torch.equal(found, torch.zeros(6, 8) if p is one else WHOLE)
+        for n in (4, one.long() * 4):
+            assert torch.equal(x.roll((n, 0), (0, 1)).full_tensor(), WHOLE.roll(4, 0))
+
+    on_ranks(body)
+
+
+CAPTURED = {
+    "alpha": lambda s: torch.add(WHOLE, WHOLE, alpha=s),
+    "full": lambda s: torch.full((2,), s),
+    "full_like": lambda s: torch.full_like(WHOLE, s),
+    "linspace": lambda s: torch.linspace(0, s, 3),
+}
+
+
+def test_a_captured_step_reads_a_pending_number_as_eager_does():
+    def body(mesh):
+        x = pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)])
+
+        def step(x):
+            return [program(x.sum()) for program in CAPTURED.values()]
+
+        for found, wanted in zip(pt.compile(step)(x), step(WHOLE), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+    on_ranks(body)
+
+
+def test_a_mode_hears_a_number_read_once():
+    heard = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            heard.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def body(mesh):
+        pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)]).sum()
+
+    on_ranks(body)
+    with Mode():
+        assert torch.arange(torch.tensor(3)).numel() == torch.tensor(3).item()
+    assert heard == ["tensor", "arange", "numel", "tensor", "item"]
+
+
+def test_a_program_without_pending_numbers_keeps_torchs_own_operator():
+    program = """
+import torch, partita as pt
+from partita.tensor.scalar_reads import _libraries
+def body(mesh):
+    pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)]).sum().item()
+with pt.ranks(a=1) as world:
+    world.run(body)
+assert not _libraries
+with pt.ranks(a=2) as world:
+    world.run(body)
+assert _libraries and torch.tensor(2.5).item() == 2.5
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
 # -- strides ---------------------------------------------------------------------------------------

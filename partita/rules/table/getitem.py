@@ -90,8 +90,11 @@ def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
 
 
 def _entries(index: Any) -> list[Any]:
-    """One entry per place. The dispatcher makes a list of a tuple that has tensors."""
-    mixed = isinstance(index, list) and any(isinstance(e, Arg | slice) or e is None for e in index)
+    """One entry per place. A list is a tuple for torch, too, where it has more than numbers; and
+    the dispatcher makes a list of a tuple that has tensors."""
+    mixed = isinstance(index, list) and any(
+        isinstance(e, Arg | torch.Tensor | slice) or e is None for e in index
+    )
     return list(index) if isinstance(index, tuple) or mixed else [index]
 
 
@@ -151,7 +154,7 @@ def _picked_traced(
 
 def _by_kind(input: Any, index: Any) -> Any:
     """x[index] with masks made integers, and what tensors of no dimensions pick picked first."""
-    entries = list(index) if isinstance(index, tuple) else [index]
+    entries = _entries(index)
     input, entries = _at_numbers(input, entries)
     pattern: list[Any] = []
     tensors: list[Any] = []

@@ -1,0 +1,63 @@
+"""Numbers that torch reads in C++ where it asks no tensor: `torch.add(a, b, alpha=s)`, a, b plain.
+
+torch takes a tensor of no dimensions for a number, and of plain operands nobody hears of it. What
+reads it is one operator of ATen, `_local_scalar_dense`, which would find this rank's share. From
+the first such tensor on that this process makes it goes by way of Python, which costs each plain
+`x.item()` about a microsecond; a program without DTensors, or of one rank, keeps torch's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for modes, too
+from torch._C import _is_torch_function_enabled as _global_view
+
+from .dtensor import DTensor
+from .numbers import read_number
+from .spec import ON_NEW_SPEC, Spec
+
+__all__ = ["is_read_in_part"]
+
+# C++ that no operator is behind: it reads the memory of one rank.
+_value_held = torch._C.TensorBase.tolist
+
+
+def is_read_in_part(x: torch.Tensor) -> bool:
+    """Is `x` a DTensor of which torch would read, as the number that it is, this rank's part?"""
+    return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole
+
+
+def _read_scalar(x: torch.Tensor) -> Any:
+    if is_read_in_part(x):
+        return read_number(x)  # type: ignore[arg-type]
+    with DisableTorchFunction():
+        return _value_held(x)
+
+
+_libraries: list[torch.library.Library] = []
+_installing = threading.Lock()
+
+
+def _install(spec: Spec) -> None:
+    """Take the operator's place where `spec` is of a number that no rank holds whole."""
+    if spec.shape.numel() != 1 or spec.is_whole:
+        return
+    with _installing:
+        if _libraries:
+            return
+        ON_NEW_SPEC.remove(_install)
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there was a kernel before
+            for key in ("CPU", "CUDA"):
+                if torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key):
+                    library.impl("_local_scalar_dense", _read_scalar, key, allow_override=True)
+        _libraries.append(library)
+
+
+_OPERATOR = "aten::_local_scalar_dense"
+ON_NEW_SPEC.append(_install)

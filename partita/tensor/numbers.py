@@ -123,7 +123,10 @@ def _forms_of(func: Callable[..., Any]) -> list[Form]:
             forms.append([(a.name, str(a.type), not a.kwarg_only) for a in arguments])
     if not isinstance(func, types.FunctionType):
         return forms
-    own = list(inspect.signature(func).parameters.values())
+    try:
+        own = list(inspect.signature(func).parameters.values())
+    except ValueError:  # it stands for a builtin
+        return forms
     if all(p.annotation is p.empty for p in own):
         return forms
     hints = [{p.name: _hint_of(p) for p in own if p.annotation is not p.empty}]

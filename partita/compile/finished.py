@@ -7,6 +7,7 @@ output; nothing of the call that was captured, which will be over, stays in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from .compared import compared
 from .conditions import Conditions
 from .functional import drop_unused
 from .inputs import Inputs
-from .program import Input, Output, Program, written_inputs
+from .program import Input, Output, Program
 
 __all__ = ["Trace"]
 
@@ -80,9 +81,8 @@ class Trace:
 
     def _kept(self, graph: fx.Graph, cleared: list[int]) -> tuple[list[Output], list[Any]]:
         """The outputs that stay, and the values that were admitted. Others leave the graph."""
-        inputs = self.inputs.all
-        written = {inputs[i].index for i in written_inputs(graph) if inputs[i].kind != "gradient"}
         (end,) = graph.find_nodes(op="output")
+        updated = self._updated_by_gradients(graph, end.args[0])
         dropped = self._dropped_gradients(graph)
         kept, admitted = [], []
         wires = iter([t.real for t in self.wires.values() for _ in t.admitted])
@@ -91,13 +91,32 @@ class Trace:
             # hold memory. A gradient that is the step's result, or accumulates, is kept.
             if output.kind == "admitted":
                 admitted.append((value.args[0], next(wires)))
-            elif output.kind == "gradient" and output.index in written & dropped:
+            elif output.kind == "gradient" and output.index in updated & dropped:
                 cleared.append(output.index)
             else:
                 kept.append((output, value))
         end.args = ([value for _, value in kept],)
         drop_unused(graph)
         return [output for output, _ in kept], admitted
+
+    def _updated_by_gradients(self, graph: fx.Graph, values: Sequence[fx.Node]) -> set[int]:
+        """The places of the tensors whose new values are reckoned from the gradients made here."""
+        pairs = zip(self.outputs, values, strict=True)
+        gradients = {value: out.index for out, value in pairs if out.kind == "gradient"}
+        nodes = graph.find_nodes(op="placeholder")
+        places = dict(zip(nodes, self.inputs.all, strict=True))
+        found = set()
+        reached: dict[fx.Node, int] = {}  # by the gradients of which places, a bit each
+        for node in graph.nodes:
+            bits = 1 << gradients[node] if node in gradients else 0
+            for read in node.all_input_nodes:
+                bits |= reached[read]
+            reached[node] = bits
+            if node.target is torch.ops.aten.copy_.default:
+                given = places[node.args[0]]
+                if given.kind != "gradient" and reached[node.args[1]] >> given.index & 1:
+                    found.add(given.index)
+        return found
 
     def _without_memory(self, given: Input) -> Input:
         """The input, but holding nothing of the call that is captured."""

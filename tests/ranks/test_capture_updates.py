@@ -51,3 +51,25 @@ def test_each_use_reads_what_the_update_before_it_wrote(kind, place):
         found = world.run(lambda mesh: steps_of(kind, mesh, place))
     for losses, truth in zip(found[1], steps_of(kind), strict=True):
         assert losses == pytest.approx(truth, abs=1e-12)
+
+
+def clipped_weights(mesh=None):
+    weight = torch.linspace(-2, 2, 8, dtype=torch.float64).view(4, 2)
+    if mesh is not None:
+        weight = pt.distribute_tensor(weight, mesh, [pt.Shard(0)])
+    weight = weight.detach().requires_grad_()
+
+    def step():
+        weight.grad = None
+        with torch.no_grad():
+            weight.clamp_(-1, 1)
+        weight.pow(3).sum().backward()
+
+    (step if mesh is None else pt.compile(step, backend="graph"))()
+    return weight.grad if mesh is None else weight.grad.full_tensor()
+
+
+def test_a_gradient_is_kept_where_what_is_written_was_not_reckoned_from_it():
+    with pt.ranks(dp=2) as world:
+        found = world.run(clipped_weights)
+    torch.testing.assert_close(found[0], clipped_weights(), rtol=0, atol=1e-12)

@@ -18,10 +18,16 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     at, away = own(index, piece)
     if not length:
         return nothing(weight, (*index.shape, weight.shape[1]))
-    if padding_idx is not None:
-        padding_idx = padding_idx % size - offset
-        padding_idx = padding_idx if 0 <= padding_idx < length else None
-    return F.embedding(at, weight, padding_idx).masked_fill(away.unsqueeze(-1), 0)
+    if padding_idx is None:
+        rows = F.embedding(at, weight)
+    elif isinstance(offset, torch.Tensor):
+        # Which rank has the row that gets no gradient is nothing that a graph of all ranks may say.
+        rows = F.embedding(at, weight)
+        rows = torch.where((index == padding_idx % size).unsqueeze(-1), rows.detach(), rows)
+    else:
+        row = padding_idx % size - offset
+        rows = F.embedding(at, weight, row if 0 <= row < length else None)
+    return rows.masked_fill(away.unsqueeze(-1), 0)
 
 
 def _renormed(lookup: Kernel) -> Rewrite:

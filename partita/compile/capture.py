@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -100,6 +100,7 @@ def _captured(
         try:
             program = _run(run)
         except Exception as error:
+            state.raise_if_more(run.record.places.values())
             failed = failed or (error, run)
             other = run.asked.other_way()
             if other is not None:
@@ -116,6 +117,9 @@ def _captured(
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             ways, failed = guesses, None
             continue
+        if run.meets_others:
+            run.undo()
+            state.raise_if_more(run.record.places.values())
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
                 again = _Capture(step, args, kwargs, state, unmarked, plain, ways)
@@ -183,12 +187,6 @@ def _check_constants(graph: fx.Graph) -> None:
                 raise not_an_input(note_of(user).source)
 
 
-def _places_of(slots: Sequence[Slot]) -> list[tuple[int, Any]]:
-    """As `Place.identity` has them."""
-    homes = [(s.home.cell if isinstance(s.home, Cell) else s.home, s.key) for s in slots]
-    return [(id(home), key) for home, key in homes]
-
-
 class _Capture:
     """One run of a step over tensors without memory."""
 
@@ -207,7 +205,7 @@ class _Capture:
         self.writes: list[Write] = []
         self._left: list[Write] = []
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
-        self._places = frozenset(_places_of(self.slots))
+        self._places = frozenset(slot.identity for slot in self.slots)
         self.inputs = Inputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
@@ -225,6 +223,7 @@ class _Capture:
         self.seeds: list[Seed] = []
         self._hooks: list[Any] = []
         self._given: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
+        self.meets_others = False
 
     def program(self) -> Program | None:
         """None where the step read gradients that it was given as marks: those in `read_marks`."""
@@ -320,6 +319,7 @@ class _Capture:
             check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._check_attributes()
             writes.copy_back()
+            self.meets_others = writes.meets_others
             self._read_writes()
             with torch.no_grad():
                 out = self._read_out(result)
@@ -432,7 +432,7 @@ class _Capture:
             CaptureError: it writes what a graph cannot.
         """
         seen = [*self.slots, *self.attributes.left(self._places), *(slot for slot, _ in self._held)]
-        slots = set(_places_of(seen))
+        slots = {slot.identity for slot in seen}
         for write in self.record.snapshots.writes():
             if write.identity in slots:
                 continue

@@ -7,6 +7,7 @@ values until then, as it does in eager.
 
 from __future__ import annotations
 
+import inspect
 from types import FunctionType
 from typing import Any
 
@@ -22,14 +23,22 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.watch import HERE
 
 from .errors import not_captured
+from .fakes import has_memory
 from .guards.codes import is_recorded
 from .inputs import Inputs
+from .refusals import not_an_input
 from .symbolic import as_number
 from .tensor_facts import Facts
 
 __all__ = ["DataWrites"]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_LEAVES = {
+    inspect.getattr_static(torch.Tensor, name)
+    for name in """grad data requires_grad requires_grad_ retain_grad detach_ register_hook
+    register_post_accumulate_grad_hook""".split()
+}
+"""What another tensor than the one that stands for it must not be asked: it would answer."""
 _READS = (torch.Tensor.item, torch.Tensor.tolist)
 _ASKS = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
@@ -43,17 +52,23 @@ class DataWrites(TorchFunctionMode):
 
     Attributes:
         reads_number: the user's line that first reads one; "" where none is read.
+        meets_others: is a tensor asked for something that is no input, nor made by the step?
     """
 
     def __init__(self, inputs: Inputs, facts: Facts):
         super().__init__()
         self._inputs, self._facts = inputs, facts
         self.reads_number = ""
+        self.meets_others = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
         with Local():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and has_memory(args[0]):
+            self.meets_others = True
+            if getattr(func, "__self__", func) in _OF_LEAVES:
+                raise not_an_input(user_line())
         if func == _set_data:
             return self._write(*args)
         if func in _READS:

@@ -20,7 +20,14 @@ from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 
 from .symbolic import NumberEnv
 
-__all__ = ["FakeDTensor", "count_writes_of_lists", "fake_mode", "local_of"]
+__all__ = [
+    "FakeDTensor",
+    "count_writes_of_lists",
+    "fake_mode",
+    "has_memory",
+    "local_of",
+    "tensors_written",
+]
 
 
 class FakeDTensor(DTensor, FakeTensor):
@@ -49,23 +56,41 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def has_memory(x: Any) -> bool:
+    """Is it a tensor for which, while a step is captured, no other stands?"""
+    return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+
+
+def tensors_written(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
+) -> list[torch.Tensor]:
+    """The tensors that a call of an op of torch writes, or those of them that stand in lists."""
+    found: list[torch.Tensor] = []
+    for i, name, is_list in _operands_written(func):
+        given = args[i] if i < len(args) else kwargs.get(name)
+        if is_list:
+            found += [t for t in given or () if t is not None]
+        elif given is not None and not lists:
+            found.append(given)
+    return found
+
+
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Have the tensors in lists know that `func`, which was called, has written them.
 
     Torch counts the writes of an op's own operands. Those of tensors in a list are counted by the
     kernels, one by one, and tensors without memory have none of these.
     """
-    for i, name in _lists_written(func):
-        given = args[i] if i < len(args) else kwargs.get(name) or ()
-        with Local():
-            increment_version([t for t in given if t is not None and not t.is_inference()])
+    written = tensors_written(func, args, kwargs, lists=True)
+    with Local():
+        increment_version([t for t in written if not t.is_inference()])
 
 
-@functools.lru_cache(maxsize=1024)
-def _lists_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The places and names of the lists of tensors that an op writes."""
+@functools.lru_cache(maxsize=4096)
+def _operands_written(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """The places and names of the operands that an op writes, and which of them are lists."""
     found = []
     for i, a in enumerate(func._schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type):
-            found.append((i, a.name))
+        if a.alias_info is not None and a.alias_info.is_write:
+            found.append((i, a.name, "List" in str(a.type)))
     return tuple(found)

@@ -31,8 +31,9 @@ from partita.tensor.watch import HERE
 
 from .ctc import REPLACED
 from .errors import not_captured, of_data
-from .fakes import count_writes_of_lists
+from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .hearing import unheard
+from .refusals import not_an_input
 from .scalars import taken_as_numbers
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
@@ -141,6 +142,8 @@ class Recorder(TorchDispatchMode):
         if func is _READ and is_read_in_part(args[0]):
             with self:
                 return read_number(args[0])
+        if any(map(has_memory, tensors_written(func, args, kwargs))):  # it would be written now
+            raise not_an_input(user_line())
         args, kwargs = taken_as_numbers(func, args, kwargs)
         with Local():
             out = REPLACED.get(func, func)(*args, **kwargs)

@@ -2,9 +2,9 @@
 
 What its function can reach by name: modules, optimizers, tensors, and lists and dictionaries of
 them, in its closure, its defaults, the globals that it uses, and the object that it is a method of;
-what other functions of the user that it reaches can reach; and what is given as `state=`. Each
-tensor is in a slot: a place in a dictionary, a list or a cell, where capture puts another in its
-stead for a while.
+what other functions of the user that it reaches can reach; what the functions name that are seen to
+run while it is captured; and what is given as `state=`. Each tensor is in a slot: a place in a
+dictionary, a list or a cell, where capture puts another in its stead for a while.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import collections
 import dis
 import functools
+import inspect
 import operator
 import sys
 import types
@@ -33,6 +34,7 @@ from .hooks import users_hooks
 
 __all__ = [
     "OF_TENSORS",
+    "ReachedMore",
     "Slot",
     "State",
     "attributes_of",
@@ -77,6 +79,19 @@ class Defaults:
         self.function.__defaults__ = tuple(found)
 
 
+class Members:
+    """What a class has, read and written as a dictionary."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return inspect.getattr_static(self.kind, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(next(k for k in self.kind.__mro__ if name in vars(k)), name, value)
+
+
 @dataclass(frozen=True, eq=False)
 class Slot:
     """Where a value stands.
@@ -99,6 +114,13 @@ class Slot:
     def put(self, value: Any) -> None:
         self.home[self.key] = value
 
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """As `Place.identity` has it."""
+        home = self.home
+        home = home.cell if isinstance(home, Cell) else home
+        return id(home.kind if isinstance(home, Members) else home), self.key
+
 
 @dataclass
 class State:
@@ -115,6 +137,8 @@ class State:
         given: the modules and optimizers among the arguments of the call.
         lists: lists and dictionaries in which tensors were looked for, and how long each was.
         groups: of each optimizer, the list of its groups, these and their lists of parameters.
+        reached: where something stood that only a run of the step is seen to name.
+        search: gives the state with what stands at other such places, too.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -126,6 +150,18 @@ class State:
     given: list[Any] = field(default_factory=list)
     lists: list[tuple[Any, int]] = field(default_factory=list)
     groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
+    reached: list[Place] = field(default_factory=list)
+    search: Callable[[Sequence[Place]], State] | None = None
+
+    def raise_if_more(self, places: Iterable[Place]) -> None:
+        """Raise ReachedMore if there is state at one of these, which a run of the step has read."""
+        assert self.search is not None
+        found = self.search([*self.reached, *places])
+        if found.count() > self.count():
+            raise ReachedMore(found)
+
+    def count(self) -> int:
+        return len(self.slots) + len(self.modules) + len(self.optimizers)
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those that it was made for?"""
@@ -187,6 +223,18 @@ class State:
                     yield Place(f"the hooks of {slot.name}", t, "hooks", hung)
 
 
+class ReachedMore(Exception):
+    """A step was seen to name tensors, modules or optimizers that had not been found.
+
+    Attributes:
+        state: what it reaches, with these.
+    """
+
+    def __init__(self, state: State):
+        super().__init__(", ".join(place.name for place in state.reached))
+        self.state = state
+
+
 # Partita's, and those of a parameter that torch gives it.
 OF_TENSORS = OURS | {"_is_param"}
 
@@ -213,15 +261,33 @@ def _groups_of(optimizer: Optimizer) -> Callable[[], Any]:
     return lambda: optimizer.param_groups
 
 
-def state_of(step: Callable[..., Any], given: Iterable[Any], args: Any, kwargs: Any) -> State:
-    """All that `step` can reach, in an order that is the same on every rank."""
-    given = list(given)
-    search = _Search(step, given)
+def state_of(
+    step: Callable[..., Any],
+    given: Iterable[Any],
+    args: Any,
+    kwargs: Any,
+    reached: Sequence[Place] = (),
+) -> State:
+    """All that `step` can reach, in an order that is the same on every rank.
+
+    Args:
+        reached: what runs of it were seen to name.
+    """
+    return _searched(step, list(given), _given_by(args, kwargs), reached)
+
+
+def _searched(
+    step: Callable[..., Any], named: list[Any], given: list[Any], reached: Sequence[Place]
+) -> State:
+    """The state of a step for calls with these modules and optimizers, without the rest of one."""
+    search = _Search(step, named)
+    search.state.search = functools.partial(_searched, step, named, given)
     search.function(step)
-    for i, value in enumerate(given):
+    search.named(reached)
+    for i, value in enumerate(named):
         search.given(f"state[{i}]", value)
-    search.state.given = _given_by(args, kwargs)
-    for value in search.state.given:  # tensors among the arguments are inputs anyway
+    search.state.given = given
+    for value in given:  # tensors among the arguments are inputs anyway
         search.value(type(value).__name__.lower(), value, None)
     return search.state
 
@@ -305,6 +371,24 @@ class _Search:
         for name, value in (f.__kwdefaults__ or {}).items():
             self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
         return None
+
+    def named(self, places: Iterable[Place]) -> None:
+        """What stands where functions name it: in cells, globals and classes."""
+        known = {slot.identity for slot in self.state.slots}
+        for place in places:
+            home, value = place.home, place.value
+            if place.identity in known or not _may_hold_tensors(value):
+                continue
+            if isinstance(home, types.CellType):
+                home = Cell(home)
+            elif isinstance(home, type):
+                home = Members(home)
+            elif not isinstance(home, dict) or "__builtins__" not in home:
+                continue
+            before = self.state.count()
+            self.value(place.name, value, Slot(place.name, "value", home, place.key))
+            if self.state.count() > before:
+                self.state.reached.append(place)
 
     def _object(self, owner: Any) -> None:
         if isinstance(owner, (nn.Module, Optimizer)):
@@ -424,6 +508,13 @@ def _inside(module: nn.Module) -> tuple[Any, ...]:
     """Its modules, and how many tensors it has; where these are, a slot knows."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (*module._modules.values(), sum(t is not None for t in tensors))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Not functions and classes: what they name themselves is seen when they run."""
+    if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
+        return False
+    return isinstance(value, nn.Module) or not callable(value)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,9 +24,10 @@ from .answers import Guesses, OtherAnswers, StepRaises
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
+from .guards.places import Place
 from .last import Last
 from .optimizers import prime, unprime
-from .state import State, names_of_call, state_of, tensors_of_call
+from .state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 
 if TYPE_CHECKING:
     from .passes import Passes
@@ -65,6 +66,7 @@ class CompiledStep(Last):
         self._runs_eagerly: _Refused | None = None
         self._raised: StepRaises | None = None
         self._state: State | None = None
+        self._reached: list[Place] = []  # where runs were seen to name something
         self._last: Program | None = None
         self._call_guard: CallGuard | None = None
 
@@ -148,7 +150,7 @@ class CompiledStep(Last):
             return self._allowed(guard.program, tensors)
         state = self._state
         if state is None or state.moved() or not state.is_of(args, kwargs):
-            state = self._state = state_of(self.step, self._given, args, kwargs)
+            state = self._search(args, kwargs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
@@ -165,6 +167,11 @@ class CompiledStep(Last):
         guard = CallGuard(slots, tensors, (args, kwargs), program, state)
         self._call_guard = guard if guard.usable else None
         return self._allowed(program, tensors)
+
+    def _search(self, args: Any, kwargs: Any) -> State:
+        """What the step reaches now."""
+        self._state = state_of(self.step, self._given, args, kwargs, self._reached)
+        return self._state
 
     def _kept(
         self, signature: Any, tensors: list[Any], found: OtherAnswers | None
@@ -257,22 +264,27 @@ class CompiledStep(Last):
         from .made import kept_within, make_program  # what makes graphs takes seconds to import
 
         self._call_guard = None
-        state = self._state = state_of(self.step, self._given, args, kwargs)
+        state = self._search(args, kwargs)
         reason = self._call_roll(state, args, kwargs, why)
         how: dict[str, Any] = {
             "without": self.without,
             "passes": self.passes,
             "options": self._options(),
         }
-        making = functools.partial(
-            make_program,
-            *(self.step, args, kwargs, state, found.guesses if found is not None else Guesses()),
-            budget=self.budget,
-            **how,
-        )
+        guesses = found.guesses if found is not None else Guesses()
+
+        def making() -> Program:
+            assert self._state is not None
+            call = self.step, args, kwargs, self._state
+            return make_program(*call, guesses, budget=self.budget, **how)
+
         primed = prime(state.optimizers)
         try:
             program = making()
+        except ReachedMore as more:
+            unprime(primed, lambda t: False)
+            self._reached = more.state.reached
+            return self._first(signature, args, kwargs, why, found)
         except StepRaises as raised:
             unprime(primed, lambda t: False)
             self._raised = raised

@@ -21,54 +21,13 @@ from partita.layout import Fix, LayoutError
 from .dtensor import DTensor
 from .gathered import gathered
 from .names import form_of
+from .one_device import global_strides, laid_out_alike
 from .origin import current
 from .special import means
 
-__all__ = ["global_strides"]
+__all__: list[str] = []
 
 T = torch.Tensor
-_stride = torch._C.TensorBase.stride
-
-
-def global_strides(x: DTensor) -> tuple[int, ...]:
-    """The strides in elements that the global tensor has where each rank's piece lies as x's does.
-
-    A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
-    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row,
-    its stride from row to row is whatever it was copied from: the memory tells whether there are
-    gaps.
-    """
-    with Local():
-        local = _stride(x)
-        sizes = tuple(x.size())
-        shape = x._spec.shape
-        if sizes == tuple(shape):
-            return local
-        short = any(n < whole and n == 1 for n, whole in zip(sizes, shape, strict=True))
-        dense = short and _fills_memory(x, sizes, local)
-    strides = [0] * len(shape)
-    inner_local = inner_global = 1
-    # From the innermost out. Of two equal strides a dimension of one element is the inner one:
-    # outside of the other it would have a longer one.
-    for d in sorted(range(len(shape)), key=lambda d: (local[d], sizes[d] > 1, -d)):
-        if local[d] == 0:
-            continue
-        strides[d] = inner_global if dense else local[d] * inner_global // inner_local
-        inner_local *= max(sizes[d], 1)
-        inner_global *= max(shape[d], 1)
-    return tuple(strides)
-
-
-def _fills_memory(x: DTensor, sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Has the memory no element beside those of this rank's piece?"""
-    held = math.prod(n for n, stride in zip(sizes, strides, strict=True) if stride)
-    return 0 < x.untyped_storage().nbytes() == held * x.element_size()
-
-
-def _laid_out_alike(x: DTensor) -> torch.Tensor:
-    """A tensor of the global shape and strides without memory."""
-    with Local():
-        return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
 
 
 @means(T.stride)
@@ -89,13 +48,13 @@ def _is_contiguous(
     x: DTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
     with Local():
-        return _laid_out_alike(current(x)).is_contiguous(memory_format=memory_format)
+        return laid_out_alike(current(x)).is_contiguous(memory_format=memory_format)
 
 
 @means(T.dim_order)
 def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
     with Local():
-        return _laid_out_alike(current(x)).dim_order(**options)
+        return laid_out_alike(current(x)).dim_order(**options)
 
 
 @means(torch.as_strided, T.as_strided)

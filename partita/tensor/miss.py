@@ -40,6 +40,7 @@ from .choose import Choice, choose
 from .draws import drawing
 from .dtensor import DTensor
 from .empty_pieces import as_with_elements
+from .may_copy import MAY_COPY, may_differ
 from .names import Form
 from .padding import without_padding
 from .plain_writes import write_into_plain
@@ -165,9 +166,17 @@ def make_plan(
         choice=choice,
         retags=form.reshapes,
         copies=copies,
+        may_copy=_may_copy(form, args, copies),
         renews=renews,
         names=names,
     )
+
+
+def _may_copy(form: Form, args: Sequence[Any], copies: bool) -> bool:
+    """Is it one device's memory that says whether the result has memory of its own?"""
+    if form.name not in MAY_COPY or not args or not isinstance(args[0], DTensor):
+        return False
+    return copies or args[0]._spec.is_copy or may_differ(args[0]._spec)
 
 
 def _with_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from .autograd import moved
 from .buckets import pending_gradients, settle
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
+from .may_copy import as_on_one_device
 from .origin import current
 from .plain import admit
 from .spec import Spec, spec_of
@@ -57,6 +58,7 @@ class CallPlan:
         bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
         retags: the op changes its operand's shape in place, so the operand is tagged anew.
         copies: the op is a view on one device, but here its result has memory of its own.
+        may_copy: the op copies or not, as the strides are, and a piece's do not tell it.
         renews: the operands that are such results, and may have to be taken again.
         names: of the arguments that may be given by place or by name, in order.
         fresh: called with a result, gives its spec anew each time (shapes that depend on data).
@@ -76,6 +78,7 @@ class CallPlan:
     choice: Choice | None = None
     retags: bool = False
     copies: bool = False
+    may_copy: bool = False
     renews: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
     fresh: Callable[[torch.Tensor], Spec] | None = None
@@ -99,7 +102,10 @@ class CallPlan:
         with Local():
             out = (self.kernel or func)(*args, **kwargs)
         out = self.tag(out)
-        return mark_copies(out, func, own, named) if self.copies else out
+        copied = self.copies
+        if self.may_copy:
+            out, copied = as_on_one_device(out, func, own, named, copied or bool(self.renews))
+        return mark_copies(out, func, own, named) if copied else out
 
     def _brought(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -198,7 +204,14 @@ class CallPlan:
         self.direct = self._is_direct()
 
     def _is_direct(self) -> bool:
-        return not (self.targets or self.retags or self.copies or self.renews or self.rewrite)
+        return not (
+            self.targets
+            or self.retags
+            or self.copies
+            or self.may_copy
+            or self.renews
+            or self.rewrite
+        )
 
     def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
         promise = (

@@ -12,7 +12,7 @@ from partita.layout import Fix, Layout, LayoutError, Partial, split_factors
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .memory_view import global_strides
+from .one_device import global_strides
 from .spec import Spec, laid_out, placed, spec_of
 
 __all__ = ["from_torch", "to_torch"]

@@ -29,8 +29,9 @@ T = torch.Tensor
 
 VIEWS = frozenset(
     """view reshape flatten unflatten ravel transpose permute t movedim unsqueeze squeeze expand
-    select narrow diagonal chunk split tensor_split hsplit vsplit dsplit split_with_sizes unbind
-    unfold as_strided getitem detach alias real imag view_as_real view_as_complex""".split()
+    broadcast_to select narrow diagonal chunk split tensor_split hsplit vsplit dsplit
+    split_with_sizes unbind unfold as_strided getitem detach alias real imag view_as_real
+    view_as_complex atleast_1d atleast_2d atleast_3d""".split()
 )
 """Ops whose result shares its operand's memory on one device."""
 
@@ -41,7 +42,7 @@ def is_view_of(name: str, args: Any) -> bool:
     if name == "getitem":
         entries = args[1] if isinstance(args[1], tuple) else (args[1],)
         return not any(isinstance(e, (bool, list, torch.Tensor)) for e in entries)
-    return name in VIEWS
+    return name in VIEWS and not (name.startswith("atleast") and len(args) > 1)
 
 
 def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

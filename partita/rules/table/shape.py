@@ -79,8 +79,8 @@ def flatten(input: Arg, start_dim: int = 0, end_dim: int = -1) -> Said:
 
 
 @rule(torch.ravel)
-def ravel(input: Arg) -> Said:
-    return Said(views(input.shape, (math.prod(input.shape),)), _reshape)
+def ravel(input: Arg) -> str:
+    return views(input.shape, (math.prod(input.shape),))
 
 
 @rule(torch.unflatten, torch.Tensor.unflatten)

@@ -1,0 +1,78 @@
+"""Ops that copy only where they must, `contiguous`, `reshape` and their kin: as one device does.
+
+A piece of one row is contiguous whatever the whole is, so a rank could hand on the memory of its
+operand where others, and one device, copy; and where a layout had to change, a copy is not always
+of what would be a view. One device's strides decide, on all ranks: what would be copied there has
+memory of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+# Not public: what is asked of tensors without memory is no part of a step that is captured.
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .dtensor import DTensor, tagged
+from .one_device import fills_memory, laid_out_alike, without_memory
+from .spec import Spec
+
+__all__ = ["MAY_COPY", "as_on_one_device", "may_differ"]
+
+T = torch.Tensor
+MAY_COPY = frozenset("contiguous reshape flatten ravel to type".split())
+
+
+def may_differ(spec: Spec) -> bool:
+    """May a piece of `spec` be in one stretch of memory where the whole is not? It has a dimension
+    of one element, or none, that has more in the whole."""
+    return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
+
+
+def as_on_one_device(
+    out: DTensor, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
+) -> tuple[DTensor, bool]:
+    """The result of an op of `MAY_COPY`, with memory of its own where one device copies; and
+    whether it has such where one device views.
+
+    Args:
+        moved: the operand came from another layout, or is itself a copy of what would be a view.
+    """
+    source, given = args[0], (*args[1:], *kwargs.values())
+    modes = [m for m in given if m is torch.channels_last or m is torch.channels_last_3d]
+    shared = _share_memory(out, source)
+    if not (moved or modes or shared):  # a piece may be denser than the whole, and not less
+        return out, False
+    if not moved and not modes and _is_in_order(source):
+        return out, False
+    with _disable_current_modes(), Local():
+        alike = laid_out_alike(source)
+        there = func(alike, *without_memory(args[1:]), **without_memory(kwargs))
+        if _share_memory(there, alike):
+            return out, moved or not shared
+    if shared:
+        with Local():
+            mode = modes[0] if modes else torch.contiguous_format
+            out = tagged(T.clone(out, memory_format=mode), out._spec)
+    return out, False
+
+
+def _share_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
+    with Local():
+        return out.untyped_storage()._cdata == source.untyped_storage()._cdata
+
+
+def _is_in_order(x: DTensor) -> bool:
+    """Is the whole contiguous for certain? Told without making a tensor."""
+    with Local():
+        sizes, strides = x.size(), x.stride()
+    dense = 1
+    for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if stride != dense:
+            return False
+        dense *= max(n, 1)
+    return fills_memory(x)

@@ -1,0 +1,99 @@
+"""Whether an op copies is told by the whole's memory: what is written afterwards shows the same.
+
+A piece of one row is contiguous, and what had to be moved is a copy. One device is the truth: the
+same lines on plain tensors.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import partita as pt
+
+BASES = {
+    "itself": lambda b: b,
+    "transposed": lambda b: b.t(),
+    "columns": lambda b: b[:, 1:5],
+    "one column": lambda b: b[:, 2],
+    "half": lambda b: b.chunk(2, 1)[1],
+    "three dimensions": lambda b: b.unflatten(1, (4, 3)).transpose(0, 1),
+    "expanded": lambda b: b[:1].expand(4, -1),
+    "images": lambda b: b.view(-1, 2, 2, 3).contiguous(memory_format=torch.channels_last),
+}
+OPS = {
+    "contiguous": lambda x: x.contiguous(),
+    "reshape": lambda x: x.reshape(-1),
+    "rows": lambda x: x.reshape(-1, x.shape[-1]),
+    "flatten": lambda x: x.flatten(),
+    "ravel": lambda x: x.ravel(),
+    "to": lambda x: x.to(memory_format=torch.contiguous_format),
+    "images": lambda x: x.to(memory_format=torch.channels_last if x.ndim == 4 else None),
+    "both": lambda x: x.contiguous().reshape(-1),
+    "broadcast": lambda x: x.broadcast_to((1, *x.shape)),
+    "atleast": lambda x: torch.atleast_2d(x),
+}
+
+
+def written(base, make, op):
+    """What stands in all three after each is written."""
+    found = []
+    for writes in (
+        lambda b, x, y: b.mul_(3),
+        lambda b, x, y: x.mul_(2),
+        lambda b, x, y: y.add_(1),
+    ):
+        b = base.clone()
+        x = make(b)
+        y = op(x)
+        try:
+            writes(b, x, y)
+        except RuntimeError as error:
+            assert "more than one element" in str(error)
+        found += [b, x, y]
+    return found
+
+
+@pytest.mark.parametrize("rows", [2, 3])  # on two ranks: 1 1, and 2 1
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_written_afterwards_shows_where_it_does_on_one_device(op, rows):
+    base = torch.arange(12.0 * rows).view(rows, 12)
+
+    def body(mesh):
+        for made, make in BASES.items():
+            wanted = written(base, make, OPS[op])
+            for dim in (0, 1):
+                spread = pt.distribute_tensor(base, mesh, [pt.Shard(dim)])
+                for mine, theirs in zip(written(spread, make, OPS[op]), wanted, strict=True):
+                    assert torch.equal(mine.full_tensor(), theirs), (made, dim)
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+
+
+def test_strides_of_a_copied_view_are_the_views():
+    def body(mesh):
+        base = torch.arange(24.0).view(2, 12)
+        for dim in (0, 1):
+            for make in BASES.values():
+                x = make(pt.distribute_tensor(base, mesh, [pt.Shard(dim)]))
+                assert x.stride() == make(base).stride()
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+
+
+def test_a_captured_step_copies_as_eager_does():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.arange(24.0).view(2, 12), mesh, [pt.Shard(0)])
+
+        def step(x):
+            part = x[:, 1:5]
+            part.contiguous().mul_(2)
+            x.view(2, 4, 3).flatten(0, 1).add_(1)
+            return part * 1
+
+        assert torch.equal(pt.compile(step)(x).full_tensor(), step(x - 1).full_tensor())
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)

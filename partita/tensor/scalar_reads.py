@@ -35,7 +35,10 @@ def _read_scalar(x: torch.Tensor) -> Any:
     if is_read_in_part(x):
         return read_number(x)  # type: ignore[arg-type]
     with DisableTorchFunction():
-        return _value_held(x)
+        value = _value_held(x)
+    while type(value) is list:
+        (value,) = value
+    return value
 
 
 _libraries: list[torch.library.Library] = []

@@ -256,7 +256,11 @@ with pt.ranks(a=1) as world:
 assert not _libraries
 with pt.ranks(a=2) as world:
     world.run(body)
-assert _libraries and torch.tensor(2.5).item() == 2.5
+assert _libraries
+for x in (torch.tensor(2.5), torch.tensor([[2.5]]), torch.tensor(2.5, dtype=torch.bfloat16)):
+    assert x.item() == float(x) == 2.5 and type(x.item()) is float
+assert torch.tensor([2]).item() == 2 and torch.tensor([True]).item() is True
+assert torch.tensor([1j]).item() == 1j and torch.tensor([2])[0:1] and [1, 2][torch.tensor([1])] == 2
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 

@@ -18,10 +18,10 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .dtensor import DTensor, tagged
-from .one_device import fills_memory, laid_out_alike, without_memory
+from .one_device import laid_out_alike, without_memory
 from .spec import Spec
 
-__all__ = ["MAY_COPY", "as_on_one_device", "may_differ"]
+__all__ = ["MAY_COPY", "as_on_one_device", "copying_as_one_device", "may_differ"]
 
 T = torch.Tensor
 MAY_COPY = frozenset("contiguous reshape flatten ravel to type".split())
@@ -34,8 +34,8 @@ def may_differ(spec: Spec) -> bool:
 
 
 def as_on_one_device(
-    out: DTensor, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
-) -> tuple[DTensor, bool]:
+    out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
+) -> tuple[Any, bool]:
     """The result of an op of `MAY_COPY`, with memory of its own where one device copies; and
     whether it has such where one device views.
 
@@ -47,8 +47,6 @@ def as_on_one_device(
     shared = _share_memory(out, source)
     if not (moved or modes or shared):  # a piece may be denser than the whole, and not less
         return out, False
-    if not moved and not modes and _is_in_order(source):
-        return out, False
     with _disable_current_modes(), Local():
         alike = laid_out_alike(source)
         there = func(alike, *without_memory(args[1:]), **without_memory(kwargs))
@@ -57,22 +55,28 @@ def as_on_one_device(
     if shared:
         with Local():
             mode = modes[0] if modes else torch.contiguous_format
-            out = tagged(T.clone(out, memory_format=mode), out._spec)
+            copy = T.clone(out, memory_format=mode)
+        return (tagged(copy, out._spec) if isinstance(out, DTensor) else copy), False
     return out, False
+
+
+def copying_as_one_device(
+    run: Callable[..., Any], func: Callable[..., Any], spec: Spec
+) -> Callable[..., Any]:
+    """`run`, an op of `MAY_COPY` that moves nothing, on a piece of `spec` that `may_differ`."""
+    dense = torch.empty(spec.local_shape, device="meta").stride()
+    held = spec.local_shape.numel()
+
+    def kernel(x: Any, *args: Any, **kwargs: Any) -> Any:
+        out = run(x, *args, **kwargs)
+        in_order = x.stride() == dense and x.untyped_storage().nbytes() == held * x.element_size()
+        if in_order and "memory_format" not in kwargs and (run is not T.contiguous or not args):
+            return out
+        return as_on_one_device(out, func, (x, *args), kwargs, False)[0]
+
+    return kernel
 
 
 def _share_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
     with Local():
         return out.untyped_storage()._cdata == source.untyped_storage()._cdata
-
-
-def _is_in_order(x: DTensor) -> bool:
-    """Is the whole contiguous for certain? Told without making a tensor."""
-    with Local():
-        sizes, strides = x.size(), x.stride()
-    dense = 1
-    for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if stride != dense:
-            return False
-        dense *= max(n, 1)
-    return fills_memory(x)

@@ -40,7 +40,7 @@ from .choose import Choice, choose
 from .draws import drawing
 from .dtensor import DTensor
 from .empty_pieces import as_with_elements
-from .may_copy import MAY_COPY, may_differ
+from .may_copy import MAY_COPY, copying_as_one_device, may_differ
 from .names import Form
 from .padding import without_padding
 from .plain_writes import write_into_plain
@@ -157,6 +157,11 @@ def make_plan(
     copies = gives_view(form, args) and (
         bool(targets) or args[0]._spec.is_copy or choice.partial[0] != args[0]._spec.layout.partial
     )
+    may_copy = form.name in MAY_COPY and isinstance(args[0], DTensor)
+    if may_copy and not (copies or args[0]._spec.is_copy):
+        may_copy = False
+        if may_differ(args[0]._spec):
+            kernel = copying_as_one_device(kernel or form.local or func, func, args[0]._spec)
     return CallPlan(
         form.name,
         wire,
@@ -166,17 +171,10 @@ def make_plan(
         choice=choice,
         retags=form.reshapes,
         copies=copies,
-        may_copy=_may_copy(form, args, copies),
+        may_copy=may_copy,
         renews=renews,
         names=names,
     )
-
-
-def _may_copy(form: Form, args: Sequence[Any], copies: bool) -> bool:
-    """Is it one device's memory that says whether the result has memory of its own?"""
-    if form.name not in MAY_COPY or not args or not isinstance(args[0], DTensor):
-        return False
-    return copies or args[0]._spec.is_copy or may_differ(args[0]._spec)
 
 
 def _with_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:

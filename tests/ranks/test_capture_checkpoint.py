@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
@@ -73,3 +76,18 @@ def test_what_a_checkpoint_holds_is_made_again_in_backward_by_a_graph(reentrant)
 
     plain = peak(lambda f, h: f(h))
     assert peak(lambda f, h: checkpoint(f, h, use_reentrant=reentrant)) < 0.6 * plain
+
+
+def test_a_batch_norm_within_counts_a_batch_once():
+    norm = nn.BatchNorm1d(4)
+    once = copy.deepcopy(norm)
+    x = torch.randn(6, 4)
+    once(x)
+
+    def step(x):
+        checkpoint(norm, x, use_reentrant=False).square().sum().backward()
+
+    pt.compile(step, backend="graph")(x)
+    assert norm.num_batches_tracked == once.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, once.running_mean)
+    torch.testing.assert_close(norm.running_var, once.running_var)

@@ -5,10 +5,14 @@ Each test is of torch alone, and fails clearly when a new torch breaks what one 
 
 from __future__ import annotations
 
+import _abc
+import abc
+import dis
 import gc
 import inspect
 import subprocess
 import sys
+import types
 from datetime import timedelta
 
 import pytest
@@ -537,3 +541,42 @@ assert torch.ones(4).topk(n).values.numel() == torch.arange(n).numel() == n.item
 assert len(seen) == 3 and all(x is n for x in seen) and n.tolist() == 1
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_a_view_of_a_dictionary_refers_to_it_alone():
+    class Plain:
+        pass
+
+    held = {"a": 1}
+    for view in (held.keys(), held.values(), held.items(), types.MappingProxyType(held)):
+        assert gc.get_referents(view)[0] is held
+    assert gc.get_referents(vars(Plain))[0]["__module__"] == __name__
+
+
+def test_an_abstract_class_tells_what_was_registered():
+    class Kind(metaclass=abc.ABCMeta):
+        pass
+
+    Kind.register(int)
+    assert [ref() for ref in _abc._get_dump(Kind)[0]] == [int]
+
+
+def test_an_attribute_by_name_is_spelled_by_these_steps():
+    def asks(x, name):
+        return getattr(x, "a" + name), x[f"{name}"]
+
+    steps = [step.opname for step in dis.get_instructions(asks)]
+    assert {"LOAD_GLOBAL", "LOAD_CONST", "BINARY_OP"} <= set(steps)
+    assert {"BINARY_SUBSCR", "FORMAT_VALUE"} & set(steps) or sys.version_info >= (3, 13)
+    assert sum(step.startswith("CALL") for step in steps) == 1
+    by_name = next(step for step in dis.get_instructions(asks) if step.argval == "getattr")
+    assert by_name.opname == "LOAD_GLOBAL" and by_name.arg & 1  # it pushes the call's NULL, too
+
+    def matches(x):
+        match x:
+            case int(real=1):
+                return x.bit_length() is None
+
+    steps = {step.opname for step in dis.get_instructions(matches)}
+    assert {"MATCH_CLASS", "IS_OP"} <= steps or "POP_JUMP_IF_NONE" in str(steps)
+    assert steps & {"LOAD_METHOD", "LOAD_ATTR"}

@@ -554,7 +554,7 @@ def test_a_view_of_a_dictionary_refers_to_it_alone():
 
 
 def test_an_abstract_class_tells_what_was_registered():
-    class Kind(metaclass=abc.ABCMeta):
+    class Kind(metaclass=abc.ABCMeta):  # noqa: B024
         pass
 
     Kind.register(int)

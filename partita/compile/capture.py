@@ -441,7 +441,7 @@ class _Capture:
                     self._left.append(write)
                     kept = write.attribute and not self._is_argument(write)
                     if not (isinstance(write.after, torch.Tensor) and kept):
-                        raise left_in(write.name, write.after)
+                        raise self.attributes.left_in(write.home, write.name, write.after)
             elif holds_made(write.after, self.inputs.identities):
                 raise left_in(write.name)
             elif not write.again or self._is_argument(write):

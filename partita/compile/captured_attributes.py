@@ -69,6 +69,18 @@ class Attributes:
         """Are these the attributes of one of the modules?"""
         return any(home is known for _, known in self._homes)
 
+    def left_in(self, home: Any, name: str, value: Any) -> Exception:
+        """What to raise where the step leaves `value` in `home`, under its `name`."""
+        for _, attributes in self._homes:
+            if home is not None and home is attributes.get("_buffers"):
+                return not_captured(
+                    f"the step registers {name}, a buffer that its module did not have",
+                    "which buffers a module has is known before a step is captured",
+                    Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
+                    Fix("call the module once before", "where its forward registers what it lacks"),
+                )
+        return left_in(name, value)
+
     def left(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
         """Within, after the step: the attributes in which it leaves a tensor.
 

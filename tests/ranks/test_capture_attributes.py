@@ -252,6 +252,33 @@ def test_what_tensors_do_not_reckon_is_refused():
         compiled(lambda x: round(x.sum().item(), 1))(X)
 
 
+class Lazy(nn.Module):
+    def forward(self, x):
+        self.register_buffer("last", x * 2)
+        return x + self.last
+
+
+class Known(Lazy):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(()))
+
+
+@pytest.mark.parametrize("make", [Known, lambda: called(Lazy())])
+def test_a_buffer_is_registered_in_a_step_by_each_way_that_the_refusal_of_a_new_one_names(make):
+    with pytest.raises(pt.CaptureError, match=r"registers lazy.last, a buffer .*(?s:.*)__init__"):
+        compiled(Lazy())(X)
+    model = make()
+    step = compiled(model)
+    for x in (X, X + 1):
+        assert torch.equal(step(x), x * 3) and torch.equal(model.last, x * 2)
+
+
+def called(model):
+    model(X)
+    return model
+
+
 def test_what_is_left_in_a_list_is_said_at_the_line_of_the_call():
     kept = []
 

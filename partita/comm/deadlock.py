@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,6 +70,7 @@ class Need:
         group: over which it waits, of which each rank counts what it has begun.
         meets: it comes to compare or to read, where a rank that stays away is an error.
         count: for a meeting that no group serves, its name and how many there have been.
+        number: of the collective among those of its group, from 1; 0 where that is not known.
     """
 
     text: str
@@ -76,6 +78,7 @@ class Need:
     group: dist.ProcessGroup | None = None
     meets: bool = False
     count: tuple[str, int] = ("", 0)
+    number: int = 0
 
 
 class Pending:
@@ -84,10 +87,12 @@ class Pending:
     Not for NCCL, where a wait with a time limit would block the processor.
     """
 
-    __slots__ = ("_ask", "_group", "_work")
+    __slots__ = ("_ask", "_group", "_number", "_work")
 
     def __init__(self, work: Any, group: dist.ProcessGroup, ask: Ask):
         self._work, self._group, self._ask = work, group, ask
+        self._number = _begun(group) or 0
+        _ASKED.setdefault(group.group_name, deque(maxlen=_ASKS_KEPT)).append((self._number, ask))
 
     def wait(self) -> None:
         try:
@@ -95,7 +100,8 @@ class Pending:
         except RuntimeError as error:
             ranks = dist.get_process_group_ranks(self._group)
             line = user_line() or "no line"
-            need = Need(f"waits in {self._ask.describe()}, at {line}", ranks, self._group)
+            text = f"waits in {self._ask.describe()}, at {line}"
+            need = Need(text, ranks, self._group, number=self._number)
             wait_longer(self._work, need, error)
 
 
@@ -258,6 +264,9 @@ def _waits_in_graph(post: dict[str, Any], posts: dict[int, dict[str, Any] | None
 _number = 0
 BEGUN: dict[str, int] = {}
 """By its name, how many collectives of a group that torch does not list this rank has begun."""
+_ASKED: dict[str, deque[tuple[int, Ask]]] = {}
+"""By a group's name, the collectives that this rank has begun last, by their numbers."""
+_ASKS_KEPT = 32
 _leaving = False
 
 
@@ -289,6 +298,11 @@ def _post(need: Need) -> dict[str, Any]:
         # Of a graph no group: it may be waiting for any.
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
+        "number": need.number,
+        "asked": {
+            name: {str(n): str(ask.move or ask.kind) for n, ask in asks}
+            for name, asks in _ASKED.items()
+        },
         # Private torch: how many collectives of its groups a rank has begun, by the group's name.
         "begun": BEGUN
         | dict([need.count])
@@ -330,7 +344,8 @@ def _is_at(post: dict[str, Any] | None, mine: dict[str, Any]) -> bool:
     if post is None or "begun" not in post:
         return False
     group = mine["group"]
-    return bool(post["begun"].get(group, -1) >= mine["begun"].get(group, 0))
+    needed = mine["number"] or mine["begun"].get(group, 0)
+    return bool(post["begun"].get(group, -1) >= needed)
 
 
 def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
@@ -338,7 +353,10 @@ def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
     if any(post is None for post in posts.values()):
         return ""
     waiting = {r: p for r, p in posts.items() if p is not None and "begun" in p}
-    if not any(p["meets"] for p in waiting.values()):
+    if any(_asks_otherwise(p, other) for p in waiting.values() for other in waiting.values()):
+        return "ranks ask for different things"
+    known = all(p["number"] for p in waiting.values())
+    if not known and not any(p["meets"] for p in waiting.values()):
         return ""  # nobody is where ranks agree or read: the process groups' own limits hold
     for post in waiting.values():
         if not post["group"]:
@@ -350,6 +368,13 @@ def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
     if ended:
         return f"rank {me if me not in ended else '?'} waits for {named(ended)}, which has ended"
     return "ranks wait for one another"
+
+
+def _asks_otherwise(post: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Was another collective begun there, in place of the one that is waited for here?"""
+    number = str(post["number"])
+    ours, theirs = (p["asked"].get(post["group"], {}).get(number) for p in (post, other))
+    return ours is not None and theirs is not None and ours != theirs
 
 
 def _agreed(store: Any, fact: str, posts: dict[int, dict[str, Any] | None], me: int) -> LayoutError:

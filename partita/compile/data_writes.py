@@ -22,7 +22,7 @@ from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
 from partita.tensor.watch import HERE
 
-from .errors import not_captured
+from .errors import CaptureError, not_captured
 from .fakes import has_memory
 from .guards.codes import is_recorded
 from .inputs import Inputs
@@ -39,6 +39,10 @@ _OF_LEAVES = {
     register_post_accumulate_grad_hook""".split()
 }
 """What another tensor than the one that stands for it must not be asked: it would answer."""
+_OF_SHAPE = frozenset(
+    """t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_
+    set_""".split()
+)
 _READS = (torch.Tensor.item, torch.Tensor.tolist)
 _ASKS = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
@@ -76,6 +80,8 @@ class DataWrites(TorchFunctionMode):
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
         if func in _ASKS:  # torch's own would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
+        if getattr(func, "__name__", "") in _OF_SHAPE and args[0] in self._inputs.identities:
+            raise _reshapes(func.__name__)
         _check_function(func)
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
@@ -95,8 +101,8 @@ class DataWrites(TorchFunctionMode):
             for x, memory in self._memory:
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
                     raise not_captured(
-                        "x.data = y within a backward pass",
-                        "what a hook gives x is not followed",
+                        "x.set_(y), or x.data = y within a backward pass",
+                        "what memory x is given then is not followed",
                         Fix("x.data.copy_(y)", "keeps the memory of x"),
                     )
             held = {before.untyped_storage()._cdata for _, before in self._written.values()}
@@ -108,6 +114,15 @@ class DataWrites(TorchFunctionMode):
                 copies.append((before, value))
             for before, value in copies:
                 before.copy_(value)
+
+
+def _reshapes(name: str) -> CaptureError:
+    return not_captured(
+        f"the step changes the shape or the memory of a tensor that it is given ({name})",
+        "a graph writes what is in the memory of its inputs, and leaves that as it is",
+        Fix("do it outside the step", "before or after the call"),
+        place=user_line(),
+    )
 
 
 def _check_function(func: Any) -> None:

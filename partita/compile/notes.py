@@ -27,6 +27,7 @@ from partita.redistribute.cost import bytes_sent
 from partita.tensor.dtensor import DTensor
 from partita.tensor.numbers import read_number
 from partita.tensor.scalar_reads import is_read_in_part
+from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE
 
 from .ctc import REPLACED
@@ -238,6 +239,7 @@ class Recorder(TorchDispatchMode):
         # Modes do not hear of it: it is no write of the user's.
         with torch._C.DisableTorchFunction():
             x.data = value
+        own_state(x).moved = None
         # Private torch: which node stands for a tensor. The calls that follow read the value's.
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 

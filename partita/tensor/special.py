@@ -313,6 +313,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
                 # Its optimizer's state, its gradient and ZeRO's blocks lie as a parameter does.
                 value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
             _data.__set__(x, value)
+        own_state(x).moved = None  # torch does not count this as a write
         x._spec = value._spec
         return
     raise LayoutError(

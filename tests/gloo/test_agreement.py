@@ -273,3 +273,48 @@ def test_a_time_limit_names_who_waited_where_and_for_whom_that_lives():
     text, _ = run_ranks(comes_too_late, 2)
     assert "rank 0 waited" in text and "s for rank 1, until the time limit" in text
     assert "all_gather over" in text and HERE in text and "timeout=" in text
+
+
+def goes_on_after_an_error(rank):
+    """Rank 1 catches an error of its own between forward and backward, and goes to the next."""
+    mesh = mesh_of(rank)
+    model = pt.zero(torch.nn.Linear(1, 1, bias=False), mesh, stage=3)
+    x = pt.distribute_batch(torch.ones(4, 1), mesh)
+
+    def body():
+        for i in range(3):
+            loss = model(x).square().mean()
+            if rank == 0 or i != 1:
+                loss.backward()
+        return "trained"
+
+    return heard(body)
+
+
+def test_ranks_in_other_collectives_of_one_group_are_told_so():
+    for text in run_ranks(goes_on_after_an_error, 2):
+        assert "ranks ask for different things" in text
+        assert "rank 0     waits in reduce_scatter over dp" in text
+        assert "rank 1     waits in all_gather over dp" in text and text.count(HERE) == 3
+
+
+def sums_in_another_order(rank):
+    """Rank 0 waits for rank 2, that for rank 3, that for rank 1, and that for rank 0."""
+    mesh = pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    values = [
+        pt.DTensor.from_local(torch.ones(4), mesh, [pt.Partial(), Replicate()]),
+        pt.DTensor.from_local(torch.ones(4), mesh, [Replicate(), pt.Partial()]),
+    ]
+
+    def body():
+        for x in values if rank in (0, 3) else reversed(values):
+            x.redistribute(mesh, [Replicate(), Replicate()])
+        return "summed"
+
+    return heard(body)
+
+
+def test_ranks_that_wait_for_one_another_over_several_groups_are_told_so():
+    for text in run_ranks(sums_in_another_order, 4):
+        assert "ranks wait for one another" in text
+        assert "all_reduce over dp" in text and "all_reduce over tp" in text

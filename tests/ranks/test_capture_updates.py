@@ -73,3 +73,49 @@ def test_a_gradient_is_kept_where_what_is_written_was_not_reckoned_from_it():
     with pt.ranks(dp=2) as world:
         found = world.run(clipped_weights)
     torch.testing.assert_close(found[0], clipped_weights(), rtol=0, atol=1e-12)
+
+
+def test_a_value_that_is_put_into_data_is_read_by_what_comes_after():
+    """Where it was moved already, as a bias that is added by shares is."""
+
+    def run(mesh, captured):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        x = torch.ones(2, 4, dtype=torch.float64)
+        if mesh is not None:
+            pt.parallelize(model, mesh, {"weight": {"tp": pt.Shard(1)}})
+            x = pt.distribute_tensor(x, mesh, [pt.Replicate()])
+
+        def step(x):
+            before = model(x).sum()
+            with torch.no_grad():
+                model.bias.data = model.bias.detach() * 3
+            between = model(x).sum()
+            return before, between
+
+        found = [v.item() for v in (pt.compile(step, backend="graph") if captured else step)(x)]
+        with torch.no_grad():
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters(vector * 2, model.parameters())
+        found.append(model(x).sum().item())
+        return [*found, model.float()(x.float()).sum().item()]
+
+    want = run(None, False)
+    for captured in (False, True):
+        with pt.ranks(tp=2) as world:
+            assert world.run(run, captured)[1] == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["t_", "unsqueeze_", "resize_"])
+def test_an_input_keeps_its_shape(name):
+    w = torch.ones(3, 4)
+    how = {"t_": (), "unsqueeze_": (0,), "resize_": ((2, 6),)}[name]
+
+    def step(x):
+        made = getattr(x + 1, name)(*how)
+        getattr(w, name)(*how)
+        return made
+
+    with pytest.raises(pt.CaptureError, match=rf"the shape .*\({name}\) \(at .*updates.py:\d+\)"):
+        pt.compile(step, backend="graph")(w + 1)
+    assert w.shape == (3, 4)

@@ -75,10 +75,13 @@ def compare(local: torch.Tensor, spec: Spec) -> None:
     wire, layout = spec.wire, spec.layout
     fits = local.shape == spec.local_shape
     said = f"{layout} of {local.dtype}"
-    told = wire.gather_ints((digest_of_text(said), int(fits), *checksum(local)))
+    order = _order_of_memory(local, spec)
+    told = wire.gather_ints((digest_of_text(said), int(fits), order, *checksum(local)))
     if len({digest for digest, *_ in told}) > 1 or not all(ok for _, ok, *_ in told):
         raise _disagreement(local, layout, said, wire)
-    at = {c: tuple(told[i][2:]) for i, c in enumerate(wire.mesh.coordinates())}
+    if {1, 2} <= {order for _, _, order, *_ in told}:
+        raise _laid_out_differently([order for _, _, order, *_ in told])
+    at = {c: tuple(told[i][3:]) for i, c in enumerate(wire.mesh.coordinates())}
     for axis in wire.mesh.names:
         placement = layout.placement(axis)
         if placement.is_shard() or placement.is_partial():
@@ -102,6 +105,27 @@ def compare(local: torch.Tensor, spec: Spec) -> None:
                         Fix(f"placements={shares}", "if they are shares of a sum"),
                     ),
                 )
+
+
+def _order_of_memory(local: torch.Tensor, spec: Spec) -> int:
+    """Is the piece contiguous? 1 for yes, 2 for no; 0 where a row alone does not tell."""
+    if any(n < 2 <= whole for n, whole in zip(local.shape, spec.shape, strict=False)):
+        return 0
+    return 1 if local.is_contiguous() else 2
+
+
+def _laid_out_differently(orders: Sequence[int]) -> LayoutError:
+    ranks = (orders.index(1), orders.index(2))
+    return LayoutError(
+        "from_local: the ranks' pieces lie differently in memory",
+        place=user_line(),
+        operands=tuple(
+            f"rank {rank}  {'contiguous' if orders[rank] == 1 else 'with gaps, or transposed'}"
+            for rank in sorted(ranks)
+        ),
+        reason="strides, and what is a view or a copy of it, would be another on each rank",
+        fixes=(Fix("pt.DTensor.from_local(t.contiguous(), ...)", "on every rank"),),
+    )
 
 
 def no_strides(what: str, t: torch.Tensor) -> LayoutError:

@@ -116,12 +116,15 @@ class DTensor(torch.Tensor):
         """Take each rank's local tensor as its piece of one global tensor. Differentiable.
 
         The ranks compare shapes and dtypes the first time that a place of the program brings such
-        a piece, and each time under `check_ranks()`, then as with `run_check`.
+        a piece, and each time under `check_ranks()`, then as with `run_check`. A piece keeps its
+        memory, gaps and all: pieces should lie alike on all ranks, and one that was expanded is
+        not to be written, as in torch.
 
         Args:
             placements: one per mesh axis; all Replicate where not given.
             run_check: compare the ranks first: whole axes must hold equal values, and pieces must
-                fit together. Costs two small collectives. Nothing is overwritten.
+                fit together, contiguous on all ranks or on none. Costs two small collectives.
+                Nothing is overwritten.
             shape: the global shape in elements. Without it every rank of a sharded axis is taken
                 to hold as much as this one.
             stride: as in torch; what the pieces say is kept: strides follow from theirs.

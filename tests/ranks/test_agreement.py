@@ -337,3 +337,23 @@ def test_under_check_ranks_from_local_refuses_other_values_that_are_taken_for_wh
 
     with pt.ranks(dp=2) as world:
         assert all(torch.equal(x, torch.zeros(3)) for x in world.run(body))
+
+
+def test_pieces_that_lie_differently_in_memory_are_found_where_ranks_are_compared():
+    def body(mesh):
+        held = torch.arange(24.0).view(4, 6)
+        place = [pt.Shard(0)]
+        gaps = held[:, ::2]
+        x = pt.DTensor.from_local(gaps, mesh, place, run_check=True)
+        assert x.stride() == (6, 2) and torch.equal(x.full_tensor(), torch.cat([gaps, gaps]))
+        x.add_(1)
+        assert torch.equal(x.contiguous().full_tensor(), x.full_tensor())
+        assert held[0].tolist() == [1, 1, 3, 3, 5, 5]
+        alone = gaps if mesh.get_coordinate()[0] else gaps.contiguous()
+        for row in (alone[:1], torch.ones(1, 3)):  # of which nothing is told
+            pt.DTensor.from_local(row, mesh, place, run_check=True)
+        with pytest.raises(pt.LayoutError, match=r"lie differently in memory(?s:.*)contiguous\(\)"):
+            pt.DTensor.from_local(alone, mesh, place, run_check=True)
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)

@@ -158,11 +158,11 @@ def loaded(mesh, mode, way, states):
     )  # which the ranks would share: torch takes its scalars as they are
     mine = states if rank == 0 or "rank 0" not in way else ({}, {})
     full = StateDictOptions(full_state_dict=True, broadcast_from_rank0="rank 0" in way)
-    if way.startswith("meta"):
+    if way.startswith("meta, then"):
         pt.load_full_state_dict(model, mine[0], rank0_only="rank 0" in way)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         pt.load_full_state_dict(model, mine, optimizer, rank0_only="rank 0" in way)
-    elif way.startswith("partita"):
+    elif way.startswith(("partita", "meta")):
         pt.load_full_state_dict(model, mine, optimizer, rank0_only="rank 0" in way)
     elif way.startswith("together"):
         set_state_dict(
@@ -184,7 +184,11 @@ def loaded(mesh, mode, way, states):
     return before, pt.full_state_dict(model, optimizer)
 
 
-WAYS = ("partita", "partita, rank 0", "meta", "meta, rank 0", "torch", "torch, rank 0", "together")
+WAYS = (
+    *("partita", "partita, rank 0", "meta", "meta, rank 0"),
+    *("meta, then the optimizer", "meta, then the optimizer, rank 0"),
+    *("torch", "torch, rank 0", "together"),
+)
 
 
 @pytest.mark.parametrize("mode", ["tp", "zero3"])

@@ -153,7 +153,10 @@ def load_full_state_dict(
         LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
     """
     ranks, line = everyone(), user_line()
+    before = dict(model.named_parameters(remove_duplicate=False))
     give_memory(model)
+    if optimizer is not None:
+        _follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
     sends = not rank0_only or ranks.rank == 0
     given: dict[str, Leaf] = {}
     told: _Description | Exception
@@ -361,6 +364,17 @@ def _write(leaf: Leaf, value: Any) -> None:
         box = tuple(slice(at, at + length) for at, length in piece.region)
         with torch.no_grad():
             piece.local.copy_(value.detach()[box] if box else value.detach())
+
+
+def _follow(
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[str, nn.Parameter],
+    now: Mapping[str, nn.Parameter],
+) -> None:
+    """Have an optimizer that was made of a model's parameters hold those of these names now."""
+    new = {id(p): now[name] for name, p in before.items()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
 
 def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:

@@ -51,6 +51,10 @@ def _entering(value: Any) -> torch.Tensor:
 class _Noting(fx.Interpreter):
     """Runs a graph while another is made of it; new nodes get the notes of the old."""
 
+    def __init__(self, graph: fx.GraphModule):
+        super().__init__(graph)
+        self.extra_traceback = False  # an error says what it is by itself
+
     def run_node(self, n: fx.Node) -> Any:
         mode = get_proxy_mode()
         assert mode is not None

@@ -29,6 +29,7 @@ def interpreted(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence
 class _Run(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, groups: Groups):
         super().__init__(graph)
+        self.extra_traceback = False  # an error says what it is by itself
         self.groups = groups
 
     def run(self, *inputs: Any, **options: Any) -> Any:

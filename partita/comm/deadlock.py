@@ -92,7 +92,9 @@ class Pending:
     def __init__(self, work: Any, group: dist.ProcessGroup, ask: Ask):
         self._work, self._group, self._ask = work, group, ask
         self._number = _begun(group) or 0
-        _ASKED.setdefault(group.group_name, deque(maxlen=_ASKS_KEPT)).append((self._number, ask))
+        name = group.group_name
+        asked = _ASKED.get(name) or _ASKED.setdefault(name, deque(maxlen=_ASKS_KEPT))
+        asked.append((self._number, ask))
 
     def wait(self) -> None:
         try:

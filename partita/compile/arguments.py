@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from partita.layout import Fix
+from partita.tensor.dtensor import DTensor
 
 from .errors import not_captured
 
@@ -27,7 +28,8 @@ _NUMBERS = (int, float, bool, str, bytes, complex, type(None))
 _DATA = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Size, range, slice)
 _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # what stands for numbers
 _LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
-_LEAVES = frozenset((*_NUMBERS, torch.Tensor))
+_SIMPLE = frozenset(_NUMBERS)
+_LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """What an object is made as, that has no `__new__` of its own."""
 _DEPTH = 32  # of objects in one another; each costs frames of Python's stack
@@ -144,7 +146,10 @@ class _Opener:
             items = dict(base.items(value))
         elif base is list:
             items = list(base.__iter__(value))
-        inside = items, _attributes(value)
+        attributes = _attributes(value)
+        if not items and _SIMPLE.issuperset(map(type, attributes.values())):
+            return value  # settings, as most are
+        inside = items, attributes
         if _has_live(pytree.tree_leaves(inside)):
             return value
         items, attributes = pytree.tree_map(lambda v: self.open(v, depth), inside)

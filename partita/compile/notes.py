@@ -35,7 +35,7 @@ from .errors import not_captured, of_data
 from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .hearing import unheard
 from .refusals import not_an_input
-from .scalars import taken_as_numbers
+from .scalars import taken_as_numbers, with_exact_numbers
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 
@@ -118,6 +118,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self.updating = False
+        self.exact: set[int] | None = None
         self._behind = False
         self._region, self._regions, self._kept = 0, 0, False
         self._budget: tuple[int, int] | None = None
@@ -146,6 +147,8 @@ class Recorder(TorchDispatchMode):
         if any(map(has_memory, tensors_written(func, args, kwargs))):  # it would be written now
             raise not_an_input(user_line())
         args, kwargs = taken_as_numbers(func, args, kwargs)
+        if self.exact is not None:
+            args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
         with Local():
             out = REPLACED.get(func, func)(*args, **kwargs)
         count_writes_of_lists(func, args, kwargs)

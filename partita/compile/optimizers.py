@@ -2,7 +2,8 @@
 
 Its state and its parameters are inputs like all others, and so are the numbers of its groups, which
 schedules change: as constants they would make another graph in every step. Steps are
-counted in float64 inside, so that bias corrections are as exact as the Python numbers of eager.
+counted in float64 inside, and what is reckoned with numbers is (`with_exact_numbers`), so that bias
+corrections are as exact as the Python numbers of eager.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.settled import update_spec
+from partita.tensor.dtensor import DTensor
+from partita.tensor.settled import lay_out_state, update_spec
 from partita.tensor.watch import HERE
 
 from .errors import not_captured
@@ -46,27 +46,37 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
     """
     found: Primed = []
     for optimizer in optimizers.values():
-        if type(optimizer) is torch.optim.SGD:
-            found += _prime_momentum(optimizer)
-        make = getattr(optimizer, "_init_group", None)
-        if make is None or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        if _is_of_torch(optimizer):
+            if type(optimizer) is torch.optim.SGD:
+                found += _prime_momentum(optimizer)
+            found += _make_state(optimizer)
+            for p, state in optimizer.state.items():
+                if isinstance(p, DTensor) and update_spec(p) is not p._spec:  # ZeRO 1 and 2
+                    lay_out_state(p, state)
+    return found
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def _make_state(optimizer: Optimizer) -> Primed:
+    found: Primed = []
+    make = getattr(optimizer, "_init_group", None)
+    lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
+    for group in optimizer.param_groups if make is not None else ():
+        new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        if not new:
             continue
-        lists = len(inspect.signature(make).parameters) - 1
-        for group in optimizer.param_groups:
-            new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-            if not new:
-                continue
-            before = [(p, p.grad) for p in group["params"]]
-            for p, _ in before:
-                p.grad = p.detach() if any(p is q for q in new) else None
-            try:
-                make(group, *[[] for _ in range(lists)])
-            finally:
-                for p, grad in before:
-                    p.grad = grad
-            for p in new:
-                _cut(p, optimizer.state[p])
-            found += [(optimizer, p) for p in new]
+        before = [(p, p.grad) for p in group["params"]]
+        for p, _ in before:
+            p.grad = p.detach() if any(p is q for q in new) else None
+        try:
+            make(group, *[[] for _ in range(lists)])
+        finally:
+            for p, grad in before:
+                p.grad = grad
+        found += [(optimizer, p) for p in new]
     return found
 
 
@@ -83,7 +93,6 @@ def _prime_momentum(optimizer: Optimizer) -> Primed:
             if p.requires_grad and optimizer.state.get(p, {}).get("momentum_buffer") is None:
                 state = optimizer.state[p]
                 state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                _cut(p, state)
                 found.append((optimizer, p))
     return found
 
@@ -102,19 +111,6 @@ def unprime(primed: Primed, used: Callable[[Any], bool]) -> bool:
             del optimizer.state[p]
             found = True
     return found
-
-
-def _cut(p: torch.Tensor, state: dict[str, Any]) -> None:
-    """Leave this rank the part of p's new state that it updates, where ZeRO shards the state."""
-    update = update_spec(p) if isinstance(p, DTensor) else None
-    if update is None or update is p._spec:  # type: ignore[attr-defined]
-        return
-    for key, value in state.items():
-        if isinstance(value, DTensor) and value._spec is p._spec:  # type: ignore[attr-defined]
-            (mine, count), (held, _) = update.region[0], value._spec.region[0]
-            with Local():
-                part = value.narrow(0, mine - held, count).clone()
-            state[key] = tagged(part, update)
 
 
 class Group:
@@ -150,6 +146,7 @@ class Stepping:
     def __init__(self, optimizers: dict[str, Optimizer]):
         self.optimizers = optimizers
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: set[int] = set()
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
 
     @contextmanager
@@ -173,10 +170,11 @@ class Stepping:
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.updating = True
+                recorder.exact = self._kept if _is_of_torch(optimizer) else None
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
-                recorder.updating = False
+                recorder.updating, recorder.exact = False, None
 
         hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         # Private torch, which has no way to be first: partita's own hook, which is there already,
@@ -201,10 +199,16 @@ class Stepping:
                 optimizer.state, optimizer.param_groups = state, groups
 
     def _counted(self, entries: dict[Any, Any]) -> dict[Any, Any]:
-        count = entries.get("step")
-        if isinstance(count, torch.Tensor) and count.dtype == torch.float32 and count.ndim == 0:
-            entries["step"] = count.double()
-            self._counts.append((count, entries["step"]))
+        for name in ("step", "mu_product"):
+            number = entries.get(name)
+            kept = isinstance(number, torch.Tensor) and number.ndim == 0
+            if not kept or number.dtype != torch.float32:
+                continue
+            if name == "step":
+                entries[name] = number.double()
+                self._counts.append((number, entries[name]))
+            else:  # a product, which eager rounds
+                self._kept.add(id(number))
         return entries
 
     def _group(

@@ -20,7 +20,15 @@ from partita.layout import Fix
 from .errors import not_captured
 from .symbolic import is_symbolic
 
-__all__ = ["Scalar", "call_with_scalars", "has_scalars", "reckon", "reckons", "taken_as_numbers"]
+__all__ = [
+    "Scalar",
+    "call_with_scalars",
+    "has_scalars",
+    "reckon",
+    "reckons",
+    "taken_as_numbers",
+    "with_exact_numbers",
+]
 
 _aten = torch.ops.aten
 
@@ -45,6 +53,31 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     found: tuple[Any, Any] = pytree.tree_unflatten(list(map(_value, leaves)), structure)
     return found
+
+
+def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
+    """The arguments of an optimizer's call, which in eager reckons with Python's numbers and here
+    with tensors of no dimensions, where these are as exact as those.
+
+    A number that it makes is float64; one that it keeps as float32 is read as float64, as `.item()`
+    gives it, and what is written into it is float32 before the kernel reckons.
+
+    Args:
+        held: the identities of those that it keeps.
+    """
+    if func is _aten.scalar_tensor.default and kwargs["dtype"].is_floating_point:
+        return args, dict(kwargs, dtype=torch.float64)
+    if not any(id(t) in held for t in pytree.tree_leaves(args)):
+        return args, kwargs
+
+    def read(t: Any) -> Any:
+        return t.double() if id(t) in held else t
+
+    def narrow(t: Any) -> Any:
+        number = isinstance(t, torch.Tensor) and t.ndim == 0 and t.dtype is torch.float64
+        return t.float() if number else t
+
+    return pytree.tree_map(narrow if func._schema.is_mutable else read, args), kwargs
 
 
 def _value(leaf: Any) -> Any:

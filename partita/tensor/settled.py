@@ -9,6 +9,7 @@ carries nothing.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -26,6 +27,7 @@ __all__ = [
     "allowed_gradient",
     "hold",
     "is_watched",
+    "lay_out_state",
     "mark_settled",
     "settled_spec",
     "unmark_settled",
@@ -45,6 +47,19 @@ def update_spec(x: DTensor) -> Spec:
     """Where an optimizer updates x and keeps its state: where x is, or where ZeRO says."""
     rest = state_of(x).rest
     return x._spec if rest is None else rest.update
+
+
+def lay_out_state(x: DTensor, state: dict[str, Any]) -> None:
+    """Have what an optimizer keeps of each element of x lie where it updates x: it may be made, or
+    loaded, as x lies."""
+    update = update_spec(x)
+    for name, value in state.items():
+        if isinstance(value, DTensor) and value._spec is not update:
+            before = value._spec
+            if before.wire is update.wire and before.shape == update.shape:
+                with torch.no_grad():
+                    part = moved(value, before, update, "optimizer state", "explicit")
+                state[name] = tagged(part, update)
 
 
 def hold(x: DTensor, grad: DTensor) -> None:

@@ -28,7 +28,7 @@ from partita.layout import Fix
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.dynamo import only_entered
-from partita.tensor.settled import settled_spec, update_spec
+from partita.tensor.settled import lay_out_state, settled_spec, update_spec
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
@@ -90,7 +90,11 @@ def _before_step(
     if not plain:
         return None
     if not alike and not _lie_alike(optimizer, spread):
-        return None
+        for p in spread:
+            if update_spec(p) is not p._spec and p in optimizer.state:
+                lay_out_state(p, optimizer.state[p])
+        if not _lie_alike(optimizer, spread):
+            return None
     args, kwargs = _run_own_hooks(optimizer, args, kwargs)
     with _narrowed([p for p in spread if update_spec(p) is not p._spec]):
         _step_as_plain(optimizer, spread, args, kwargs)

@@ -12,6 +12,10 @@ OPTIMIZERS = {
     "a list at once": lambda p: optim.SGD(p, 0.1, momentum=0.9),
     "one by one": lambda p: optim.Adam(p, 0.1, foreach=False),
     "fused": lambda p: optim.AdamW(p, 0.1, fused=True),
+    "with numbers of Python's": lambda p: optim.RAdam(p, 0.1),
+    "with a product of numbers": lambda p: optim.NAdam(p, 0.1),
+    "with state that is there at once": lambda p: optim.Adagrad(p, 0.1),
+    "with numbers that the update writes": lambda p: optim.ASGD(p, 0.1),
 }
 
 
@@ -24,7 +28,7 @@ def steps_of(kind, mesh=None, place=""):
         pt.parallelize(model, mesh, {name: {"tp": pt.Shard(d)} for name, d in split.items()})
         x = pt.distribute_tensor(x, mesh, [pt.Replicate()])
     elif mesh is not None:
-        pt.zero(model, mesh, stage=3)
+        pt.zero(model, mesh, stage=3 if place == "dp" else 1)
         x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
     optimizer = OPTIMIZERS[kind](model.parameters())
 
@@ -47,7 +51,16 @@ def steps_of(kind, mesh=None, place=""):
 @pytest.mark.parametrize("place", ["tp", "dp"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_each_use_reads_what_the_update_before_it_wrote(kind, place):
-    with pt.ranks(**{place: 2}) as world:
+    check(kind, place, {place: 2})
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS)[-4:])
+def test_each_rank_updates_its_part_where_the_optimizer_is_sharded(kind):
+    check(kind, "the optimizer alone", {"dp": 2})
+
+
+def check(kind, place, ranks):
+    with pt.ranks(**ranks) as world:
         found = world.run(lambda mesh: steps_of(kind, mesh, place))
     for losses, truth in zip(found[1], steps_of(kind), strict=True):
         assert losses == pytest.approx(truth, abs=1e-12)
@@ -119,3 +132,33 @@ def test_an_input_keeps_its_shape(name):
     with pytest.raises(pt.CaptureError, match=rf"the shape .*\({name}\) \(at .*updates.py:\d+\)"):
         pt.compile(step, backend="graph")(w + 1)
     assert w.shape == (3, 4)
+
+
+@pytest.mark.parametrize("whole", ["made at once", "loaded"])
+def test_state_that_is_made_whole_is_sharded_with_the_optimizer(whole):
+    def trained(mesh=None):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=1)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        made = optim.Adagrad if whole == "made at once" else optim.RMSprop
+        name = "sum" if whole == "made at once" else "square_avg"
+        optimizer = made(model.parameters(), 0.1)
+        if whole == "loaded":
+            for p in model.parameters():
+                optimizer.state[p] = {"step": torch.tensor(3.0), name: torch.ones_like(p)}
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        kept = optimizer.state[model.weight][name]
+        if mesh is not None:
+            assert kept.to_local().shape == (2, 4)
+            kept = kept.full_tensor()
+        return kept
+
+    with pt.ranks(dp=2) as world:
+        found = world.run(trained)
+    torch.testing.assert_close(found[1], trained(), rtol=0, atol=1e-12)

@@ -16,6 +16,7 @@ __all__ = ["overlap"]
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_COPY = _aten.copy_.default
 _PACKING = (
     _aten.view.default,
     _aten.reshape.default,
@@ -51,7 +52,7 @@ class _Order:
         self.graph = program.graph.graph
         self.nodes = list(self.graph.nodes)
         self._storages = storages_of(program)
-        self._reads = {node: self._read_by(node) for node in self.nodes}
+        self.reads = {node: self._read_by(node) for node in self.nodes}
 
     def _read_by(self, node: fx.Node) -> set[int]:
         """The storages that must be there when a node runs."""
@@ -60,19 +61,23 @@ class _Order:
             reads = [*reads, *reads[0].all_input_nodes]
         return {s for read in reads for s in self._storages.of[read]}
 
+    def written_by(self, node: fx.Node) -> tuple[int, ...]:
+        """The storages that a node writes."""
+        return self._storages.of[node.args[0]] if node.target is _COPY else ()
+
     def place(self) -> dict[fx.Node, int]:
         return {node: i for i, node in enumerate(self.nodes)}
 
     def peak(self) -> int:
         """Bytes at the fullest place, the inputs' among them."""
         found, nbytes = self._storages, self._storages.nbytes
-        last = {s: node for node in self.nodes for s in self._reads[node]}
+        last = {s: node for node in self.nodes for s in self.reads[node]}
         live = most = 0
         for node in self.nodes:
             for s in found.made_by(node) if node in found.of else ():
                 live += nbytes[s]
             most = max(most, live + found.passing.get(node, 0))
-            for s in self._reads[node]:
+            for s in self.reads[node]:
                 if last[s] is node and found.maker[s].op != "placeholder":
                     live -= nbytes[s]
         return most
@@ -131,9 +136,12 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
     for wait, following in zip(waits, starts[1:], strict=False):
         assert isinstance(following, fx.Node)
         place = order.place()
-        late = {wait}
+        late, reads = {wait}, order.reads[wait]
         for node in order.nodes[place[wait] + 1 : place[following] + 1]:
-            if not late.isdisjoint(node.all_input_nodes):
+            # What writes into memory that is read late must wait for that too.
+            written = order.written_by(node)
+            if not (late.isdisjoint(node.all_input_nodes) and reads.isdisjoint(written)):
                 late.add(node)
+                reads = reads | order.reads[node]
         if following not in late and place[wait] < place[following]:
             yield order.try_(order.moved(late, following), limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,26 +16,39 @@ from .dtensor import DTensor
 from .origin import Origin
 from .tensor_state import state_of
 
-__all__ = ["fills_memory", "global_strides", "laid_out_alike", "without_memory"]
+__all__ = [
+    "fills_memory",
+    "global_strides",
+    "laid_out_alike",
+    "strides_of_whole",
+    "without_memory",
+]
 
 _stride = torch._C.TensorBase.stride
 
 
 def global_strides(x: DTensor) -> tuple[int, ...]:
-    """The strides in elements that the global tensor has where each rank's piece lies as x's does.
+    """The strides in elements of the global tensor, where each rank's piece lies as x's does.
 
-    A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
-    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row,
-    its stride from row to row is whatever it was copied from: the memory tells whether there are
-    gaps. Of a copy of what would be a view, they are the view's.
+    Of a copy of what would be a view, they are the view's.
     """
     if state_of(x).origin is not None:
         with _disable_current_modes():
             return laid_out_alike(x).stride()
+    return strides_of_whole(x, x._spec.shape)
+
+
+def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides in elements of a tensor of `shape`, of which x is a piece, that lies as x does.
+
+    A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
+    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row,
+    its stride from row to row is whatever it was copied from: the memory tells whether there are
+    gaps.
+    """
     with Local():
         local = _stride(x)
         sizes = tuple(x.size())
-        shape = x._spec.shape
         if sizes == tuple(shape):
             return local
         short = any(n < whole and n == 1 for n, whole in zip(sizes, shape, strict=True))
@@ -52,7 +66,7 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def fills_memory(x: DTensor) -> bool:
+def fills_memory(x: torch.Tensor) -> bool:
     """Has the memory no element beside those of this rank's piece?"""
     with Local():
         held = math.prod(n for n, stride in zip(x.size(), _stride(x), strict=True) if stride)

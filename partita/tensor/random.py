@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch
 
 from partita.rules import Call, Kernel, Like, Said, rule
 from partita.rules.pieces import part
+
+from .one_device import strides_of_whole
 
 __all__ = ["random_mode"]
 
@@ -57,9 +59,7 @@ def _drawn(
         generator.manual_seed(seed)
         return draw(torch.empty_like(x, memory_format=torch.contiguous_format), generator)
     shape = call.shapes[0]
-    # One device draws in the order of its memory, which this rank's piece has inherited.
-    order = sorted(range(x.dim()), key=lambda d: -x.stride(d)) if _is_dense(x) else range(x.dim())
-    whole = torch.empty_permuted(shape, tuple(order), dtype=x.dtype, device=x.device)  # type: ignore
+    whole = torch.empty_strided(shape, _drawn_strides(x, shape), dtype=x.dtype, device=x.device)  # type: ignore[arg-type]
     full = draw(whole, None)
     for dim, name in enumerate(names):
         if name in call.pieces:
@@ -68,10 +68,11 @@ def _drawn(
     return full
 
 
-def _is_dense(x: torch.Tensor) -> bool:
-    """Do x's elements fill their memory, each once? Else what is made like it is contiguous."""
-    like: bool = torch.empty_like(x, device="meta").stride() == x.stride()
-    return like
+def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of what one device draws into: it fills memory in the order in which its tensor lies, of
+    which x is a piece. Where a rank has one row, its own strides need not tell that order."""
+    lies = torch.empty_strided(shape, strides_of_whole(x, shape), device="meta")
+    return torch.empty_like(lies).stride()
 
 
 def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:

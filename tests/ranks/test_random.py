@@ -84,6 +84,23 @@ def test_what_is_drawn_has_one_devices_values(name, shape):
         torch.testing.assert_close(mine, truth)
 
 
+LYING = {
+    "transposed": lambda x: F.dropout(x.T),
+    "a slice, transposed": lambda x: F.dropout(x[:, 1:4].T),
+    "behind a new dimension": lambda x: F.dropout(torch.stack([x, x]).transpose(0, 1)),
+    "filled in place": lambda x: (x * 1).T.uniform_(),
+    "like another": lambda x: torch.rand_like(x.T),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+@pytest.mark.parametrize("shape", [(8, 6), (5, 7), (3, 4)], ids=str)
+def test_numbers_lie_in_memory_as_one_devices_do(name, shape):
+    truth, ranks = in_every_layout(LYING[name], shape)
+    for mine in ranks:
+        torch.testing.assert_close(mine, truth)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_makers_draw_what_torchs_draw(layout):
     torch.manual_seed(7)

@@ -14,7 +14,7 @@ from torch import fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from .bernoulli import draw_in_place
+from .draws_in_place import draw_in_place
 from .notes import NOTE
 from .scalars import Scalar, call_with_scalars, has_scalars, reckon
 from .symbolic import is_symbolic
@@ -93,7 +93,7 @@ class _Noting(fx.Interpreter):
         if target is _aten.native_batch_norm.default and args[3] is not None and args[5]:
             # It writes the running statistics, and its schema does not say so; this one's does.
             return _aten._native_batch_norm_legit.default(*args, **kwargs)
-        drawn = draw_in_place(target, args, kwargs)
+        drawn = draw_in_place(target, args, kwargs) if name.endswith("_") else None
         return super().call_function(target, args, kwargs) if drawn is None else drawn
 
 

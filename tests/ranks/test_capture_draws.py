@@ -16,6 +16,7 @@ DRAWS = {
     "dropout of channels": lambda x: F.dropout2d(x.view(1, 2, 3, 4).permute(0, 3, 1, 2)),
     "a mask within gaps": lambda x: (x * 2)[:, 1:3].T.bernoulli_(0.4).sin(),
     "a mask of contiguous memory": lambda x: torch.zeros_like(x).bernoulli_(0.4),
+    "numbers within gaps": lambda x: (x * 2).T[1:3].uniform_().sin(),
     "an equal chance": lambda x: (x * 2).T.bernoulli_(),
     "numbers of a transposed tensor": lambda x: (x * 2).T.uniform_(),
 }

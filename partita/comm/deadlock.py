@@ -91,10 +91,12 @@ class Pending:
 
     def __init__(self, work: Any, group: dist.ProcessGroup, ask: Ask):
         self._work, self._group, self._ask = work, group, ask
-        self._number = _begun(group) or 0
         name = group.group_name
+        # Not torch's number, which counts what a user sends through the group, too.
+        self._number = _NUMBERS[name] = _NUMBERS.get(name, 0) + 1
         asked = _ASKED.get(name) or _ASKED.setdefault(name, deque(maxlen=_ASKS_KEPT))
         asked.append((self._number, ask))
+        _THREADS.add(threading.get_ident())
 
     def wait(self) -> None:
         try:
@@ -266,9 +268,14 @@ def _waits_in_graph(post: dict[str, Any], posts: dict[int, dict[str, Any] | None
 _number = 0
 BEGUN: dict[str, int] = {}
 """By its name, how many collectives of a group that torch does not list this rank has begun."""
+_NUMBERS: dict[str, int] = {}
+"""By a group's name, how many collectives this rank has begun that it is going to wait for."""
 _ASKED: dict[str, deque[tuple[int, Ask]]] = {}
 """By a group's name, the collectives that this rank has begun last, by their numbers."""
 _ASKS_KEPT = 32
+_THREADS: set[int] = set()
+"""Those that have begun one. What one waits for is all that a rank does where it is the main one
+alone: another might be about to begin what other ranks wait for."""
 _leaving = False
 
 
@@ -300,7 +307,8 @@ def _post(need: Need) -> dict[str, Any]:
         # Of a graph no group: it may be waiting for any.
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
-        "number": need.number,
+        "number": need.number if {threading.main_thread().ident} == _THREADS else 0,
+        "numbers": _NUMBERS,
         "asked": {
             name: {str(n): str(ask.move or ask.kind) for n, ask in asks}
             for name, asks in _ASKED.items()
@@ -346,8 +354,9 @@ def _is_at(post: dict[str, Any] | None, mine: dict[str, Any]) -> bool:
     if post is None or "begun" not in post:
         return False
     group = mine["group"]
-    needed = mine["number"] or mine["begun"].get(group, 0)
-    return bool(post["begun"].get(group, -1) >= needed)
+    if mine["number"]:
+        return bool(post["numbers"].get(group, 0) >= mine["number"])
+    return bool(post["begun"].get(group, -1) >= mine["begun"].get(group, 0))
 
 
 def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
@@ -374,7 +383,7 @@ def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
 
 def _asks_otherwise(post: dict[str, Any], other: dict[str, Any]) -> bool:
     """Was another collective begun there, in place of the one that is waited for here?"""
-    number = str(post["number"])
+    number = str(post["number"] or None)
     ours, theirs = (p["asked"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -48,6 +49,7 @@ _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _NOT_USERS = ("torch", "partita", "builtins")
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SEARCHES = 4  # runs of a step that may find more of its state, before one that fails is believed
 _SEARCHED = 10_000  # entries of a container that an object holds
 
 
@@ -139,6 +141,7 @@ class State:
         groups: of each optimizer, the list of its groups, these and their lists of parameters.
         reached: where something stood that only a run of the step is seen to name.
         search: gives the state with what stands at other such places, too.
+        searches: how often more was found so for one call.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -152,16 +155,21 @@ class State:
     groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
     reached: list[Place] = field(default_factory=list)
     search: Callable[[Sequence[Place]], State] | None = None
+    searches: int = 0
 
     def raise_if_more(self, places: Iterable[Place]) -> None:
         """Raise ReachedMore if there is state at one of these, which a run of the step has read."""
-        assert self.search is not None
+        if self.search is None or self.searches >= _SEARCHES:
+            return
         found = self.search([*self.reached, *places])
-        if found.count() > self.count():
+        if found.identities() - self.identities():
+            found.searches = self.searches + 1
             raise ReachedMore(found)
 
-    def count(self) -> int:
-        return len(self.slots) + len(self.modules) + len(self.optimizers)
+    def identities(self) -> set[Any]:
+        """What tells the places and objects that were found from others."""
+        objects = (*self.modules.values(), *self.optimizers.values())
+        return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those that it was made for?"""
@@ -377,7 +385,7 @@ class _Search:
         known = {slot.identity for slot in self.state.slots}
         for place in places:
             home, value = place.home, place.value
-            if place.identity in known or not _may_hold_tensors(value):
+            if place.identity in known or not _may_hold_tensors(value) or _is_of_run(value):
                 continue
             if isinstance(home, types.CellType):
                 home = Cell(home)
@@ -385,10 +393,17 @@ class _Search:
                 home = Members(home)
             elif not isinstance(home, dict) or "__builtins__" not in home:
                 continue
-            before = self.state.count()
+            known.add(place.identity)
+            before, slots = self.count(), len(self.state.slots)
             self.value(place.name, value, Slot(place.name, "value", home, place.key))
-            if self.state.count() > before:
+            if any(isinstance(slot.value, FakeTensor) for slot in self.state.slots[slots:]):
+                del self.state.slots[slots:]  # an object that the run has made
+            if self.count() > before:
                 self.state.reached.append(place)
+
+    def count(self) -> int:
+        """How much was found."""
+        return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 
     def _object(self, owner: Any) -> None:
         if isinstance(owner, (nn.Module, Optimizer)):
@@ -515,6 +530,15 @@ def _may_hold_tensors(value: Any) -> bool:
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
         return False
     return isinstance(value, nn.Module) or not callable(value)
+
+
+def _is_of_run(value: Any) -> bool:
+    """Was it made while a step was captured, or does it hold what was?"""
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, Optimizer):
+        value = [group["params"] for group in value.param_groups]
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
 
 
 @functools.lru_cache(maxsize=1024)

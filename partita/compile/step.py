@@ -258,13 +258,25 @@ class CompiledStep(Last):
         return watcher.applied(self, tuple(tensors), {}, run)
 
     def _first(
-        self, signature: Any, args: Any, kwargs: Any, why: str, found: OtherAnswers | None
+        self,
+        signature: Any,
+        args: Any,
+        kwargs: Any,
+        why: str,
+        found: OtherAnswers | None,
+        state: State | None = None,
     ) -> tuple[Program | None, list[Any]]:
-        """Capture; `why` says which condition of the programs for such calls does not hold."""
+        """Capture a program.
+
+        Args:
+            why: which condition of the programs for such calls does not hold.
+            found: what is known of the answers in this call.
+            state: what the step reaches, where a run of it has just shown that.
+        """
         from .made import kept_within, make_program  # what makes graphs takes seconds to import
 
         self._call_guard = None
-        state = self._search(args, kwargs)
+        state = self._search(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
         how: dict[str, Any] = {
             "without": self.without,
@@ -283,8 +295,8 @@ class CompiledStep(Last):
             program = making()
         except ReachedMore as more:
             unprime(primed, lambda t: False)
-            self._reached = more.state.reached
-            return self._first(signature, args, kwargs, why, found)
+            self._state, self._reached = more.state, more.state.reached
+            return self._first(signature, args, kwargs, why, found, more.state)
         except StepRaises as raised:
             unprime(primed, lambda t: False)
             self._raised = raised

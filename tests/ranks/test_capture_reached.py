@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import partita as pt
 
@@ -149,3 +150,38 @@ def test_a_tensor_that_is_not_found_by_name_is_refused_and_stays_as_it_was(name)
         pt.compile(step, backend="graph")(torch.ones(2))
     assert torch.equal(holder.w, torch.ones(2)) and holder.w.requires_grad
     assert torch.equal(holder.w.grad, torch.ones(2)) and not holder.w._backward_hooks
+
+
+SEEN = []
+
+
+class Fails(Trainer):
+    """What another method names is found though the step cannot be captured."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def finish(self):
+        SEEN.append(self.how)
+        made = Helper()
+        held = [p.detach() for p in PARAMETERS]
+
+        def inner():  # which names what this run has made
+            return made.scale.sum() + held[0].sum() + TABLE.sum()
+
+        found = inner()
+        if self.how == "raises":
+            raise ZeroDivisionError("the step's own")
+        return found if found > 0 else -found
+
+
+@pytest.mark.parametrize("how", ["raises", "branches"])
+def test_a_step_that_fails_is_captured_a_few_times(how):
+    SEEN.clear()
+    expected = ZeroDivisionError if how == "raises" else pt.CaptureError
+    step = pt.compile(Fails(how).train, backend="graph")
+    for _ in range(2):
+        with pytest.raises(expected, match="own" if how == "raises" else "reads a value"):
+            step(torch.ones(3, 2))
+    assert len(SEEN) <= 20
+    assert not any(isinstance(v, FakeTensor) for v in (*PARAMETERS, TABLE, HELPER.scale))

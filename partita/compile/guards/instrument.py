@@ -7,11 +7,16 @@ but one that reads an object whose tensors are exchanged at the moment waits unt
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 if TYPE_CHECKING:
     from .record import Record
@@ -30,6 +35,7 @@ _LOCK = threading.RLock()
 _FREED = threading.Condition(_LOCK)
 _EXCHANGED: dict[int, int] = {}  # the thread that has exchanged the tensors of an object, by its id
 _INSTALLED: dict[type, int] = {}  # how many captures read a class
+_PATIENCE = 5.0  # seconds in which a thread has left the reading of an attribute
 
 
 def instrument(kind: type) -> bool:
@@ -98,6 +104,9 @@ def reads_by_itself(kind: type) -> bool:
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
 
 
+_READERS = frozenset((nn.Module.__getattr__.__code__, _reading(nn.Module).__code__))
+
+
 @contextmanager
 def recorded_by(record: Record) -> Iterator[None]:
     """Within, what this thread reads is told to `record`."""
@@ -115,7 +124,11 @@ def recorded_by(record: Record) -> Iterator[None]:
 
 @contextmanager
 def exclusive(objects: Iterable[Any]) -> Iterator[None]:
-    """Within, other threads wait before they read attributes of `objects` or capture with them."""
+    """Within, other threads wait before they read attributes of `objects` or capture with them.
+
+    Args:
+        objects: modules.
+    """
     ids = [id(o) for o in objects]
     thread = get_ident()
     with _FREED:
@@ -123,16 +136,33 @@ def exclusive(objects: Iterable[Any]) -> Iterator[None]:
             _FREED.wait()
         mine = [i for i in ids if i not in _EXCHANGED]
         _EXCHANGED.update(dict.fromkeys(mine, thread))
+    instrument(nn.Module)
     try:
-        # A thread that has just read one is past its parameters when it has run for a moment.
-        if threading.active_count() > 1:
-            threading.Event().wait(0.002)
+        # One that has looked already has its parameter when it has left.
+        until = time.monotonic() + _PATIENCE
+        while _others_read() and time.monotonic() < until:
+            threading.Event().wait(0.001)
         yield
     finally:
         with _FREED:
             for i in mine:
                 _EXCHANGED.pop(i, None)
             _FREED.notify_all()
+        release([nn.Module])
+
+
+def _others_read() -> bool:
+    """Is another thread within the reading of an attribute of a module, and does not wait there?"""
+    me = get_ident()
+    return any(t != me and _reads(frame) for t, frame in sys._current_frames().items())
+
+
+def _reads(frame: FrameType | None) -> bool:
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return _wait_for.__code__ not in codes and not _READERS.isdisjoint(codes)
 
 
 def _wait_for(ids: tuple[int, ...]) -> None:

@@ -118,8 +118,21 @@ def _refusing_method(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("set_", "as_subclass"):
-    setattr(DTensor, _name, _refusing_method(_name))
+DTensor.as_subclass = _refusing_method("as_subclass")  # type: ignore[method-assign]
+_refuse_set = refusal("set_", MEMORY, Fix("x.data = y", "with a DTensor y"))
+
+
+@functools.wraps(torch.Tensor.set_)
+def _set(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not _global_view():
+        return torch.Tensor.set_(self, *(() if source is None else (source,)), *args, **kwargs)
+    if not isinstance(source, DTensor) or args or kwargs:
+        return _refuse_set(self, source)
+    self.data = source.detach()
+    return self
+
+
+DTensor.set_ = _set  # type: ignore[method-assign]
 
 
 def refuse_piece(name: str, x: Any) -> None:

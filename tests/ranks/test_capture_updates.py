@@ -162,3 +162,30 @@ def test_state_that_is_made_whole_is_sharded_with_the_optimizer(whole):
     with pt.ranks(dp=2) as world:
         found = world.run(trained)
     torch.testing.assert_close(found[1], trained(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["tp", "zero"])
+def test_a_parametrization_of_torch_is_put_on_a_model_that_is_spread_out(place):
+    """It gives its parameters their values by `set_`, which torch has for `.data = y`."""
+
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        x = torch.ones(2, 4, dtype=torch.float64)
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        if mesh is not None and place == "tp":
+            pt.parallelize(
+                model, mesh, {"weight": {"dp": pt.Shard(0)}, "bias": {"dp": pt.Shard(0)}}
+            )
+        elif mesh is not None:
+            pt.zero(model, mesh, stage=3)
+        nn.utils.parametrizations.spectral_norm(model)
+        with torch.no_grad():
+            model.bias.set_(model.bias.detach() * 3)
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.item(), model.bias.grad.sum().item()
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run)[1] == pytest.approx(run(None), abs=1e-12)

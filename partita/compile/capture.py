@@ -100,7 +100,8 @@ def _captured(
         try:
             program = _run(run)
         except Exception as error:
-            state.raise_if_more(run.record.places.values())
+            if (more := state.more(run.record.places.values())) is not None:
+                raise more from error
             failed = failed or (error, run)
             other = run.asked.other_way()
             if other is not None:
@@ -117,9 +118,10 @@ def _captured(
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             ways, failed = guesses, None
             continue
-        if run.meets_others:
+        more = state.more(run.record.places.values()) if run.meets_others else None
+        if more is not None:
             run.undo()
-            state.raise_if_more(run.record.places.values())
+            raise more
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
                 again = _Capture(step, args, kwargs, state, unmarked, plain, ways)

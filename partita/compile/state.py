@@ -157,14 +157,15 @@ class State:
     search: Callable[[Sequence[Place]], State] | None = None
     searches: int = 0
 
-    def raise_if_more(self, places: Iterable[Place]) -> None:
-        """Raise ReachedMore if there is state at one of these, which a run of the step has read."""
+    def more(self, places: Iterable[Place]) -> ReachedMore | None:
+        """What to raise where there is state at one of these, which a run of the step has read."""
         if self.search is None or self.searches >= _SEARCHES:
-            return
+            return None
         found = self.search([*self.reached, *places])
-        if found.identities() - self.identities():
-            found.searches = self.searches + 1
-            raise ReachedMore(found)
+        if not found.identities() - self.identities():
+            return None
+        found.searches = self.searches + 1
+        return ReachedMore(found)
 
     def identities(self) -> set[Any]:
         """What tells the places and objects that were found from others."""

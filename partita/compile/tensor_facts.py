@@ -154,9 +154,8 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def _count_writes(t: Any) -> int:
-    """How often it was written, where torch counts that."""
-    with Local():
-        return 0 if t is None or t.is_inference() else count_writes(t)
+    """How often it was written."""
+    return 0 if t is None else count_writes(t)
 
 
 def _read(t: torch.Tensor, name: str) -> Any:

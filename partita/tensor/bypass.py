@@ -119,17 +119,15 @@ def _refusing_method(name: str) -> Callable[..., Any]:
 
 
 DTensor.as_subclass = _refusing_method("as_subclass")  # type: ignore[method-assign]
-_refuse_set = refusal("set_", MEMORY, Fix("x.data = y", "with a DTensor y"))
+_refuse_set = _refusing_method("set_")
 
 
 @functools.wraps(torch.Tensor.set_)
 def _set(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if not _global_view():
-        return torch.Tensor.set_(self, *(() if source is None else (source,)), *args, **kwargs)
-    if not isinstance(source, DTensor) or args or kwargs:
-        return _refuse_set(self, source)
-    self.data = source.detach()
-    return self
+    if isinstance(source, DTensor) and not args and not kwargs and _global_view():
+        self.data = source.detach()
+        return self
+    return _refuse_set(self, *(() if source is None else (source,)), *args, **kwargs)
 
 
 DTensor.set_ = _set  # type: ignore[method-assign]

@@ -47,9 +47,14 @@ def as_on_one_device(
     shared = _share_memory(out, source)
     if not (moved or modes or shared):  # a piece may be denser than the whole, and not less
         return out, False
+    if out.device != source.device:
+        return out, False
     with _disable_current_modes(), Local():
         alike = laid_out_alike(source)
-        there = func(alike, *without_memory(args[1:]), **without_memory(kwargs))
+        asked: Any = (tuple(args[1:]), kwargs)
+        of_type = func is T.to or func is T.type
+        others, named = _on_meta(asked, out) if of_type else without_memory(asked)
+        there = func(alike, *others, **named)
         if _share_memory(there, alike):
             return out, moved or not shared
     if shared:
@@ -58,6 +63,19 @@ def as_on_one_device(
             copy = T.clone(out, memory_format=mode)
         return (tagged(copy, out._spec) if isinstance(out, DTensor) else copy), False
     return out, False
+
+
+def _on_meta(given: Any, out: torch.Tensor) -> Any:
+    """Arguments of a call that gave `out`, for a tensor without memory: it stays such."""
+    if isinstance(given, dict):
+        return {key: _on_meta(v, out) for key, v in given.items()}
+    if type(given) is tuple:
+        return tuple(_on_meta(v, out) for v in given)
+    if isinstance(given, torch.device) or type(given) is int:
+        return torch.device("meta")
+    if isinstance(given, str):  # a device, or a type of tensors
+        return out.dtype if given.startswith("torch.") else torch.device("meta")
+    return without_memory(given)
 
 
 def copying_as_one_device(

@@ -123,9 +123,9 @@ def own_state(x: torch.Tensor) -> TensorState:
 
 
 def count_writes(x: torch.Tensor) -> int:
-    """How many writes of `x` torch has counted (its version)."""
+    """How many writes of `x` torch has counted (its version); in inference it counts none."""
     with Local():
-        return x._version
+        return 0 if x.is_inference() else x._version
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:

@@ -62,7 +62,8 @@ def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str,
 def alias_of(x: DTensor) -> DTensor:
     """`x` under another name, which keeps its shape when that of `x` is changed in place."""
     with Local():
-        alias = tagged(x.view_as(x), x._spec)
+        # `view_as` would make the stride of a dimension of one element anew.
+        alias = tagged(torch.ops.aten.alias(x), x._spec)
     origin: Origin | None = state_of(x).origin
     if origin is not None:
         own_state(alias).origin = origin

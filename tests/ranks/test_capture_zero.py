@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import partita as pt
 from tests.ranks.test_capture_uneven import X, Y, close, compiled, on, widths
@@ -164,3 +165,47 @@ def test_a_parameter_that_stands_in_a_list_too_is_the_same_parameter(stage):
     with pt.ranks(dp=2) as world:
         for found in world.run(train, True):
             torch.testing.assert_close(found, train(None, False))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_schedule_that_watches_its_optimizer_steps_beside_the_graph(stage):
+    """It puts a function of its own in the place of `optimizer.step`, which sets an attribute."""
+
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        x = torch.ones(2, 4)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        fast = step if mesh is None else pt.compile(step, backend="graph")
+        losses = []
+        for _ in range(4):
+            losses.append(fast(x).item())
+            schedule.step()
+        return losses
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run)[1] == pytest.approx(run(None))
+
+
+def test_a_sharded_model_is_evaluated_in_inference_mode():
+    def run(mesh):
+        model = pt.zero(nn.Linear(4, 4), mesh, stage=3)
+        x = pt.distribute_tensor(torch.ones(2, 4), mesh, [pt.Shard(0)])
+        want = model(x).square().mean().item()
+        with torch.inference_mode():
+            return want, pt.compile(lambda x: model(x).square().mean(), backend="graph")(x).item()
+
+    for want, found in pt.ranks(dp=2).run(run):
+        assert found == pytest.approx(want)

@@ -19,6 +19,7 @@ BASES = {
     "half": lambda b: b.chunk(2, 1)[1],
     "three dimensions": lambda b: b.unflatten(1, (4, 3)).transpose(0, 1),
     "expanded": lambda b: b[:1].expand(4, -1),
+    "rows of columns": lambda b: b[:, 1:5].chunk(2, 0)[0],
     "images": lambda b: b.view(-1, 2, 2, 3).contiguous(memory_format=torch.channels_last),
 }
 OPS = {
@@ -29,6 +30,8 @@ OPS = {
     "ravel": lambda x: x.ravel(),
     "to": lambda x: x.to(memory_format=torch.contiguous_format),
     "images": lambda x: x.to(memory_format=torch.channels_last if x.ndim == 4 else None),
+    "a device": lambda x: x.to("cpu"),
+    "a device and a dtype": lambda x: x.to(torch.device("cpu"), x.dtype),
     "both": lambda x: x.contiguous().reshape(-1),
     "broadcast": lambda x: x.broadcast_to((1, *x.shape)),
     "atleast": lambda x: torch.atleast_2d(x),

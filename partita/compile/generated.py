@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .constants import constants_of
 from .memory import Buffer, Memory
 from .notes import Note, note_of
 from .program import Program
@@ -86,8 +87,8 @@ class _Run(TorchDispatchMode):
     def call(self, examples: Sequence[torch.Tensor]) -> None:
         function, first = self._function()
         mode = next(m for x in examples if (m := getattr(x, "fake_mode", None)) is not None)
-        self._ours = {id(x.untyped_storage()) for x in examples}
-        inputs = list(examples)
+        inputs = [*examples, *map(mode.from_tensor, constants_of(self.program.graph))]
+        self._ours = {id(x.untyped_storage()) for x in inputs}
         with torch.no_grad(), mode, self:
             out = function(*first, inputs)
         self._last = self._end
@@ -220,8 +221,6 @@ class _Names(dict[str, Any]):
         for kind in ("cpu", "cuda", "xpu", "mtia"):
             self[f"empty_strided_{kind}"] = _empty(kind)
         self["empty_strided_cpu_pinned"] = _empty("cpu")
-        for node in run.program.graph.graph.find_nodes(op="get_attr"):
-            self.setdefault(str(node.target), getattr(run.program.graph, str(node.target)))
 
     def __missing__(self, name: str) -> Any:
         if hasattr(__import__("builtins"), name):

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 
+from .constants import constants_as_inputs, constants_of
 from .generated import code_of, memory_of_code
 from .light import lighter, without_compiler
 from .notes import NOTE
@@ -57,10 +58,10 @@ that are aligned between ranks, distributed autotuning)."""
 
 _aten = torch.ops.aten
 
-_FORMAT = 2  # of a payload
+_FORMAT = 3  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
 _PARTS = (
-    *("lower.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
+    *("lower.py", "constants.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
     *("generated.py", "workspace.py"),
 )
 # Settings that say where and how fast something is compiled, not what.
@@ -70,7 +71,7 @@ _ELSEWHERE = re.compile(
 
 
 def compiled(program: Program) -> tuple[Call, bytes | None]:
-    """A function of the program's inputs that gives its outputs, and what `load` takes.
+    """A function of the program's inputs and constants that gives its outputs; what `load` takes.
 
     The latter is None, with a warning, where this torch cannot say it.
 
@@ -80,6 +81,7 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
     from .fusion import mark
 
     graph = copy.deepcopy(program.graph)
+    constants_as_inputs(graph)
     for node in graph.graph.nodes:
         mark(node)
         node.meta.pop(NOTE, None)
@@ -92,10 +94,11 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
                 'other than in eager; with backend="graph" it is the same',
                 stacklevel=2,
             )
-    examples = program.example()
+    examples = list(program.example())
     mode = next((m for x in examples if (m := getattr(x, "fake_mode", None)) is not None), None)
     if mode is None:
         mode = torch._subclasses.FakeTensorMode()
+    examples += map(mode.from_tensor, constants_of(program.graph))
     _use_private_cache()
     with ExitStack() as stack:
         _quiet(stack)

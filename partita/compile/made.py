@@ -91,8 +91,10 @@ def kept_within(
     budget, given, least = program.budget, program.captured, None
     while True:
         prepare(program)
+        if budget is None:
+            return program
         taken = _taken(program)
-        if budget is None or taken <= budget:
+        if taken <= budget:
             return program
         least = taken if least is None else min(least, taken)
         less = memory_of(program).peak - 1

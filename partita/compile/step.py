@@ -371,6 +371,7 @@ class CompiledStep(Last):
         return [f"backend {self.backend}", f"without {sorted(self.without)}"]
 
     def _call_of(self, program: Program, wires: list[Wire]) -> Any:
+        from .constants import with_constants
         from .run import interpreted
 
         # Compiled code finds process groups by name; other wires are only known to Python.
@@ -378,7 +379,7 @@ class CompiledStep(Last):
             from .build import build
 
             program.built = build(program, self._what, wires)
-            return program.built.call
+            return with_constants(program.built.call, program.graph)
         return interpreted(program.graph, program.groups)
 
     @property

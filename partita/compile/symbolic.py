@@ -257,6 +257,11 @@ def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
     return others[0] * (1.0 if self > 0 else -1.0 if self < 0 else float(self))
 
 
+def _hint(number: Any) -> Any:
+    """The value at capture, which is no condition."""
+    return number.node.hint if is_symbolic(number) else number
+
+
 def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
     """A power whose base is not positive, which may be an error or complex; None of others."""
     if name not in ("__pow__", "__rpow__") or len(others) != 1:
@@ -266,7 +271,10 @@ def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
         return None
     if not is_symbolic(exponent) and exponent >= 0 and exponent == int(exponent):
         return None
-    return None if bool(base > 0) else float(base) ** float(exponent)
+    if not bool(base > 0):
+        return float(base) ** float(exponent)
+    float(_hint(base)) ** float(_hint(exponent))  # is an error where it is too large a number
+    return None
 
 
 def _method(name: str) -> Callable[..., Any]:

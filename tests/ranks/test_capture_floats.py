@@ -328,6 +328,25 @@ def test_compiled_code_takes_the_numbers_too():
     assert reasons == ["the first call"] and found == pytest.approx(want, rel=1e-5)
 
 
+def test_compiled_code_takes_the_tensors_that_a_step_makes_of_numbers():
+    """As it is compiled, and as it comes out of the store."""
+    table = torch.ones(4)
+
+    def step(x):
+        table[1] = 7.0
+        y = x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        y[torch.tensor([0, 2])] = torch.tensor(5.0)
+        return y
+
+    for _ in range(2):
+        fast = pt.compile(step, backend="inductor")
+        for k in (1.0, 2.0):
+            table.fill_(k)
+            assert fast(torch.full((4,), k)).tolist() == [5.0, 2 * k, 5.0, 4 * k]
+            assert table.tolist() == [k, 7.0, k, k]
+    assert fast.artifact.loaded and fast.memory.peak > 0
+
+
 def test_ranks_that_bring_other_numbers_are_told_so():
     def run(mesh):
         number = 0.1 * (1 + mesh.get_local_rank("dp"))

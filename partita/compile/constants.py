@@ -1,0 +1,58 @@
+"""Constants of a graph: tensors that a step makes of numbers, as code that is compiled gets them.
+
+They are its last inputs: compiled code that held them would lose them on its way through a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["constants_as_inputs", "constants_of", "with_constants"]
+
+Call = Callable[..., Sequence[torch.Tensor]]
+
+
+def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
+    """The tensors that a graph holds itself, in the order in which it reads them."""
+    return [getattr(graph, name) for name in _names(graph)]
+
+
+def constants_as_inputs(graph: fx.GraphModule) -> None:
+    """Have a graph take its constants behind its inputs."""
+    held = graph.graph.find_nodes(op="get_attr")
+    names = _names(graph)
+    last = graph.graph.find_nodes(op="placeholder")[-1:]
+    for name in names:
+        place = graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before()
+        with place:
+            given = graph.graph.placeholder(f"constant_{names.index(name)}")
+        last = [given]
+        for node in held:
+            if str(node.target) == name:
+                given.meta = dict(node.meta)
+                node.replace_all_uses_with(given)
+                graph.graph.erase_node(node)
+        delattr(graph, name)
+    if names:
+        graph.recompile()
+
+
+def with_constants(call: Call, graph: fx.GraphModule) -> Call:
+    """A function of the inputs of `graph`, where `call` takes its constants, too."""
+    constants = constants_of(graph)
+    if not constants:
+        return call
+
+    def run(*inputs: Any) -> Sequence[torch.Tensor]:
+        return call(*inputs, *constants)
+
+    return run
+
+
+def _names(graph: fx.GraphModule) -> list[str]:
+    found = graph.graph.find_nodes(op="get_attr", sort=True)
+    return list(dict.fromkeys(str(node.target) for node in found))

@@ -22,7 +22,7 @@ from partita.tensor.tensor_state import state_of
 
 from .errors import not_captured
 from .state import Slot, State
-from .symbolic import is_symbolic
+from .symbolic import is_symbolic, is_text_of_unknown
 
 __all__ = ["Attributes", "check_result", "holds_made", "is_filled", "left_in"]
 
@@ -103,7 +103,13 @@ class Attributes:
 
 
 def check_result(value: Any) -> None:
-    """Raise CaptureError if a part of a step's result that is no tensor holds some."""
+    """Raise CaptureError if a part of a step's result that is no tensor holds, or says, some."""
+    if is_text_of_unknown(value):
+        raise not_captured(
+            "the step returns text that a tensor, or what .item() gave, was put into",
+            "its values are known when the graph has run, and the text would be that of capture",
+            Fix("return the tensor", "and write it down outside"),
+        )
     if is_filled(value) or holds_made(value):
         kind = type(value).__name__
         raise not_captured(
@@ -138,7 +144,9 @@ def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
         inputs: but for these, which stand for others.
     """
     found = _reached(value, _in_object)
-    return any(isinstance(v, FakeTensor) and v not in inputs for v in found)
+    return any(
+        is_text_of_unknown(v) or (isinstance(v, FakeTensor) and v not in inputs) for v in found
+    )
 
 
 def _reached(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:

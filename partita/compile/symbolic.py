@@ -15,7 +15,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from partita.comm import user_line
 from partita.tensor.dtensor import DTensor
 
-__all__ = ["NumberEnv", "Substitutes", "as_number", "identity_of", "is_symbolic"]
+__all__ = [
+    "NumberEnv",
+    "Substitutes",
+    "as_number",
+    "identity_of",
+    "is_symbolic",
+    "is_text_of_unknown",
+]
 
 
 def is_symbolic(value: Any) -> bool:
@@ -300,11 +307,19 @@ def _itself(self: Any, *_: Any) -> Any:
     return self  # a copy of its node would be of another graph
 
 
+_UNKNOWN = "<known when the graph has run>"
+
+
+def is_text_of_unknown(value: Any) -> bool:
+    """Is it text that a tensor without values, or a number read of one, was put into?"""
+    return isinstance(value, str) and ("FakeTensor(" in value or _UNKNOWN in value)
+
+
 def _text(name: str) -> Callable[..., Any]:
     def method(self: Any, *spec: str) -> Any:
         if any(spec) or self.node.has_hint():  # that it is written down is a condition
             return getattr(_BUILTIN[type(self)](_plain(self)), name)(*spec)
-        return str(_plain(self))
+        return _UNKNOWN
 
     return method
 

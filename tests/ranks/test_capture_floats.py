@@ -484,3 +484,22 @@ def test_a_value_that_is_asked_whether_it_is_true_itself_is_refused():
         return (x * 2, x.sum().item()) if verbose is None else x
 
     assert pt.compile(free, backend="graph")(torch.ones(2), None)[1] == 2.0
+
+
+class Said:
+    text = ""
+
+
+TEXTS = {
+    "of a tensor": lambda x: (x, f"loss {x.sum()}"),
+    "as it is": lambda x: {"x": x, "text": repr(x)},
+    "of what was read": lambda x: (x, str(x.sum().item())),
+    "that is left": lambda x: (setattr(Said, "text", str(x)), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_of_what_has_no_value_yet_does_not_leave_the_step(name):
+    with pytest.raises(pt.CaptureError, match=r"text that a tensor|leaves a tensor in Said.text"):
+        graph_of(TEXTS[name])(x)
+    assert Said.text == ""

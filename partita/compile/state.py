@@ -505,6 +505,8 @@ class _Search:
                     if t is not None:
                         self.state.slots.append(Slot(where + key, kind, home, key))
             for key, held in list(vars(part).items()):
+                if key in ("_parameters", "_buffers"):  # whose entries are slots already
+                    continue
                 # Recurrent layers put their parameters into a list of theirs again and again.
                 flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
                 if isinstance(held, torch.Tensor) or _holds_tensor(held, flat):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import partita as pt
+from partita.compile.state import state_of
 
 X = torch.arange(12.0).view(4, 3) + 1
 
@@ -288,3 +289,9 @@ def test_what_is_left_in_a_list_is_said_at_the_line_of_the_call():
 
     with pytest.raises(pt.CaptureError, match=r"leaves a tensor in .* \(at .*attributes\.py:\d+\)"):
         compiled(step)(X)
+
+
+def test_each_tensor_of_a_module_stands_at_one_place():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    slots = state_of(lambda x: model(x), (), (), {}).slots
+    assert len(slots) == len(model.state_dict())

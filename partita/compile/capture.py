@@ -100,7 +100,7 @@ def _captured(
         try:
             program = _run(run)
         except Exception as error:
-            if (more := state.more(run.record.places.values())) is not None:
+            if (more := state.find_more(run.record.places.values())) is not None:
                 raise more from error
             failed = failed or (error, run)
             other = run.asked.other_way()
@@ -118,7 +118,7 @@ def _captured(
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             ways, failed = guesses, None
             continue
-        more = state.more(run.record.places.values()) if run.meets_others else None
+        more = state.find_more(run.record.places.values()) if run.meets_others else None
         if more is not None:
             run.undo()
             raise more

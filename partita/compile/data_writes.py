@@ -81,7 +81,7 @@ class DataWrites(TorchFunctionMode):
         if func in _ASKS:  # torch's own would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
         if getattr(func, "__name__", "") in _OF_SHAPE and args[0] in self._inputs.identities:
-            raise _reshapes(func.__name__)
+            raise _shape_is_changed(func.__name__)
         _check_function(func)
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
@@ -116,7 +116,7 @@ class DataWrites(TorchFunctionMode):
                 before.copy_(value)
 
 
-def _reshapes(name: str) -> CaptureError:
+def _shape_is_changed(name: str) -> CaptureError:
     return not_captured(
         f"the step changes the shape or the memory of a tensor that it is given ({name})",
         "a graph writes what is in the memory of its inputs, and leaves that as it is",

@@ -157,17 +157,17 @@ class State:
     search: Callable[[Sequence[Place]], State] | None = None
     searches: int = 0
 
-    def more(self, places: Iterable[Place]) -> ReachedMore | None:
+    def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
         """What to raise where there is state at one of these, which a run of the step has read."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
         found = self.search([*self.reached, *places])
-        if not found.identities() - self.identities():
+        if not found.identities_found() - self.identities_found():
             return None
         found.searches = self.searches + 1
         return ReachedMore(found)
 
-    def identities(self) -> set[Any]:
+    def identities_found(self) -> set[Any]:
         """What tells the places and objects that were found from others."""
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
@@ -282,17 +282,17 @@ def state_of(
     Args:
         reached: what runs of it were seen to name.
     """
-    return _searched(step, list(given), _given_by(args, kwargs), reached)
+    return _search_state(step, list(given), _given_by(args, kwargs), reached)
 
 
-def _searched(
+def _search_state(
     step: Callable[..., Any], named: list[Any], given: list[Any], reached: Sequence[Place]
 ) -> State:
     """The state of a step for calls with these modules and optimizers, without the rest of one."""
     search = _Search(step, named)
-    search.state.search = functools.partial(_searched, step, named, given)
+    search.state.search = functools.partial(_search_state, step, named, given)
     search.function(step)
-    search.named(reached)
+    search.search_places(reached)
     for i, value in enumerate(named):
         search.given(f"state[{i}]", value)
     search.state.given = given
@@ -381,7 +381,7 @@ class _Search:
             self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
         return None
 
-    def named(self, places: Iterable[Place]) -> None:
+    def search_places(self, places: Iterable[Place]) -> None:
         """What stands where functions name it: in cells, globals and classes."""
         known = {slot.identity for slot in self.state.slots}
         for place in places:
@@ -395,14 +395,14 @@ class _Search:
             elif not isinstance(home, dict) or "__builtins__" not in home:
                 continue
             known.add(place.identity)
-            before, slots = self.count(), len(self.state.slots)
+            before, slots = self.count_found(), len(self.state.slots)
             self.value(place.name, value, Slot(place.name, "value", home, place.key))
             if any(isinstance(slot.value, FakeTensor) for slot in self.state.slots[slots:]):
                 del self.state.slots[slots:]  # an object that the run has made
-            if self.count() > before:
+            if self.count_found() > before:
                 self.state.reached.append(place)
 
-    def count(self) -> int:
+    def count_found(self) -> int:
         """How much was found."""
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 

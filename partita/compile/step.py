@@ -150,7 +150,7 @@ class CompiledStep(Last):
             return self._allowed(guard.program, tensors)
         state = self._state
         if state is None or state.moved() or not state.is_of(args, kwargs):
-            state = self._search(args, kwargs)
+            state = self._search_state(args, kwargs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
@@ -168,7 +168,7 @@ class CompiledStep(Last):
         self._call_guard = guard if guard.usable else None
         return self._allowed(program, tensors)
 
-    def _search(self, args: Any, kwargs: Any) -> State:
+    def _search_state(self, args: Any, kwargs: Any) -> State:
         """What the step reaches now."""
         self._state = state_of(self.step, self._given, args, kwargs, self._reached)
         return self._state
@@ -276,7 +276,7 @@ class CompiledStep(Last):
         from .made import kept_within, make_program  # what makes graphs takes seconds to import
 
         self._call_guard = None
-        state = self._search(args, kwargs) if state is None else state
+        state = self._search_state(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
         how: dict[str, Any] = {
             "without": self.without,

@@ -170,7 +170,7 @@ def identity_of(x: Any) -> int:
     return id(x)
 
 
-def _hash(x: Any, /) -> int:
+def _hash_of_tensor(x: Any, /) -> int:
     return identity_of(x) if isinstance(x, FakeTensor) else hash(x)
 
 
@@ -185,7 +185,7 @@ class Substitutes:
     of_builtins: ClassVar[dict[str, Any]] = {
         "type": _Type("type", (type,), {}),
         "id": identity_of,
-        "hash": _hash,
+        "hash": _hash_of_tensor,
     }
     _lock = threading.Lock()
     _put: ClassVar[dict[tuple[int, str], list[Any]]] = {}
@@ -264,7 +264,7 @@ def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
     return others[0] * (1.0 if self > 0 else -1.0 if self < 0 else float(self))
 
 
-def _hint(number: Any) -> Any:
+def _value_at_capture(number: Any) -> Any:
     """The value at capture, which is no condition."""
     return number.node.hint if is_symbolic(number) else number
 
@@ -280,7 +280,9 @@ def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
         return None
     if not bool(base > 0):
         return float(base) ** float(exponent)
-    float(_hint(base)) ** float(_hint(exponent))  # is an error where it is too large a number
+    float(_value_at_capture(base)) ** float(
+        _value_at_capture(exponent)
+    )  # is an error where it is too large a number
     return None
 
 

@@ -123,14 +123,14 @@ _refuse_set = _refusing_method("set_")
 
 
 @functools.wraps(torch.Tensor.set_)
-def _set(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _set_memory(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
     if isinstance(source, DTensor) and not args and not kwargs and _global_view():
         self.data = source.detach()
         return self
     return _refuse_set(self, *(() if source is None else (source,)), *args, **kwargs)
 
 
-DTensor.set_ = _set  # type: ignore[method-assign]
+DTensor.set_ = _set_memory  # type: ignore[method-assign]
 
 
 def refuse_piece(name: str, x: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 import partita as pt
 from partita import LayoutError, Replicate, Shard
 from partita.comm import begin_graph, end_graph
-from partita.comm.deadlock import verdict_of_others
+from partita.comm.deadlock import SLICE, STUCK, verdict_of_others
 from tests.gloo.launch import run_ranks
 
 HERE = "tests/gloo/test_agreement.py"
@@ -318,3 +319,27 @@ def test_ranks_that_wait_for_one_another_over_several_groups_are_told_so():
     for text in run_ranks(sums_in_another_order, 4):
         assert "ranks wait for one another" in text
         assert "all_reduce over dp" in text and "all_reduce over tp" in text
+
+
+def sums_in_two_threads(rank):
+    """On each rank one thread computes for a while before the other rank's can go on."""
+    meshes = [mesh_of(rank), pt.DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")]
+    found = {}
+
+    def work(number):
+        mesh = meshes[number]
+        x = pt.DTensor.from_local(torch.ones(4), mesh, [pt.Partial()])
+        if rank == number:
+            time.sleep(SLICE + STUCK + 4)
+        found[number] = heard(lambda: x.redistribute(mesh, [Replicate()]).to_local().sum().item())
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_that_wait_for_another_rank_s_threads_are_left_to_wait():
+    assert run_ranks(sums_in_two_threads, 2) == [{0: 8.0, 1: 8.0}] * 2

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
+from tests.ranks.steps import squares
 from tests.ranks.test_capture_uneven import X, Y, close, compiled, on, widths
 
 MAKE = {
@@ -180,14 +181,7 @@ def test_a_schedule_that_watches_its_optimizer_steps_beside_the_graph(stage):
             x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = squares(model, optimizer)
         fast = step if mesh is None else pt.compile(step, backend="graph")
         losses = []
         for _ in range(4):

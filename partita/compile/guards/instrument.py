@@ -154,10 +154,10 @@ def exclusive(objects: Iterable[Any]) -> Iterator[None]:
 def _others_read() -> bool:
     """Is another thread within the reading of an attribute of a module, and does not wait there?"""
     me = get_ident()
-    return any(t != me and _reads(frame) for t, frame in sys._current_frames().items())
+    return any(t != me and _is_reading(frame) for t, frame in sys._current_frames().items())
 
 
-def _reads(frame: FrameType | None) -> bool:
+def _is_reading(frame: FrameType | None) -> bool:
     codes = []
     while frame is not None:
         codes.append(frame.f_code)

@@ -156,7 +156,9 @@ def load_full_state_dict(
     before = dict(model.named_parameters(remove_duplicate=False))
     give_memory(model)
     if optimizer is not None:
-        _follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+        _exchange_parameters(
+            optimizer, before, dict(model.named_parameters(remove_duplicate=False))
+        )
     sends = not rank0_only or ranks.rank == 0
     given: dict[str, Leaf] = {}
     told: _Description | Exception
@@ -366,7 +368,7 @@ def _write(leaf: Leaf, value: Any) -> None:
             piece.local.copy_(value.detach()[box] if box else value.detach())
 
 
-def _follow(
+def _exchange_parameters(
     optimizer: torch.optim.Optimizer,
     before: Mapping[str, nn.Parameter],
     now: Mapping[str, nn.Parameter],

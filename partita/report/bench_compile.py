@@ -8,6 +8,8 @@
     guards   what share of a call it takes to look at what the step read of Python (and, beside it,
              at tensors and arguments too): a tiny GPT and a Llama of 24 layers, d=256, compiled
     start    a cold store and a warm one: how long until 4 ranks have made their first step
+    depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`), and what an older
+             checkout takes in the same run (`--before PATH`)
 
 What memory a compiled step takes is asked by `partita bench memory`.
 """
@@ -34,6 +36,7 @@ import partita as pt
 from partita.train.models.llama import Llama
 from partita.train.zero import zero
 
+from .bench_depth import add_options, depth
 from .bench_zero import Shape, fsdp, training
 from .in_turns import Step, in_turns, measure, on_ranks, table
 
@@ -256,7 +259,14 @@ def _start(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-PARTS = {"train": _train, "small": _small, "tiny": _tiny, "guards": _guards, "start": _start}
+PARTS = {
+    "train": _train,
+    "small": _small,
+    "tiny": _tiny,
+    "guards": _guards,
+    "start": _start,
+    "depth": depth,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -272,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backends", nargs="+", default=["inductor"], help="of `guards`: inductor, graph"
     )
+    add_options(parser)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     unknown = set(options.parts) - set(PARTS)

@@ -1,0 +1,92 @@
+"""One process that captures a training step of a model of any depth, and says what that took.
+
+Reads numbers of blocks from its input and prints a line of JSON for each. It is run over any
+checkout of partita, older ones too: it imports only what they have, and times functions by name.
+"""
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import partita as pt
+from partita.compile import made
+from partita.report.bench_zero import Shape, training
+from partita.train.models.llama import Llama
+from partita.train.zero import zero
+
+__all__ = ["main"]
+
+_CALLS = 10
+_seconds: dict[str, float] = {}
+
+
+def _timed(name: str) -> None:
+    """Have a function of `made` add the seconds that it takes."""
+    inner = getattr(made, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _seconds[name] = _seconds.get(name, 0.0) + time.perf_counter() - start
+
+    setattr(made, name, timed)
+
+
+def _model(name: str, shape: Shape) -> torch.nn.Module:
+    if name == "gpt":
+        return shape.model()
+    torch.manual_seed(0)
+    width, heads = shape.width, shape.heads
+    return Llama(
+        layers=shape.layers, width=width, heads=heads, groups=heads // 2, context=shape.context
+    )
+
+
+def _first_step(name: str, layers: int, width: int, mesh: Any) -> dict[str, float]:
+    """Seconds of a first call: of capture, of the passes and what else comes before it runs."""
+    shape = Shape(layers=layers, width=width, context=16, batch=2)
+    rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
+    step = pt.compile(training(zero(_model(name, shape), mesh, stage=3)), backend="graph")
+    _seconds.clear()
+    start = time.perf_counter()
+    step(*rows)
+    first = time.perf_counter() - start
+    calls = []
+    for _ in range(_CALLS):
+        start = time.perf_counter()
+        step(*rows)
+        calls.append(time.perf_counter() - start)
+    capture, both = _seconds["capture"], _seconds["make_program"]
+    return {
+        "capture": capture,
+        "passes": both - capture,
+        "both": both,
+        "first": first,
+        "nodes": len(step.program.graph.graph.nodes),
+        "call": statistics.median(calls),
+    }
+
+
+def main(name: str, width: int) -> None:
+    """Answer until the input ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    _timed("capture")
+    _timed("make_program")
+    _first_step(name, 1, width, mesh)  # what is imported once, and tables that are made once
+    for line in sys.stdin:
+        print(json.dumps(_first_step(name, int(line), width, mesh)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

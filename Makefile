@@ -15,7 +15,7 @@ ARGS   ?=
 
 # The pip that is there installs into the new environment: ensurepip, which some systems lack, is
 # not needed.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard partita/tensor/in_c/*)
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[dev,train]'
 	touch $@

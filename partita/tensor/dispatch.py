@@ -6,12 +6,15 @@ kernel with torch-function disabled, tag the result. Everything else happens onc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
 from . import cache
@@ -22,6 +25,8 @@ from .dtensor import DTensor
 from .engine import in_backward
 from .foreach import run_foreach, run_fused
 from .gathered import gathered
+from .hot_path import IN_C
+from .keys import HASHABLE, NUMBERS, frozen, operand_kind
 from .library import is_collective
 from .miss import make_plan
 from .names import form_of
@@ -135,8 +140,12 @@ def handle(
     plan.hits += 1
     if not plan.direct:
         return plan.run(func, args, kwargs or {})
+    kernel = plan.kernel
+    if kernel is None:
+        kernel = op.base
+        if plan.bare is not None and len(args) == plan.bare[1]:
+            kernel, kwargs = plan.bare[0], None
     with Local():
-        kernel = plan.kernel or op.base
         out = kernel(*args, **kwargs) if kwargs else kernel(*args)
     if type(out) is _Tensor and out.shape == plan.local_shape:
         out.__class__ = DTensor
@@ -200,4 +209,24 @@ def _relearn() -> None:
 
 
 ON_NEW_RULE.append(_relearn)
-DTensor.__torch_function__ = classmethod(handle)  # type: ignore[assignment]
+if IN_C is not None:
+    IN_C.connect(
+        DTensor=DTensor,
+        Tensor=_Tensor,
+        CallPlan=CallPlan,
+        Op=Op,
+        ops=OPS,
+        op_of=op_of,
+        call=call,
+        number=NUMBER,
+        hashable=HASHABLE,
+        numbers=NUMBERS,
+        kind=operand_kind,
+        freeze=frozen,
+        missing=inspect.Parameter.empty,
+        run_locally=torch._C._disabled_torch_function_impl,
+        is_enabled=torch._C._is_torch_function_enabled,
+        count_modes=torch._C._len_torch_function_stack,
+    )
+# Bound once: torch looks four times at it in a call, and a class method is bound at each.
+DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN_C.handle

@@ -17,17 +17,18 @@ import torch
 from partita.rules import NUMBER
 
 from .dtensor import DTensor
+from .hot_path import DECLARED, FLAG, KEYWORD, OPERAND, REST, UNREAD, key_in_c
 
-__all__ = ["KeyFunction", "Unkeyed", "declared_key", "frozen", "operand_key"]
+__all__ = ["HASHABLE", "NUMBERS", "KeyFunction", "Unkeyed", "declared_key", "frozen", "operand_key"]
 
 KeyFunction = Callable[..., Any]
 
 _PLAIN_VALUES = frozenset(
     (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_HASHABLE = _PLAIN_VALUES - {bool}
+HASHABLE = _PLAIN_VALUES - {bool}
 _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers in a step that is captured
-_NUMBERS = frozenset((int, float, bool, complex))
+NUMBERS = frozenset((int, float, bool, complex))
 
 RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
 """Other names that torch accepts for an argument, and `out`: such calls are rewritten first."""
@@ -41,7 +42,7 @@ def operand_kind(value: Any) -> Any:
     """What stands in the key for something in an operand's place that is no DTensor."""
     if value is None:
         return None
-    if type(value) in _NUMBERS or issubclass(type(value), _SYMBOLIC):
+    if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
         return NUMBER
     return frozen(value)
 
@@ -49,7 +50,7 @@ def operand_kind(value: Any) -> Any:
 def frozen(value: Any) -> Any:
     """What stands in the key for a declared argument: hashable, and without any float's value."""
     t = type(value)
-    if t in _HASHABLE or (t is tuple and _HASHABLE.issuperset(map(type, value))):
+    if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
     if t is bool:  # told from int: x[True] is not x[1], nor x.var(True) x.var(1)
         return (bool, value)
@@ -91,10 +92,10 @@ def _check_rest(
                 harmless.add(name)
             elif value:
                 raise Unkeyed(name)
-        if type(value) not in _NUMBERS and _has_tensor(value):
+        if type(value) not in NUMBERS and _has_tensor(value):
             raise Unkeyed(name)
     for value in more:
-        if (type(value) not in _NUMBERS and _has_tensor(value)) or (flagged and value is True):
+        if (type(value) not in NUMBERS and _has_tensor(value)) or (flagged and value is True):
             raise Unkeyed("an undeclared tensor or flag")
 
 
@@ -111,14 +112,18 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
     """
     params = ", ".join(n if i == 0 else f"{n}=None" for i, n in enumerate(names))
     parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
-    return _compiled(params, parts, False, flagged)
+    key = _compiled(params, parts, False, flagged)
+    told = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
+    return key_in_c(key, told, flagged)
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
     """The key of a rule that derives its sentence: the arguments that it declares."""
     signature, parts, unread, variadic = [], [], [], False
     defaults: dict[str, Any] = {}
+    told: list[tuple[str, int, Any]] = []
     for p in params:
+        told.append((p.name, _to_key(p), p.default))
         if p.kind is inspect.Parameter.VAR_POSITIONAL:
             signature.append(f"*{p.name}")
             variadic = True
@@ -140,7 +145,17 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
             parts.append(f"{n}._spec if type({n}) is D else {kept}")
         else:
             unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
-    return _compiled(", ".join(signature), parts, variadic, flagged, defaults, "".join(unread))
+    made = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
+    return key_in_c(_compiled(*made), told, flagged)
+
+
+def _to_key(p: inspect.Parameter) -> int:
+    """What a derived rule's parameter is to the key."""
+    if p.kind is inspect.Parameter.VAR_POSITIONAL:
+        return REST
+    by_name = KEYWORD if p.kind is inspect.Parameter.KEYWORD_ONLY else 0
+    read = FLAG if type(p.default) is bool else DECLARED
+    return by_name | (UNREAD if p.name.startswith("_") else read)
 
 
 def _compiled(
@@ -163,8 +178,8 @@ def _compiled(
     space = {
         "D": DTensor,
         "V": _PLAIN_VALUES,
-        "H": _HASHABLE,
-        "N": _NUMBERS,
+        "H": HASHABLE,
+        "N": NUMBERS,
         "kind": operand_kind,
         "freeze": frozen,
         "check": _check_rest,

@@ -22,6 +22,7 @@ from partita.rules.rule import ON_NEW_RULE
 from . import keys
 from .dispatch import call, op_of
 from .dtensor import DTensor
+from .hot_path import IN_C
 from .op import Op
 
 __all__ = ["FAST"]
@@ -101,6 +102,14 @@ def _install() -> None:
 
 
 def _method(name: str, kind: str, base: Any, op: Op) -> Any:
+    method = _method_in_python(name, kind, base, op) if IN_C is None else IN_C.Method(op, base)
+    method.__name__ = name
+    method.__doc__ = f"As torch.Tensor.{name}."
+    method.__qualname__ = f"DTensor.{name}"
+    return method
+
+
+def _method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
     signature = kind.removesuffix(", inplace")
     fixed = op.form.rule is not None and op.form.rule.derive is None
     template, key = _KEYWORDS, ""
@@ -132,10 +141,7 @@ def _method(name: str, kind: str, base: Any, op: Op) -> Any:
     }
     # Under this file's name, so that a user's line is not sought in generated code.
     exec(compile(source, __file__, "exec"), space)
-    method = space[name]
-    method.__doc__ = f"As torch.Tensor.{name}."
-    method.__qualname__ = f"DTensor.{name}"
-    return method
+    return space[name]
 
 
 _install()

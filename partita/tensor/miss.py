@@ -44,7 +44,7 @@ from .may_copy import MAY_COPY, copying_as_one_device, may_differ
 from .names import Form
 from .padding import without_padding
 from .plain_writes import write_into_plain
-from .plan import CallPlan, Target, replaced
+from .plan import CallPlan, Path, Target, replaced
 from .shared import (
     changes_layout,
     copies_among,
@@ -167,6 +167,7 @@ def make_plan(
         wire,
         targets=tuple(targets),
         kernel=kernel,
+        bare=_bare(form, [path for path, _ in operands], args, kwargs) if kernel is None else None,
         bound=bound,
         choice=choice,
         retags=form.reshapes,
@@ -175,6 +176,18 @@ def make_plan(
         renews=renews,
         names=names,
     )
+
+
+def _bare(
+    form: Form, paths: Sequence[Path], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], int] | None:
+    """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
+    number may differ, and is one that counts only where a flag says so."""
+    given = [*args[len(paths) :], *kwargs.values()]
+    if form.bare is None or paths != [(i,) for i in range(len(paths))]:
+        return None
+    nothing = all(v is None or v is False or isinstance(v, float) for v in given)
+    return (form.bare, len(paths)) if nothing else None
 
 
 def _with_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:

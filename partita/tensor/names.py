@@ -71,6 +71,15 @@ _TWINS = frozenset(
 """Functions of torch.nn.functional that pass their arguments on to the builtin of the same name.
 They need not be entered: they run whole on the shard. (With `inplace=True` they are entered.)"""
 
+_OF_ONE = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
+"""Those among them whose builtin takes the operand alone, and no `inplace`."""
+
+_BARE: dict[Any, Callable[..., Any]] = {
+    getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
+    for op in _OF_ONE
+} | {torch.nn.functional.embedding: lambda input, weight: torch.embedding(weight, input)}
+"""What functions of torch.nn.functional are of their operands where each flag is None or False."""
+
 _RESHAPING = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"}
 
 
@@ -86,6 +95,7 @@ class Form:
         reshapes: in place, and the first operand's shape changes.
         foreach: lists of operands, one call of the op for each place.
         local: what runs on the shard; the function itself where None.
+        bare: what the function is of its operands alone, where its flags ask for nothing.
         operator: what is known of an operator of torch.library; None of other functions.
         writes: operands that are written besides the first of one in place.
     """
@@ -97,6 +107,7 @@ class Form:
     reshapes: bool = False
     foreach: bool = False
     local: Callable[..., Any] | None = None
+    bare: Callable[..., Any] | None = None
     operator: Operator | None = None
     writes: tuple[Written, ...] = ()
 
@@ -132,10 +143,12 @@ def form_of(func: Callable[..., Any]) -> Form:
     op = _SAME.get(op, op)
     reshapes, writes = name in _RESHAPING, written_by(func)
     if own is not None:
-        return Form(func, own.name.rstrip("_") or op, own, inplace, reshapes, writes=writes)
+        name, bare = own.name.rstrip("_") or op, _BARE.get(func)
+        return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
     if isinstance(func, types.FunctionType):
         if op in _TWINS and func is getattr(torch.nn.functional, op):
-            return Form(func, op, rule_named(op), local=_builtin_twin(op))
+            twin, bare = _builtin_twin(op), _BARE.get(func)
+            return Form(func, op, rule_named(op), local=twin, bare=bare)
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
     rule = rule_named(op) or rule_named(name)
@@ -164,7 +177,7 @@ def _builtin_twin(op: str) -> Callable[..., Any] | None:
     builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
     if op in ("layer_norm", "rms_norm"):
         return builtin
-    if op in ("relu", "silu", "mish", "selu", "relu6", "hardswish", "hardsigmoid"):
+    if op in _OF_ONE:
         return None if builtin is None else lambda input, inplace=False: builtin(input)
     return None
 

@@ -54,6 +54,8 @@ class CallPlan:
         outputs: spec and local shape of each output, where there are several.
         targets: the operands that have to be moved or admitted.
         kernel: what to run on the rank instead of the function.
+        bare: what to run instead on the operands alone, and how many they are, where all of them
+            are given by place and nothing else that is given asks for anything.
         rewrite: what to call on the DTensors instead.
         bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
         retags: the op changes its operand's shape in place, so the operand is tagged anew.
@@ -73,6 +75,7 @@ class CallPlan:
     outputs: tuple[tuple[Spec, torch.Size], ...] = ()
     targets: tuple[Target, ...] = ()
     kernel: Callable[..., Any] | None = None
+    bare: tuple[Callable[..., Any], int] | None = None
     rewrite: Callable[..., Any] | None = None
     bound: Bound | None = None
     choice: Choice | None = None

@@ -89,6 +89,19 @@ def test_it_is_known_whether_torch_functions_are_heard():
         assert not torch._C._is_torch_function_enabled()
 
 
+def test_a_call_runs_with_torch_functions_unheard():
+    class Heard(torch.Tensor):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    run_locally = torch._C._disabled_torch_function_impl
+    x = torch.ones(2).as_subclass(Heard)
+    enabled = run_locally(torch._C._is_torch_function_enabled, (), ())
+    assert not enabled and torch._C._is_torch_function_enabled()
+    out = run_locally(torch.add, (), (x, x), {"alpha": 2})
+    assert type(out) is torch.Tensor and out.tolist() == [3.0, 3.0]
+
+
 def test_the_modes_that_listen_can_be_asked_for():
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,0 +1,59 @@
+"""The hot path of dispatch in C (`in_c/`), where it was built; else everything is Python.
+
+A key function, `handle` and the methods that skip torch's parser have twins in C, which hand what
+is unusual over to those in Python: both give the same keys, so that they share the plans. Without a
+C compiler the package installs without them. `PARTITA_HOT_PATH=python` leaves them aside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["DECLARED", "FLAG", "FORM", "IN_C", "KEYWORD", "OPERAND", "REST", "UNREAD", "key_in_c"]
+
+OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
+"""What a parameter is to the key: an operand of a fixed sentence; read by the rule; read, and a
+bool; not read; all arguments that are left."""
+
+KEYWORD = 8
+"""Added to a parameter that can be given by name only."""
+
+
+FORM = 1
+"""Which form of the contract with the C this is. A module that was built of older sources, and not
+since they changed, is left aside."""
+
+
+def _load() -> Any:
+    if os.environ.get("PARTITA_HOT_PATH") == "python":
+        return None
+    try:
+        from . import _hot_path  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    return _hot_path if getattr(_hot_path, "FORM", None) == FORM else None
+
+
+IN_C = _load()
+"""The extension module, or None."""
+
+
+def key_in_c(
+    key: Callable[..., Any],
+    params: Sequence[tuple[str, int, Any]],
+    flagged: bool,
+) -> Callable[..., Any]:
+    """What gives the same keys as `key`, faster; `key` itself where there is no C.
+
+    Args:
+        key: a key function in Python, with its set of `harmless` names among its globals.
+        params: of each parameter its name, what it is to the key, and its default.
+        flagged: an argument `inplace=True` has no key.
+    """
+    if IN_C is None:
+        return key
+    names, kinds, defaults = zip(*params, strict=True)
+    harmless = key.__globals__["harmless"]
+    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)  # type: ignore[no-any-return]

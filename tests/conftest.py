@@ -7,6 +7,7 @@ import os
 # Two workers share the cores, and each may start ranks: a kernel thread more is no help. Set before
 # torch is imported, for the ranks' processes too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PARTITA_VERIFY", "1")  # graphs are checked after every pass
 
 import pytest
 import torch

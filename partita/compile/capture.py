@@ -36,8 +36,9 @@ from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
 from .errors import CaptureError, not_captured
 from .finished import Trace
-from .functional import functional, has_effect
+from .functional import drop_unused, functional
 from .gating import gate_writes
+from .graph_modules import lazy_graph_modules
 from .guards import Guards, Record, Write
 from .guards.codes import line_of_write
 from .guards.expected import MISSING, brief
@@ -232,7 +233,7 @@ class _Capture:
         inputs = self.inputs
         self._line, self.raised = "", False
         try:
-            with inputs.mode:
+            with inputs.mode, lazy_graph_modules():
                 made = make_fx(self._traced, _error_on_data_dependent_ops=True)(*inputs.fakes)
         except Exception as error:
             told = told_of(error, self._line)
@@ -242,7 +243,7 @@ class _Capture:
         _check_constants(made.graph)
         made_inputs(made.graph, self.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
-        made.graph.eliminate_dead_code(has_effect)
+        drop_unused(made.graph)
         read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
         self.read_marks = {given.index for given in read if given.kind == "mark"}
         if self.read_marks:

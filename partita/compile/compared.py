@@ -20,6 +20,7 @@ from partita.comm import Wire
 from partita.layout import Fix, LayoutError
 from partita.tensor.checksum import checksum
 
+from .graph_modules import lazy_graph_module
 from .notes import note_of
 from .program import Input
 
@@ -113,7 +114,7 @@ def compared(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[n] for n, _ in values])
     return Compared(
-        fx.GraphModule(made, graph),
+        lazy_graph_module(made, graph),
         [i for n, i in given.items() if n in needed],
         [(given[n].name, line) if n in given else ("", _line(n)) for n, _ in values],
         [w for _, w in values],

@@ -1,13 +1,13 @@
 """What did each pass do to a program, to its peak of memory too?
 
-To predict a peak takes as long as all passes together, and nobody may ask. So the graph is kept as
-it was captured, and who asks has the passes run over it again.
+To say it in lines takes longer than all passes together, and nobody may ask. So the graph is kept
+as it was captured, and who asks has the passes run over it again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -16,12 +16,13 @@ from torch import fx
 
 from partita.comm.ledger import human
 
-from .passes import Change, Passes, run_passes
+from .graph_modules import lazy_graph_module
+from .passes import Change, Passes, record_changes
 from .passes.change import worth
 from .program import Program
 from .storages import memory_of
 
-__all__ = ["AsCaptured", "explained"]
+__all__ = ["AsCaptured", "changes_of", "explained"]
 
 
 class AsCaptured:
@@ -36,7 +37,7 @@ class AsCaptured:
 
     def program(self) -> Program:
         """One like it, to be changed."""
-        graph = fx.GraphModule(self._root, _copy(self._graph))
+        graph = lazy_graph_module(self._root, _copy(self._graph))
         parts: dict[str, Any] = {**self._parts, "graph": graph}
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])
@@ -57,9 +58,7 @@ def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> s
     def peak_after(change: Change) -> None:
         peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it was said when the step was captured
-        changes = run_passes(program, without, passes, after=peak_after)
+    changes = _recorded(program, without, passes, peak_after)
     told = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
         peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
@@ -67,6 +66,19 @@ def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> s
     if changes:
         told.append(_together(changes[0], changes[-1], peaks))
     return "\n".join(told)
+
+
+def changes_of(captured: AsCaptured, without: Iterable[str], passes: Passes) -> list[Change]:
+    """What each pass changes in a captured program."""
+    return _recorded(captured.program(), without, passes, lambda change: None)
+
+
+def _recorded(
+    program: Program, without: Iterable[str], passes: Passes, after: Callable[[Change], None]
+) -> list[Change]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was said when the step was captured
+        return record_changes(program, without, passes, after)
 
 
 def _together(first: Change, last: Change, peaks: list[int]) -> str:

@@ -61,7 +61,6 @@ class Trace:
                 used[node] = self._without_memory(given)
             else:
                 made.graph.erase_node(node)
-        made.recompile()
         groups = {
             name: (trace.real, axes)
             for trace in self.wires.values()

@@ -15,6 +15,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from .draws_in_place import draw_in_place
+from .graph_modules import lazy_graph_modules
 from .notes import NOTE
 from .scalars import Scalar, call_with_scalars, has_scalars, reckon
 from .symbolic import is_symbolic
@@ -31,13 +32,12 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
         return _Noting(graph).run(*inputs)
 
     fakes = [_entering(n.meta["val"]) for n in _inputs(graph.graph)]
-    with torch.no_grad():
+    with torch.no_grad(), lazy_graph_modules():
         made: fx.GraphModule = make_fx(functionalize(run, remove="mutations"))(*fakes)
     for old, new in zip(_inputs(graph.graph), _inputs(made.graph), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
     _simplify(made.graph)
-    made.recompile()
     return made
 
 
@@ -122,7 +122,9 @@ def _each(name: str, args: Any, kwargs: Any, made: Any) -> list[Any]:
 
 def drop_unused(graph: fx.Graph) -> None:
     """Erase every call whose value nobody reads, collectives too, but none that does something."""
-    graph.eliminate_dead_code(has_effect)
+    for node in reversed(graph.nodes):  # fx's own looks at the whole graph first
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
 
 
 def has_effect(node: fx.Node) -> bool:

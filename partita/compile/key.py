@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import torch
@@ -41,14 +41,15 @@ def agree(
     lines: Sequence[str],
     where: Sequence[str],
     wire: Wire,
-    stages: Sequence[tuple[str, int]] = (),
+    stages: Callable[[], Sequence[tuple[str, int]]] = tuple,
 ) -> None:
     """Return if all ranks of `wire` have the same lines; raise on all of them if not.
 
     Args:
         lines: the program of this rank.
         where: for each line the user's line that it comes from.
-        stages: what made the program, capture and passes, and a digest of it after each.
+        stages: gives what made the program, capture and passes, and a digest of it after each.
+            It is asked for only where ranks differ, and then on all of them.
 
     Raises:
         LayoutError: the first line in which two ranks differ, as both have it.
@@ -68,7 +69,7 @@ def agree(
     place = where[same] if same < len(where) else ""
     texts = gather_texts(f"{mine}   {place}".rstrip(), wire)
     other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
-    by = _parted_at(stages, wire)
+    by = _parted_at(stages(), wire)
     raise LayoutError(
         f"compile: the pass {by} has made different programs on the ranks"
         if by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from partita.comm import Wire
@@ -10,7 +11,7 @@ from partita.comm import Wire
 from .answers import Guesses
 from .capture import capture
 from .errors import CaptureError, cannot_be_kept
-from .explained import AsCaptured
+from .explained import AsCaptured, changes_of
 from .graph import canonical
 from .key import agree, digest_of, key_of, versions
 from .notes import note_of
@@ -21,7 +22,7 @@ from .region import region_of
 from .sharing import Sharing
 from .state import State, tensors_of_call
 from .storages import memory_of, scheduled
-from .verify import verify
+from .verify import verifies_each_pass, verify
 
 __all__ = ["kept_within", "make_program"]
 
@@ -56,8 +57,9 @@ def make_program(
 
     def captured() -> Program:
         program = capture(step, args, kwargs, state, guesses)
-        program.budget, program.without = budget, tuple(without)
-        verify(program, "capture")
+        program.budget, program.without, program.passes = budget, tuple(without), passes
+        if verifies_each_pass():
+            verify(program, "capture")
         program.captured = AsCaptured(program)
         return program
 
@@ -132,24 +134,35 @@ def _finished(
     said: Sequence[str],
 ) -> Program:
     """What `make` has captured, rewritten by the passes, and agreed on."""
-    failed, lines, where, stages = None, [], [], []
+    failed, lines, where, as_captured = None, [], [], None
     try:
         ran = list(in_order(passes, without))
         program = make()
-        captured, as_captured = digest_of(canonical(program)), program.captured
-        program.changes = run_passes(program, without, passes)
+        as_captured = program.captured
+        run_passes(program, without, passes)
         program = region_of(program)
         program.sharing, program.captured = Sharing(program), as_captured
         if (error := program.sharing.refused(tensors)) is not None:
             raise error
-        stages = [("capture", captured), *((c.name, c.digest) for c in program.changes)]
         lines = [*canonical(program), *versions(), *said[:-1], f"passes {ran}", said[-1]]
         where = [note_of(n).source for n in program.graph.graph.nodes]
     except Exception as error:  # the other ranks are waiting to compare
         failed, lines = error, [f"error: {error}"]
     for wire in wires:
-        agree(lines, where, wire, stages)
+        agree(lines, where, wire, lambda: _stages(as_captured, without, passes))
     if failed is not None:
         raise failed
     program.key = key_of(lines)
     return program
+
+
+def _stages(
+    captured: AsCaptured | None, without: Iterable[str], passes: Passes
+) -> list[tuple[str, int]]:
+    """Capture and each pass, with a digest of what each makes; as far as one comes."""
+    if captured is None:
+        return []
+    found = [("capture", digest_of(canonical(captured.program())))]
+    with suppress(Exception):  # the other ranks are waiting, and it was raised before
+        found += [(c.name, c.digest) for c in changes_of(captured, without, passes)]
+    return found

@@ -160,7 +160,6 @@ class Program:
             run.
         conditions: what it takes for granted of Python numbers.
         key: equal for equal programs.
-        changes: what each pass did to the graph.
         call: what runs it, over its inputs.
         captured: it, before any pass.
         sharing: looks whether what it writes lies in the memory of another input.
@@ -173,7 +172,7 @@ class Program:
         built: what was compiled of it, or loaded; None where it runs otherwise.
         metadata: what is kept of it beside what is compiled; JSON.
         budget: the most bytes that the step may take above its inputs, where it is given one.
-        without: the names of the passes that are left out.
+        without, passes: the names of the passes that are left out, and those that were given.
         guards: what must be as it was at capture.
         writes: what the step changes of Python, the same in each call.
         answers: what it takes for granted of the values that torch asks for.
@@ -190,11 +189,11 @@ class Program:
     compared: Compared | None = None
     conditions: Conditions = field(default_factory=Conditions)
     key: str = ""
-    changes: list[Any] = field(default_factory=list)
     built: Built | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
     without: tuple[str, ...] = ()
+    passes: Any = ()
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
@@ -233,6 +232,14 @@ class Program:
         nodes = [n for n in self.graph.graph.nodes if seeded in getattr(n.target, "tags", ())]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
+
+    @cached_property
+    def changes(self) -> list[Any]:
+        """What each pass did to the graph. They are run again: it may take seconds."""
+        from .explained import changes_of
+
+        assert self.captured is not None
+        return changes_of(self.captured, self.without, self.passes)
 
     @property
     def runs(self) -> Program:

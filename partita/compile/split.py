@@ -17,8 +17,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .functional import drop_unused
+from .graph_modules import lazy_graph_module
 from .notes import NOTE, note_of
 from .program import Input, Output, Program
+from .storages import storages_of
 
 __all__ = ["Halves", "split"]
 
@@ -50,7 +52,6 @@ def split(program: Program) -> Halves:
     late = _late(program, given)
     _make_views_again(graph, late)
     drop_unused(graph)
-    program.graph.recompile()
     late.intersection_update(graph.nodes)
     needs = _read_by(program, late, given)
     # A number is no tensor of the call, and an input that forward writes is another afterwards.
@@ -181,12 +182,15 @@ def _backward(
     inside: list[fx.Node],
 ) -> Program:
     new = _New(program)
+    own = _with_memory_of_their_own(program, [n for n in saved if n not in given])
     for number, node in enumerate(saved):
         if node in given and node not in inside:
             what = replace(given[node], kind="kept", index=number)
         else:
-            what = Input(node.name, "saved", node.meta["val"], number)
+            what = Input(node.name, "saved", own.get(node, node.meta["val"]), number)
         new.take(node, what)
+        if node in own:
+            new.of[node].meta["val"] = own[node]
     for node, what in given.items():
         if what.kind in ("cotangent", "coordinate"):
             new.take(node, what)
@@ -195,6 +199,27 @@ def _backward(
             new.copy(node)
     kept = [(o, n) for o, n in _results(program) if o.kind == "cotangent"]
     return new.program([new.of[n] for _, n in kept], [o for o, _ in kept], None)
+
+
+def _with_memory_of_their_own(
+    program: Program, nodes: list[fx.Node]
+) -> dict[fx.Node, torch.Tensor]:
+    """What nodes make, in memory that two share only where these show the same."""
+    if not nodes:
+        return {}
+    storages = storages_of(program)
+    memory: dict[int, torch.Tensor] = {}
+    found = {}
+    for node in nodes:
+        value = node.meta["val"]
+        (s,) = storages.of[node]
+        with value.fake_mode, torch.no_grad():
+            if s not in memory:
+                size = -(-storages.nbytes[s] // value.itemsize)
+                memory[s] = torch.empty(size, dtype=value.dtype, device=value.device)
+            flat = memory[s].view(value.dtype)
+            found[node] = flat.as_strided(value.shape, value.stride())
+    return found
 
 
 class _New:
@@ -226,7 +251,7 @@ class _New:
                 inputs.append(what)
             else:
                 self.graph.erase_node(node)
-        module = fx.GraphModule(self._from.graph, self.graph)
+        module = lazy_graph_module(self._from.graph, self.graph)
         module.meta = dict(self._from.graph.meta)
         used = {n.args[-1] for n in self.graph.nodes if n.op == "call_function" and n.args}
         names = {name for name in used if isinstance(name, str)}

@@ -1,20 +1,21 @@
 """Which memory does each node of a graph make, and which does it only show?
 
-The graph is run over tensors without memory: an output whose storage no input has is new memory,
-every other one is a view. A storage is there from the node that makes it to the last node that
-reads any view of it, since the interpreter drops each value after its last use.
+Told call by call (`equal_calls`): a result whose storage no operand has is new memory, every other
+one is a view. A storage is there from the node that makes it to the last node that
+reads any view of it: a value's name is dropped behind its last use (`run`).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from .equal_calls import call_without_memory, tensors_in
 from .graph import is_collective
 from .memory import Buffer, Held, Memory
 from .notes import note_of
@@ -22,8 +23,6 @@ from .program import Program
 from .workspace import staging, workspace
 
 __all__ = ["Storages", "last_uses", "memory_of", "storages_of"]
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass
@@ -46,38 +45,66 @@ class Storages:
         """The storages that a node makes."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
+    def add(self, maker: fx.Node, nbytes: int) -> int:
+        """A storage more; its number."""
+        self.nbytes.append(nbytes)
+        self.maker.append(maker)
+        return len(self.nbytes) - 1
+
 
 def storages_of(program: Program) -> Storages:
     """The storages of a graph's nodes; inputs have one each, unless they share it."""
-    graph = program.graph.graph
     found = Storages()
-    values: dict[fx.Node, Any] = {}
+    shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor of a node's value its storage
     known: dict[int, int] = {}
-    kept: list[Any] = []
-    for node in graph.nodes:
+    for node in program.graph.graph.nodes:
         if node.op == "output":
             continue
-        value = values[node] = _value(node, values)
-        shown = []
-        for t in _tensors(value):
-            storage = t.untyped_storage()
-            key = storage._cdata  # private: one number for one storage, as long as it lives
-            if key not in known:
-                kept.append(storage)
-                known[key] = len(found.nbytes)
-                found.nbytes.append(storage.nbytes())
-                found.maker.append(node)
-            if known[key] not in shown:
-                shown.append(known[key])
-        found.of[node] = tuple(shown)
         if node.op == "call_function":
-            args = fx.node.map_arg(node.args, values.__getitem__)
-            extra = workspace(node.target, args, value)
-            if is_collective(node):
-                extra += staging(node.target, args, value, program.groups, compiled=False)
-            if extra:
-                found.passing[node] = extra
+            shows[node] = _shown_by_call(program, node, shows, found)
+        else:
+            value = node.meta["val"] if node.op == "placeholder" else _constant(program, node)
+            shows[node] = [_number_of(t, node, known, found) for t in tensors_in(value)]
+        found.of[node] = tuple(dict.fromkeys(shows[node]))
     return found
+
+
+def _number_of(t: torch.Tensor, node: fx.Node, known: dict[int, int], found: Storages) -> int:
+    """The storage of an input or of a constant."""
+    storage = t.untyped_storage()
+    key = storage._cdata  # private: one number for one storage, as long as it lives
+    if key not in known:
+        known[key] = found.add(node, storage.nbytes())
+    return known[key]
+
+
+def _shown_by_call(
+    program: Program, node: fx.Node, shows: dict[fx.Node, Sequence[int]], found: Storages
+) -> Sequence[int]:
+    """For each tensor of what a call gives its storage."""
+    operands: list[int] = []
+
+    def value_of(read: fx.Node) -> Any:
+        operands.extend(shows[read])
+        return read.meta["val"] if read.op != "get_attr" else _constant(program, read)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    if node.target is operator.getitem:
+        whole, place = args
+        before, piece = tensors_in(whole[:place]), tensors_in(whole[place])
+        return operands[len(before) : len(before) + len(piece)]
+    made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
+    new = [found.add(node, nbytes) for nbytes in made.nbytes]
+    extra = workspace(node.target, args, made.value)
+    if is_collective(node):
+        extra += staging(node.target, args, made.value, program.groups, compiled=False)
+    if extra:
+        found.passing[node] = extra
+    return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
+
+
+def _constant(program: Program, node: fx.Node) -> Any:
+    return getattr(program.graph, str(node.target))
 
 
 def scheduled(program: Program) -> Memory:
@@ -202,28 +229,3 @@ def _buffer(
         note.reason,
         passing,
     )
-
-
-def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if node.op == "placeholder":
-        return node.meta["val"]
-    if node.op == "get_attr":
-        return getattr(node.graph.owning_module, str(node.target))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    target: Any = node.target
-    if (
-        target is _WAIT
-    ):  # which gives what it is given, and says otherwise of tensors without memory
-        return args[0]
-    # What is made of nothing (an arange) has memory neither.
-    some = _tensors((args, kwargs, node.meta.get("val")))
-    mode = next((t.fake_mode for t in some if hasattr(t, "fake_mode")), None)
-    with torch.no_grad():
-        if mode is None:
-            return target(*args, **kwargs)
-        with mode:
-            return target(*args, **kwargs)
-
-
-def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]

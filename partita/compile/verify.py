@@ -1,15 +1,16 @@
 """Is this a legal graph?
 
-Checked after capture and after each pass. The grammar: inputs, constants, calls of ATen or of
-functional collectives, one output; every value made before it is used; nothing writes but `copy_`
-into an input, once, after which nobody reads that input; a collective is waited for before it is
-read; a collective's group is one of the program's; and no node knows more of a rank than the
-coordinates among the inputs tell.
+Checked behind the last pass, and after capture and each pass where that is asked for. The grammar:
+inputs, constants, calls of ATen or of functional collectives, one output; every value made before
+it is used; nothing writes but `copy_` into an input, once, after which nobody reads that input; a
+collective is waited for before it is read; a collective's group is one of the program's; and no
+node knows more of a rank than the coordinates among the inputs tell.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .graph import is_collective
 from .notes import note_of
 from .program import Program
 
-__all__ = ["IllegalGraph", "verify"]
+__all__ = ["IllegalGraph", "verifies_each_pass", "verify"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPY = torch.ops.aten.copy_.default
@@ -30,6 +31,14 @@ _SPACES = ("aten", "prims", "_c10d_functional", "partita")
 
 class IllegalGraph(LayoutError):
     """A pass, or capture, made a graph that breaks the grammar."""
+
+
+def verifies_each_pass() -> bool:
+    """Is the graph to be checked after capture and after every pass?
+
+    It is checked behind the last pass anyway; then an error names the pass.
+    """
+    return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 
 def verify(program: Program, after: str) -> None:

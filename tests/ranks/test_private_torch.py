@@ -593,3 +593,22 @@ def test_an_attribute_by_name_is_spelled_by_these_steps():
     steps = {step.opname for step in dis.get_instructions(matches)}
     assert {"MATCH_CLASS", "IS_OP"} <= steps or "POP_JUMP_IF_NONE" in str(steps)
     assert steps & {"LOAD_METHOD", "LOAD_ATTR"}
+
+
+def test_nodes_of_a_graph_are_compared_by_where_they_stand():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    one, two, three = (graph.call_function(torch.neg, (x,)) for _ in range(3))
+    one.prepend(three)
+    graph._root.prepend(two)
+    assert x < three < one < two and sorted([two, one, three]) == [three, one, two]
+
+
+def test_a_lazy_graph_module_writes_its_code_when_it_runs():
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        made = make_fx(torch.sin)(torch.ones(2))
+    assert isinstance(made, _LazyGraphModule) and made._needs_recompile()
+    assert torch.equal(made(torch.ones(2)), torch.ones(2).sin())
+    assert not made._needs_recompile()

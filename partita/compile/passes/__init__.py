@@ -2,7 +2,7 @@
 
 from .change import Change
 from .making import Making
-from .order import PASSES, Pass, Passes, in_order, run_passes
+from .order import PASSES, Pass, Passes, in_order, record_changes, run_passes
 from .rewrite import find, put, replace
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "find",
     "in_order",
     "put",
+    "record_changes",
     "replace",
     "run_passes",
 ]

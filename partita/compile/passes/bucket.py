@@ -48,37 +48,32 @@ def bucket(program: Program) -> str:
             groups.setdefault(key, []).append(node)
     joined = made = 0
     for members in groups.values():
-        for part in _joinable(graph, members):
+        for part in _joinable(members):
             if len(part) > 1:
                 (_gathers if part[0].target is _GATHER else _scatters)(graph, part)
                 joined, made = joined + len(part), made + 1
     return f"{joined} collectives became {made}"
 
 
-def _joinable(graph: fx.Graph, members: list[fx.Node]) -> list[list[fx.Node]]:
+def _joinable(members: list[fx.Node]) -> list[list[fx.Node]]:
     """Members that can run at one place: none needs what another gives.
 
     Gathers run where the first of them does, reductions where the last does.
     """
-    order = _order(graph)
     parts: list[list[fx.Node]] = []
     if members[0].target is _GATHER:
         for node in members:
-            if parts and _ready(_operand(node), order, order[parts[-1][0]]):
+            if parts and _ready(_operand(node), parts[-1][0]):
                 parts[-1].append(node)
             else:
                 parts.append([node])
         return parts
     for node in reversed(members):
-        if parts and _reached(node, order, order[parts[-1][-1]]).isdisjoint(parts[-1]):
+        if parts and _reached(node, parts[-1][-1]).isdisjoint(parts[-1]):
             parts[-1].insert(0, node)
         else:
             parts.append([node])
     return parts
-
-
-def _order(graph: fx.Graph) -> dict[fx.Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def _operand(node: fx.Node) -> fx.Node:
@@ -87,20 +82,20 @@ def _operand(node: fx.Node) -> fx.Node:
     return operand
 
 
-def _ready(operand: fx.Node, order: dict[fx.Node, int], place: int) -> bool:
-    """Is `operand` there at `place`, or what it is a view or a cast of?"""
-    while order[operand] > place and operand.target in _CHEAP:
+def _ready(operand: fx.Node, place: fx.Node) -> bool:
+    """Is `operand` there before the node `place`, or what it is a view or a cast of?"""
+    while operand > place and operand.target in _CHEAP:
         (operand,) = operand.all_input_nodes
-    return order[operand] < place
+    return operand < place
 
 
-def _reached(node: fx.Node, order: dict[fx.Node, int], last: int) -> set[fx.Node]:
-    """What depends on `node`, as far as the place `last`."""
+def _reached(node: fx.Node, last: fx.Node) -> set[fx.Node]:
+    """What depends on `node`, as far as the node `last`."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         for user in waiting.pop().users:
-            if user not in found and order[user] <= last:
+            if user not in found and user <= last:
                 found.add(user)
                 waiting.append(user)
     return found
@@ -111,13 +106,12 @@ def _gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
     sizes = [m.args[0].meta["val"].numel() for m in members]  # type: ignore[union-attr]
     note = note_of(members[0])
     note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
-    order = _order(graph)
     with graph.inserting_before(members[0]):
         make = Making(graph, note)
 
         def brought(node: fx.Node) -> fx.Node:
             """`node`, or the same made here where it stands too late."""
-            if order[node] < order[members[0]]:
+            if node < members[0]:
                 return node
             source, *rest = node.args
             assert isinstance(source, fx.Node)
@@ -150,7 +144,7 @@ def _scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
             at += n
         end = pieces[-1]
     _replace(graph, members, pieces)
-    _sink(graph, set(pieces), end)
+    _sink(pieces, end)
 
 
 def _replace(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:
@@ -162,13 +156,16 @@ def _replace(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> 
         graph.erase_node(member)
 
 
-def _sink(graph: fx.Graph, pieces: set[fx.Node], end: fx.Node) -> None:
+def _sink(pieces: list[fx.Node], end: fx.Node) -> None:
     """Bring what was made of an earlier collective behind the common one, in its order."""
-    late, behind = set(pieces), end
-    for node in list(graph.nodes):
-        if node is end:
-            return
-        if not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
-            behind.append(node)
-            behind = node
+    late: set[fx.Node] = set()
+    waiting = list(pieces)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in late and user < end:
+                late.add(user)
+                waiting.append(user)
+    behind = end
+    for node in sorted(late):
+        behind.append(node)
+        behind = node

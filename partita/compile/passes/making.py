@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
+from ..equal_calls import call_without_memory
 from ..notes import NOTE, Note
 
 __all__ = ["Making", "made_by"]
@@ -36,15 +36,4 @@ class Making:
 def made_by(node: fx.Node) -> Any:
     """What a call makes of what its operands say that they make: tensors without memory."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    target: Any = node.target
-    mode = next((v.fake_mode for v in _fakes((args, *kwargs.values()))), None)
-    if mode is None:
-        return target(*args, **kwargs)
-    with mode, torch.no_grad():
-        return target(*args, **kwargs)
-
-
-def _fakes(values: Any) -> list[Any]:
-    if isinstance(values, torch.Tensor):
-        return [values] if hasattr(values, "fake_mode") else []
-    return [t for v in values if isinstance(v, (list, tuple, torch.Tensor)) for t in _fakes(v)]
+    return call_without_memory(node.target, args, kwargs).value

@@ -2,17 +2,18 @@
 
 A pass is a function of a `Program` that changes its graph and returns what it did in a few words.
 It may count on a legal graph and must leave one (`compile.verify`) that does the same
-(`compile.passes.contract`): `run_passes` checks both after each.
+(`compile.passes.contract`). Both are checked after each pass of a user's, and behind the last pass;
+with `PARTITA_VERIFY=1` in the environment after every pass, so that an error names the one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..functional import drop_unused
 from ..program import Program
-from ..verify import IllegalGraph, verify
+from ..verify import IllegalGraph, verifies_each_pass, verify
 from .bucket import bucket
 from .cancel import cancel
 from .cast import cast
@@ -25,7 +26,7 @@ from .overlap import overlap
 from .regather import regather
 from .remat import remat
 
-__all__ = ["PASSES", "Pass", "Passes", "in_order", "run_passes"]
+__all__ = ["PASSES", "Pass", "Passes", "in_order", "record_changes", "run_passes"]
 
 Pass = Callable[[Program], Any]
 
@@ -72,36 +73,56 @@ def in_order(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass
     return {name: change for name, change in found.items() if name not in left_out}
 
 
-def run_passes(
+def run_passes(program: Program, without: Iterable[str] = (), passes: Passes = ()) -> None:
+    """Run the passes but those named in `without`.
+
+    Raises:
+        ValueError: see `in_order`.
+        IllegalGraph: they left a graph that breaks the grammar or does something else.
+    """
+    for _ in _one_by_one(program, without, passes):
+        pass
+
+
+def record_changes(
     program: Program,
     without: Iterable[str] = (),
     passes: Passes = (),
     after: Callable[[Change], None] = lambda change: None,
 ) -> list[Change]:
-    """Run the passes but those named in `without`; what each did. `after` hears of it at once.
-
-    Raises:
-        ValueError: see `in_order`.
-        IllegalGraph: a pass left a graph that breaks the grammar or does something else.
-    """
+    """`run_passes`, and what each pass did. `after` hears of it at once."""
     changes = []
     before = Seen(program)
-    for name, change in in_order(passes, without).items():
-        promised = Promised.by(program)
-        did = _did(program, name, change)
-        drop_unused(program.graph.graph)
-        _lint(program, name)
-        if name not in PASSES:
-            work_out(program, name)
-        program.graph.recompile()
-        verify(program, name)
-        promised.check(program, name)
+    for name, change, did in _one_by_one(program, without, passes):
         now = Seen(program)
         promise = (change.__doc__ or name).strip().split("\n")[0]
         changes.append(before.changed_to(now, name, promise, did))
         after(changes[-1])
         before = now
     return changes
+
+
+def _one_by_one(
+    program: Program, without: Iterable[str], passes: Passes
+) -> Iterator[tuple[str, Pass, str]]:
+    """Run the passes; after each its name, it, and what it says that it did."""
+    promised = Promised.by(program)
+    each, last = verifies_each_pass(), ""
+    for name, change in in_order(passes, without).items():
+        did = _did(program, name, change)
+        drop_unused(program.graph.graph)
+        if name not in PASSES:
+            _lint(program, name)
+            work_out(program, name)
+        if each or name not in PASSES:
+            verify(program, name)
+            promised.check(program, name)
+        else:
+            last = name
+        yield name, change, did
+    if last:
+        verify(program, f"the passes, the last of them {last}")
+        promised.check(program, "the passes")
 
 
 def _did(program: Program, name: str, change: Pass) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -46,13 +46,20 @@ def overlap(program: Program) -> str:
 
 
 class _Order:
-    """The nodes of a graph in an order that is tried out before it is taken."""
+    """The nodes of a graph in an order that is tried out before it is taken.
+
+    What is tried lies within a window of it. Outside of that nothing changes, neither what is in
+    memory nor where a node stands: a try takes as long as its window.
+    """
 
     def __init__(self, program: Program):
         self.graph = program.graph.graph
         self.nodes = list(self.graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
         self._storages = storages_of(program)
         self.reads = {node: self._read_by(node) for node in self.nodes}
+        self._last = {s: node for node in self.nodes for s in self.reads[node]}
+        self._live, self._peak = self._run(self.nodes, 0, self._last)
 
     def _read_by(self, node: fx.Node) -> set[int]:
         """The storages that must be there when a node runs."""
@@ -65,37 +72,56 @@ class _Order:
         """The storages that a node writes."""
         return self._storages.of[node.args[0]] if node.target is _COPY else ()
 
-    def place(self) -> dict[fx.Node, int]:
-        return {node: i for i, node in enumerate(self.nodes)}
-
     def peak(self) -> int:
         """Bytes at the fullest place, the inputs' among them."""
+        return self._peak
+
+    def _run(
+        self, nodes: Sequence[fx.Node], live: int, last: Mapping[int, fx.Node]
+    ) -> tuple[list[int], int]:
+        """Bytes that are there before each of `nodes`, `live` of them before the first; the most.
+
+        Args:
+            last: of each storage that one of them reads, who reads it last.
+        """
         found, nbytes = self._storages, self._storages.nbytes
-        last = {s: node for node in self.nodes for s in self.reads[node]}
-        live = most = 0
-        for node in self.nodes:
+        before, most = [], live
+        for node in nodes:
+            before.append(live)
             for s in found.made_by(node) if node in found.of else ():
                 live += nbytes[s]
             most = max(most, live + found.passing.get(node, 0))
             for s in self.reads[node]:
                 if last[s] is node and found.maker[s].op != "placeholder":
                     live -= nbytes[s]
-        return most
+        return before, most
 
-    def moved(self, some: Iterable[fx.Node], behind: fx.Node) -> list[fx.Node]:
-        """The order with `some`, in theirs, right behind another node."""
-        some = set(some)
-        rest = [n for n in self.nodes if n not in some]
-        at = rest.index(behind) + 1
-        return [*rest[:at], *(n for n in self.nodes if n in some), *rest[at:]]
+    def try_behind(self, some: set[fx.Node], behind: fx.Node, limit: float) -> bool:
+        """Have `some`, in their order, right behind another node, if that stays within the limit.
 
-    def try_(self, nodes: list[fx.Node], limit: float) -> bool:
-        """Take another order if it stays within the limit."""
-        before, self.nodes = self.nodes, nodes
-        if self.peak() <= limit:
-            return True
-        self.nodes = before
-        return False
+        Args:
+            limit: within which the order is now.
+        """
+        at = self.place[behind]
+        places = [self.place[node] for node in some]
+        first, end = min(*places, at + 1), max(*places, at) + 1
+        window = self.nodes[first:end]
+        moved = [n for n in window if n in some]
+        rest = [n for n in window if n not in some]
+        cut = rest.index(behind) + 1 if at >= first else 0
+        new = [*rest[:cut], *moved, *rest[cut:]]
+        last = {s: self._last[s] for node in new for s in self.reads[node]}
+        for node in new:
+            for s in self.reads[node]:
+                if self.place[last[s]] < end:
+                    last[s] = node
+        live, peak = self._run(new, self._live[first], last)
+        if peak > limit:
+            return False
+        self.nodes[first:end], self._live[first:end] = new, live
+        self.place.update((node, first + i) for i, node in enumerate(new))
+        self._last.update(last)
+        return True
 
     def apply(self) -> None:
         root = self.graph._root
@@ -105,16 +131,16 @@ class _Order:
 
 def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
     runs = Runs(order.graph)
+    place = order.place
     for one in runs.found:
         number = runs.of(one)
         if number <= 0:
             continue
-        place = order.place()
         behind = order.nodes[place[runs.first(number - 1)] - 1]
         if place[behind] < place[one.gather]:
             needed = _packing(one.gather, place, place[behind])
             if needed is not None:
-                yield order.try_(order.moved(needed, behind), limit)
+                yield order.try_behind(needed, behind, limit)
 
 
 def _packing(start: fx.Node, place: dict[fx.Node, int], at: int) -> set[fx.Node] | None:
@@ -133,9 +159,9 @@ def _packing(start: fx.Node, place: dict[fx.Node, int], at: int) -> set[fx.Node]
 def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
     waits = [n for n in order.nodes if n.target is _WAIT and note_of(n).reason == "gradient"]
     starts = [w.args[0] for w in waits]
+    place = order.place
     for wait, following in zip(waits, starts[1:], strict=False):
         assert isinstance(following, fx.Node)
-        place = order.place()
         late, reads = {wait}, order.reads[wait]
         for node in order.nodes[place[wait] + 1 : place[following] + 1]:
             # What writes into memory that is read late must wait for that too.
@@ -144,4 +170,4 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
                 late.add(node)
                 reads = reads | order.reads[node]
         if following not in late and place[wait] < place[following]:
-            yield order.try_(order.moved(late, following), limit)
+            yield order.try_behind(late, following, limit)

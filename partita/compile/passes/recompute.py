@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from ..graph_modules import lazy_graph_module
 from ..notes import NOTE, note_of
 from ..program import Program
 
@@ -61,7 +62,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
 def trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """A copy of a program in which the nodes of these names are made again, and these copies."""
     trial = copy.copy(program)
-    trial.graph = copy.deepcopy(program.graph)
+    trial.graph = lazy_graph_module(program.graph, copy.deepcopy(program.graph.graph))
     graph = trial.graph.graph
     return trial, recompute(graph, {n for n in graph.nodes if n.name in names})
 

@@ -81,7 +81,6 @@ def _tried(program: Program, names: frozenset[str]) -> int:
         if name not in program.without:
             change(trial)
             drop_unused(graph)
-    trial.graph.recompile()
     return memory_of(trial).peak
 
 

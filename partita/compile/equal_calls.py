@@ -1,0 +1,144 @@
+"""Values of calls over tensors without memory, worked out once for all equal calls.
+
+A model is a few structures, repeated: of the thousands of calls in its graph a hundred differ. What
+a call gives over tensors without memory is decided by its target, by its numbers, and by the
+shapes, strides, dtypes and devices of its operands. Values that are equal are one tensor: what
+stands in a node's `meta["val"]` says what the node makes, and not which memory that lies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+__all__ = ["MadeByCall", "call_without_memory", "tensors_in"]
+
+_aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_BY_MEMORY = ("as_strided", "as_strided_", "as_strided_scatter", "set_", "resize_")
+"""What looks at the whole of the memory of which an operand shows a part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeByCall:
+    """What a call gives.
+
+    Attributes:
+        value: as the call returns it, over tensors without memory.
+        shows: for each tensor of it, in order, which operand's memory it shows, counted among the
+            tensors of the call; of new memory -1 - its number.
+        nbytes: of each new memory.
+    """
+
+    value: Any
+    shows: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
+    """What `target(*args, **kwargs)` gives, over tensors without memory.
+
+    Args:
+        like: what is known to be of the same fake mode, where no operand is a tensor.
+    """
+    mode = _mode_of((args, kwargs, like))
+    if mode is None:
+        return _called(target, args, kwargs, None)
+    name = getattr(target, "_opname", None)
+    key = None if name in _BY_MEMORY else _key_of(target, args, kwargs)
+    if key is None:
+        return _called(target, args, kwargs, mode)
+    known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
+    if known is None:
+        known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
+    made = known.get(key)
+    if made is None:
+        # Operands of their own: so which of them a view shows does not hang on where they lie.
+        own = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, mode), (args, kwargs))
+        made = known[key] = _called(target, *own, mode)
+    return made
+
+
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if value is None or isinstance(value, (int, float, str)):
+        return ()
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def _called(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None) -> MadeByCall:
+    with torch.no_grad():
+        if mode is None:
+            value = target(*args, **kwargs)
+        else:
+            with mode:
+                value = target(*args, **kwargs)
+    if target is _WAIT:  # it gives what it is given, and says otherwise of tensors without memory
+        return MadeByCall(value, (0,), ())
+    # Private: one number for one storage, as long as it lives.
+    known = {}
+    for i, t in enumerate(tensors_in((args, kwargs))):
+        known.setdefault(t.untyped_storage()._cdata, i)
+    shows, nbytes = [], []
+    for t in tensors_in(value):
+        storage = t.untyped_storage()
+        if storage._cdata not in known:
+            known[storage._cdata] = -1 - len(nbytes)
+            nbytes.append(storage.nbytes())
+        shows.append(known[storage._cdata])
+    return MadeByCall(value, tuple(shows), tuple(nbytes))
+
+
+def _alike(t: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode, torch.no_grad():
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+    for v in values:
+        if isinstance(v, FakeTensor):
+            return v.fake_mode  # type: ignore[no-any-return]
+        if isinstance(v, (list, tuple)):
+            found = _mode_of(v)
+        elif isinstance(v, dict):
+            found = _mode_of(v.values())
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _key_of(target: Any, args: Any, kwargs: Any) -> Any:
+    """What decides what a call gives; None where more does."""
+    try:
+        key = target, _said(args), tuple((k, _said(v)) for k, v in kwargs.items()) if kwargs else ()
+        hash(key)
+    except (TypeError, RuntimeError):  # a number that is not known; a tensor without strides
+        return None
+    return key
+
+
+_PLAIN = (
+    *(int, float, bool, str, type(None), complex),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.dtype.is_complex or value.is_quantized:
+            raise TypeError("more than this is to be said of it")
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(_said(v) for v in value)
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    raise TypeError("not known to be compared by value")

@@ -263,9 +263,9 @@ class Program:
                 fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
             )
         if self.compared is not None:
-            from .run import interpreted
+            from .run import function_of
 
-            self.compared.check(tensors, interpreted(self.compared.graph, self.groups))
+            self.compared.check(tensors, function_of(self.compared.graph, self.groups))
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         """Have what runs it: `call_of` compiles a program."""

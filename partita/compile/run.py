@@ -1,12 +1,17 @@
-"""How does a graph run as it is, node by node?
+"""The executor of a graph as it is: straight-line Python that is written from its nodes.
 
-The collectives of its nodes are carried by the ranks' wires themselves, so that a captured step
-runs wherever an eager one does: on process groups, on many ranks of one process, on a dry mesh.
+A line for each call, whose targets, constants and collectives are bound once, and a value's name is
+dropped behind the last line that reads it. The collectives are carried by the ranks' wires
+themselves, so that a captured step runs wherever an eager one does: on process groups, on many
+ranks of one process, on a dry mesh.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
@@ -15,61 +20,166 @@ from torch import fx
 from partita.comm import Ask, Wire
 from partita.comm.compiled import all_gather
 
-__all__ = ["COLLECTIVES", "interpreted"]
+from .notes import note_of
+
+__all__ = ["function_of"]
 
 _functional = torch.ops._c10d_functional
-Groups = dict[str, tuple[Wire, tuple[str, ...]]]
+_WAIT = _functional.wait_tensor.default
+Axes = tuple[str, ...]
+Groups = dict[str, tuple[Wire, Axes]]
 
 
-def interpreted(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence[torch.Tensor]]:
-    """A function of the graph's inputs that gives its outputs."""
-    return _Run(graph, groups).run
+def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence[torch.Tensor]]:
+    """A function of the graph's inputs that gives its outputs.
 
+    An error of a call is noted with the node and with the user's line from which it comes, and
+    keeps none of the values that were there.
+    """
+    written = _Writing(graph, groups)
+    run, nodes = written.function(), written.nodes
 
-class _Run(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, groups: Groups):
-        super().__init__(graph)
-        self.extra_traceback = False  # an error says what it is by itself
-        self.groups = groups
-
-    def run(self, *inputs: Any, **options: Any) -> Any:
+    def call(*inputs: Any) -> Sequence[torch.Tensor]:
         try:
-            return super().run(*inputs, **options)
-        finally:
-            self.env = {}  # what it was given, and what it gave, is not its own to hold
-            self.args_iter = iter(())
+            found: Sequence[torch.Tensor] = run(inputs)
+            return found
+        except BaseException as error:
+            _note_place(error, run.__code__, nodes)
+            raise
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        carry = COLLECTIVES.get(target)
-        if carry is None:
-            return super().call_function(target, args, kwargs)
-        return carry(self.groups, *args, **kwargs)
+    return call
 
 
-def _all_gather(groups: Groups, x: torch.Tensor, size: int, name: str) -> torch.Tensor:
-    wire, axes = groups[name]
+def _note_place(error: BaseException, code: CodeType, nodes: Sequence[fx.Node]) -> None:
+    """Say where an error comes from, and let go of what the code held."""
+    at: TracebackType | None = error.__traceback__
+    while at is not None and at.tb_frame.f_code is not code:
+        at = at.tb_next
+    if at is None:
+        return
+    node = nodes[at.tb_lineno - _FIRST]
+    source = note_of(node).source
+    if source and isinstance(error, Exception):
+        error.add_note(f"in {node.name} of the captured step, from {source}")
+    at.tb_frame.clear()
+
+
+_FIRST = 3  # the line of the first node
+
+
+class _Writing:
+    """The code of one graph: one line a node, behind two that begin it.
+
+    Attributes:
+        nodes: by line.
+    """
+
+    def __init__(self, graph: fx.GraphModule, groups: Groups):
+        self._graph, self._groups = graph, groups
+        self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        self._of: dict[Any, str] = {}
+        self._names: dict[fx.Node, str] = {}
+        self.nodes: list[fx.Node] = []
+
+    def function(self) -> Callable[[Sequence[Any]], Any]:
+        """It takes its inputs as one sequence."""
+        nodes = self._graph.graph.nodes
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        self._names = {n: f"v{i}" for i, n in enumerate(nodes)}
+        given = "".join(f"{self._names[n]}, " for n in inputs)
+        lines = ["def run(inputs):", f" {given}= inputs" if given else " pass"]
+        dropped = _last_read(nodes)
+        for node in nodes:
+            if node.op != "placeholder":
+                gone = "".join(f"; del {self._names[n]}" for n in dropped.get(node, ()))
+                lines.append(f" {self._line(node)}{gone}")
+                self.nodes.append(node)
+        exec(compile("\n".join(lines), "<captured step>", "exec"), self._bound)
+        run: Callable[[Sequence[Any]], Any] = self._bound.pop("run")
+        return run
+
+    def _line(self, node: fx.Node) -> str:
+        target: Any = node.target
+        if node.op == "output":
+            return f"return {self._text(node.args[0])}"
+        name = self._names[node]
+        if node.op == "get_attr":
+            return f"{name} = {self._bind(getattr(self._graph, str(target)))}"
+        args = [self._text(a) for a in node.args]
+        if target is _WAIT:  # what wires carry is there when they return
+            return f"{name} = {args[0]}"
+        if target is operator.getitem:
+            return f"{name} = {args[0]}[{args[1]}]"
+        carry = _COLLECTIVES.get(target)
+        if carry is not None:
+            wire, axes = self._groups[str(node.args[-1])]
+            target, args = partial(carry, wire, axes, *node.args[1:]), args[:1]
+        args += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        return f"{name} = {self._bind(target)}({', '.join(args)})"
+
+    def _text(self, value: Any) -> str:
+        """An operand, as the code names it."""
+        if isinstance(value, fx.Node):
+            return self._names[value]
+        if isinstance(value, (list, tuple)):
+            inner = "".join(f"{self._text(v)}, " for v in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if value is None or type(value) in (int, bool, float, str):
+            return repr(value)
+        return self._bind(value)
+
+    def _bind(self, value: Any) -> str:
+        """The name under which the code finds an object."""
+        name = self._of.get(id(value))
+        if name is None:
+            name = self._of[id(value)] = f"c{len(self._of)}"
+            self._bound[name] = value  # which keeps it, and its identity its own
+        return name
+
+
+def _last_read(nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
+    """What each node reads as the last; itself where nobody reads it. Inputs are the caller's."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+        elif node.op == "call_function":
+            if not node.users:
+                found.setdefault(node, []).append(node)
+            for read in node.all_input_nodes:
+                if read not in seen:
+                    seen.add(read)
+                    if read.op != "placeholder":
+                        found.setdefault(node, []).append(read)
+    return found
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def _all_gather(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     wire.gather(out, x.contiguous(), axes, Ask("all_gather", None, name))
     return out
 
 
-def _reduce_scatter(groups: Groups, x: torch.Tensor, op: str, size: int, name: str) -> torch.Tensor:
-    wire, axes = groups[name]
+def _reduce_scatter(
+    wire: Wire, axes: Axes, op: str, size: int, name: str, x: torch.Tensor
+) -> torch.Tensor:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     wire.reduce_scatter(out, x.contiguous(), axes, op, Ask("reduce_scatter", None, name))
     return out
 
 
-def _all_reduce(groups: Groups, x: torch.Tensor, op: str, name: str) -> torch.Tensor:
-    wire, axes = groups[name]
+def _all_reduce(wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor) -> torch.Tensor:
     copy = x.clone(memory_format=torch.contiguous_format)
     return wire.all_reduce(copy, axes, op, Ask("all_reduce", None, name))
 
 
 def _all_to_all(
-    groups: Groups, x: torch.Tensor, get: list[int], send: list[int], name: str
+    wire: Wire, axes: Axes, get: list[int], send: list[int], name: str, x: torch.Tensor
 ) -> torch.Tensor:
-    wire, axes = groups[name]
     rest = x[0].numel() if x.shape[0] else 1
     out = x.new_empty((sum(get), *x.shape[1:]))
     elements = [[n * rest for n in sizes] for sizes in (get, send)]
@@ -77,21 +187,19 @@ def _all_to_all(
     return out
 
 
-def _broadcast(groups: Groups, x: torch.Tensor, src: int, name: str) -> torch.Tensor:
-    wire, axes = groups[name]
+def _broadcast(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     flat = out.view(-1)
     wire._broadcast(flat, axes, src, Ask("broadcast", None, name))
     return out
 
 
-COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
+_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     _functional.all_gather_into_tensor.default: _all_gather,
     all_gather: _all_gather,
     _functional.reduce_scatter_tensor.default: _reduce_scatter,
     _functional.all_reduce.default: _all_reduce,
     _functional.all_to_all_single.default: _all_to_all,
     _functional.broadcast.default: _broadcast,
-    _functional.wait_tensor.default: lambda groups, x: x,
 }
-"""What carries each collective that a graph may have."""
+"""What carries each collective that a graph may have: bound but for the tensor that it carries."""

@@ -372,7 +372,7 @@ class CompiledStep(Last):
 
     def _call_of(self, program: Program, wires: list[Wire]) -> Any:
         from .constants import with_constants
-        from .run import interpreted
+        from .run import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
         if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
@@ -380,7 +380,7 @@ class CompiledStep(Last):
 
             program.built = build(program, self._what, wires)
             return with_constants(program.built.call, program.graph)
-        return interpreted(program.graph, program.groups)
+        return function_of(program.graph, program.groups)
 
     @property
     def _what(self) -> str:

@@ -160,8 +160,8 @@ def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node
             for read in node.all_input_nodes:
                 stays.update(storages.of[read])
             continue
-        if not node.users:  # the interpreter keeps what nobody takes
-            stays.update(storages.of[node])
+        if not node.users:  # what nobody takes is dropped at once
+            last.update(dict.fromkeys(storages.of[node], node))
         for read in node.all_input_nodes:
             for s in storages.of[read]:
                 last[s] = node

@@ -1,10 +1,13 @@
 """How are sums done on Gloo, which has the collectives but does some of them slowly?
 
-Gloo's reduce-scatter is an all-reduce of which most is thrown away, and its ring starts each piece
-at another rank. Here the shares are exchanged and each rank adds up in rank order: half the bytes,
-and a sum that is the same bits in every collective. Its all-gather is a ring, which takes twice the
-processor's time that a broadcast from each rank does. It is Gloo's own threads that exchange: who
-posts sends and receives one by one has to wait for what the pair is carrying.
+Gloo's reduce-scatter is an all-reduce of which most is thrown away. Here the shares are exchanged
+and each rank adds up in rank order: half the bytes. Its all-reduce is a ring that starts each piece
+at another rank: as it is, the sums of more than two ranks are other bits than a reduce-scatter's.
+Under `torch.use_deterministic_algorithms(True)` shares are exchanged there, too, and a sum is the
+same bits in every collective. Its all-gather is a ring, which takes twice the processor's time that
+a broadcast from each rank does. Of two ranks each sends the other what it lacks. It is Gloo's own
+threads that exchange: who posts sends and receives one by one has to wait for what the pair is
+carrying.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ SMALL = 1 << 15
 """Bytes up to which every rank sends its whole share to all: one round instead of two."""
 
 
-def start_all_gather(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask) -> All:
+def start_all_gather(
+    group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask
+) -> UnderWay:
     """Begin to fill `out` with the group's `x`, in group order, all contiguous.
 
     Args:
         ask: what a rank that waits for it tells the others.
     """
-    pieces = out.view(group.size(), -1)
-    pieces[group.rank()].copy_(x.view(-1))
+    pieces, rank = out.view(group.size(), -1), group.rank()
+    pieces[rank].copy_(x.view(-1))
+    if len(pieces) == 2:
+        return _swap(group, pieces[1 - rank], pieces[rank], ask)
     return All([Pending(group.broadcast(p, i), group, ask) for i, p in enumerate(pieces.unbind())])
 
 
@@ -44,9 +51,20 @@ def start_reduce_scatter(
 
     The sum is in the dtype of `out`.
     """
+    if group.size() == 2:
+        mine, other = x.view(2, -1).unbind()[:: 1 - 2 * group.rank()]
+        share = torch.empty_like(mine)
+        # a + b is b + a: in rank order whichever is whose.
+        return Summed(_swap(group, share, other, ask), (mine, share), out.view(-1))
     shares = torch.empty_like(x)
     exchange = Pending(group.alltoall_base(shares.view(-1), x.view(-1), [], []), group, ask)
     return Summed(exchange, shares.view(group.size(), -1).unbind(), out.view(-1))
+
+
+def _swap(group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask) -> Pending:
+    """Begin to fill `out` with the other's `x`, of two ranks: one message each, and no copy."""
+    sizes = [x.numel(), 0] if group.rank() else [0, x.numel()]
+    return Pending(group.alltoall_base(out, x, sizes, sizes), group, ask)
 
 
 def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor, ask: Ask) -> UnderWay:
@@ -57,7 +75,10 @@ def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor, ask: Ask) -> Und
         shares = x.new_empty(n * size)
         exchange = Pending(group._allgather_base(shares, flat), group, ask)
         return Summed(exchange, shares.view(n, size).unbind(), flat)
-    if n == 2:  # a + b is b + a: Gloo's ring gives the same bits, and sends as much
+    # Of two, a + b is b + a: Gloo's ring gives the same bits, and sends as much. Of more it starts
+    # each piece at another rank, and in a narrow dtype rounds at each.
+    narrow = x.is_floating_point() and x.element_size() < 4
+    if n == 2 or not (narrow or torch.are_deterministic_algorithms_enabled()):
         return Pending(group.allreduce([x], dist.ReduceOp.SUM), group, ask)
     whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
     piece = x.new_empty(whole.numel() // n)

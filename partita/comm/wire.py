@@ -119,18 +119,22 @@ class Wire:
         """
         if self.scope.busy:
             self._note(move, x, op, reason)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._start(move, x, out, Ask(move.kind, move, op))
+        return self._start(move, x, out, Ask(move.kind, move, op))
+
+    def _start(self, move: Move, x: torch.Tensor, out: torch.Tensor, ask: Ask) -> UnderWay:
         axes, members = self.group(move.axes)
-        ask = Ask(move.kind, move, op)
-        with torch.no_grad():
-            if len(members) == 1:
-                if out is not x:
-                    out.view(-1).copy_(x.view(-1))
-                return Done()
-            if move.kind == "all_reduce":
-                return self._start_all_reduce(x, axes, ask)
-            if move.kind == "all_gather":
-                return self._start_all_gather(out, x, axes, ask)
-            return self._start_reduce_scatter(out, x, axes, ask)
+        if len(members) == 1:
+            if out is not x:
+                out.view(-1).copy_(x.view(-1))
+            return Done()
+        if move.kind == "all_reduce":
+            return self._start_all_reduce(x, axes, ask)
+        if move.kind == "all_gather":
+            return self._start_all_gather(out, x, axes, ask)
+        return self._start_reduce_scatter(out, x, axes, ask)
 
     def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:
         for axis in move.axes:

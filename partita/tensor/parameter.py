@@ -84,6 +84,8 @@ def stand_for(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
     """Let `p` have the attributes that were set of `whole`, which stood for it and had `given`."""
     now = whole.__dict__
+    if not given and now.keys() <= OURS:
+        return
     for key in given.keys() - now.keys():
         p.__dict__.pop(key, None)
     for key, v in now.items():

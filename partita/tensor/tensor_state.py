@@ -8,6 +8,7 @@ is an attribute of its own (`_spec`).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "Rest",
     "TensorState",
     "count_writes",
+    "count_writes_of",
     "own_state",
     "state_of",
     "was_written_since",
@@ -126,6 +128,12 @@ def count_writes(x: torch.Tensor) -> int:
     """How many writes of `x` torch has counted (its version); in inference it counts none."""
     with Local():
         return 0 if x.is_inference() else x._version
+
+
+def count_writes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`count_writes` of each."""
+    with Local():
+        return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:

@@ -50,7 +50,7 @@ class Call:
     def __init__(self, unit: Unit, graded: bool):
         self.unit = unit
         self.needs = unit.saves_unseen
-        wanting = [p.requires_grad for p in unit.shards()]
+        wanting = unit.trained()
         self.trains = any(wanting)
         self.since = 0
         self.written: dict[int, int] = {}
@@ -125,6 +125,7 @@ class Call:
             shares = Shares(flat.shares(some, dtype, held and held.sums), used)
             if zero.keeps_shares or unit.calls:
                 unit.held[k] = shares
+                zero.holds_shares = True
             else:
                 zero.reduce(unit, k, shares)
 
@@ -156,8 +157,8 @@ class Gathered(torch.autograd.Function):
         unit = call.unit
         views = [v for flat in unit.flats for v in flat.views()]
         order = [i for members in unit.groups for i in members]
-        shards = unit.shards()
-        frozen = [v for i, v in zip(order, views, strict=True) if not shards[i].requires_grad]
+        trained = unit.trained()
+        frozen = [v for i, v in zip(order, views, strict=True) if not trained[i]]
         ctx.mark_non_differentiable(*frozen)
         return tuple(views)
 

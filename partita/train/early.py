@@ -110,6 +110,7 @@ class Early:
         self._handles: list[Any] = []
         self._blocks, self._shard = [(name, list(params)) for name, params in blocks], shard
         self._buckets: list[_Bucket] = []
+        self._specs: dict[Spec, Spec] = {}
         self._under_way: _Bucket | None = None
         for name, params in self._blocks if stage == 2 else _joined(self._blocks):
             groups: dict[torch.dtype, list[DTensor]] = {}
@@ -201,7 +202,11 @@ class Early:
                         g.copy_(total)
                 sums = grads
             for p, g in zip(bucket.params, sums, strict=True):
-                hold(p, tagged(g, self._after(p)))
+                after = self._after(p)
+                if self.stage < 2:  # it is p's gradient
+                    tagged(g, after)
+                else:
+                    hold(p, tagged(g, after))
                 mark_settled(p)
 
     def show_gradient(self) -> None:
@@ -209,10 +214,13 @@ class Early:
 
     def _after(self, p: DTensor) -> Spec:
         """The spec of a gradient that is summed over our axes; others may be pending yet."""
-        layout = p._spec.gradient.layout
-        for a in self.axes:
-            layout = layout.put(a, Shard(0) if self.stage == 2 else Replicate())
-        return spec_of(layout, p._spec.wire)
+        known = self._specs.get(p._spec)
+        if known is None:
+            layout = p._spec.gradient.layout
+            for a in self.axes:
+                layout = layout.put(a, Shard(0) if self.stage == 2 else Replicate())
+            known = self._specs[p._spec] = spec_of(layout, p._spec.wire)
+        return known
 
     # -- after an optimizer has updated shards -----------------------------------------------------
 

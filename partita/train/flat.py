@@ -70,6 +70,7 @@ class Piece:
 
 
 _ALIGNED = 64  # bytes
+_dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
 def _padded(shape: Sequence[int], n: int) -> int:
@@ -112,6 +113,11 @@ class Flat:
         axes: the mesh axes over which the parameters are sharded, in mesh order.
         dtype: in which they travel and are used.
         device: where they are.
+
+    Attributes:
+        alive: bytes that are held gathered, or on their way, now.
+        here: is everything gathered?
+        span: the addresses between which it lies; empty where it is not.
     """
 
     def __init__(
@@ -150,7 +156,20 @@ class Flat:
         self.gather = Move("all_gather", axes, at_rest, Layout((total,), (others,)))
         self.scatter = self.gather.transpose(mesh)
         self.sum = Move("all_reduce", axes, self.scatter.before, self.gather.after)
+        # Where every rank's shard of every parameter is as long as the first's, few calls do.
+        self._lengths = [p.length for p in self.pieces]
+        self._is_even = all(
+            p.spans is None and p.whole.local_shape.numel() == self.n * p.length
+            for p in self.pieces
+        )
+        ends = [p.place for p in self.pieces[1:]] + [place]
+        # Of what is gathered, where each lies and what aligns the next.
+        self._rooms: list[int] = []
+        for p, end in zip(self.pieces, ends, strict=True):
+            self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
         self._full = torch.empty(0, dtype=dtype, device=device)
+        self.alive = 0
+        self.span = (0, 0)
         self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
         self.here = False
         self._holders = 2
@@ -162,10 +181,10 @@ class Flat:
 
     # -- gathered ----------------------------------------------------------------------------------
 
-    def start(self, shards: Sequence[torch.Tensor], reason: str) -> None:
-        """Begin to gather the local `shards`."""
+    def start(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
+        """Begin to gather the local `shards`. False if that was done before."""
         if self.here or self._arriving is not None:
-            return
+            return False
         with Local(), torch.no_grad():
             mine = self._end_to_end(shards)
             if self._arrives_in_place:
@@ -173,14 +192,18 @@ class Flat:
                 out = self._full[: self.n * self.length]
             else:
                 out = mine.new_empty(self.n * self.length)
+                self.alive = out.nbytes
             work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
             self._arriving = (work, mine, out)
+        return True
 
     def _end_to_end(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(shards) == 1:
             (only,) = shards
             if only.numel() == self.length and only.dtype == self.dtype and only.is_contiguous():
                 return only.detach().view(-1)
+        if self._is_even and all(_dtype(s) is self.dtype for s in shards):
+            return torch.cat([s.reshape(-1) for s in shards])
         mine = torch.empty(self.length, dtype=self.dtype, device=self.device)
         into = []
         for p, s in zip(self.pieces, shards, strict=True):
@@ -198,13 +221,13 @@ class Flat:
         if not self._arrives_in_place:
             self._allocate()
             with torch.no_grad():
-                pairs = [pair for p in self.pieces for pair in self._in_full(out, p)]
-                torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
-                del pairs
+                torch._foreach_copy_(*self._in_full(out))
         del out
         # A device's transport may have what has arrived in hand for a while.
         self._holders = 2 if self.device.type == "cpu" else holders(self._full.untyped_storage())
         self.here = True
+        start = self._full.data_ptr()
+        self.span = (start, start + self.nbytes)
 
     def finish_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Wait, and write each parameter into memory of the caller's; nothing is kept here."""
@@ -227,15 +250,23 @@ class Flat:
 
     def views(self) -> list[torch.Tensor]:
         """Each parameter, plain, in its true local shape. Made afresh, with no common history."""
-        return [self.view(self.dtype, p.place, p.whole.local_shape, p.strides) for p in self.pieces]
+        storage = self._full.untyped_storage()
+        return [
+            torch.empty(0, dtype=self.dtype, device=self.device).set_(
+                storage, p.place, p.whole.local_shape, p.strides
+            )
+            for p in self.pieces
+        ]
 
     def release(self) -> None:
         """Free what was gathered; or leave it, for good, to whoever keeps a plain view of it."""
         if self._arriving is not None:
             self._arrived()
-        self.here = False
-        held = self._full.untyped_storage().nbytes()
-        if not held or take_from_views(self._full, self._holders, self._name_at):
+        held, self.alive = self.alive, 0
+        self.here, self.span = False, (0, 0)
+        if not held or not self._full.untyped_storage().nbytes():
+            return
+        if take_from_views(self._full, self._holders, self._name_at):
             self._full.untyped_storage().resize_(0)
         else:
             self.wire.note_kept(self.name, held)
@@ -244,19 +275,6 @@ class Flat:
     def _name_at(self, element: int) -> str:
         places = [piece.place for piece in self.pieces]
         return self.names[bisect_right(places, element) - 1]
-
-    @property
-    def alive(self) -> int:
-        """Bytes that are held gathered, or on their way, now."""
-        held = self._full.untyped_storage().nbytes()
-        if self._arriving is not None and not self._arrives_in_place:
-            held += self._arriving[2].nbytes
-        return held
-
-    def holds(self, x: torch.Tensor) -> bool:
-        """Is plain `x` a view of what is gathered?"""
-        start = self._full.data_ptr()
-        return self.here and start <= x.data_ptr() < start + self.nbytes
 
     def view(
         self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
@@ -268,18 +286,25 @@ class Flat:
     def _allocate(self) -> None:
         storage = self._full.untyped_storage()
         storage.resize_(self.nbytes)
-        self._full.set_(storage, 0, (self._room,))
+        self.alive = self.nbytes
+        if self._full.numel() != self._room:
+            self._full.set_(storage, 0, (self._room,))
 
     @property
     def _arrives_in_place(self) -> bool:
         return len(self.pieces) == 1 and self.pieces[0].spans is None
 
-    def _in_full(self, out: torch.Tensor, p: Piece) -> list[tuple[Any, Any]]:
-        rows = self._of_each(out, p)
-        room = self._full[p.place : p.place + self.n * p.length]
-        if p.spans is None:  # with its padding: one copy
-            return [(room.view(self.n, -1), rows)]
-        return p.blocks(room, rows)
+    def _in_full(self, out: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parts of what is gathered, and what has arrived in `out` for each."""
+        rooms = self._full.split_with_sizes(self._rooms)[::2]
+        come = out.view(self.n, self.length).split_with_sizes(self._lengths, 1)
+        pairs: list[Any] = []
+        for room, rows, p in zip(rooms, come, self.pieces, strict=True):
+            if p.spans is None:  # with its padding: one copy
+                pairs.append((room.view(rows.shape), rows))
+            else:
+                pairs += p.blocks(room, rows)
+        return [to for to, _ in pairs], [rows for _, rows in pairs]
 
     def _of_each(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
@@ -293,14 +318,10 @@ class Flat:
         held: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gradients of what was gathered as (n, length), a row for each rank; added to `held`."""
-        fits = all(
-            g is not None and g.numel() == self.n * p.length and p.spans is None
-            for g, p in zip(grads, self.pieces, strict=True)
-        )
-        if fits and held is None and len(grads) == 1:
-            (only,) = grads
-            if only is not None and only.dtype == dtype and only.is_contiguous():
-                return only.view(self.n, self.length)
+        fits = self._is_even and all(g is not None for g in grads)
+        if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
+            rows = [g.reshape(self.n, k) for g, k in zip(grads, self._lengths, strict=True)]  # type: ignore[union-attr]
+            return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
         sums = held
         if sums is None:
             new = torch.empty if fits else torch.zeros
@@ -350,9 +371,9 @@ class Flat:
                 on_the_way[0].wait()
                 on_the_way.clear()
             shapes = [p.shard.local_shape for p in self.pieces]
-            return [
-                out[p.start : p.start + shape.numel()].view(shape)
-                for p, shape in zip(self.pieces, shapes, strict=True)
-            ]
+            parts = out.split_with_sizes(self._lengths)
+            if not self._is_even:
+                parts = [g[: s.numel()] for g, s in zip(parts, shapes, strict=True)]
+            return [g.view(shape) for g, shape in zip(parts, shapes, strict=True)]
 
         return wait

@@ -31,6 +31,7 @@ class Saving:
     def __init__(self, call: Call):
         self.call = call
         self._flats = call.unit.flats
+        self._dtypes = {flat.dtype for flat in self._flats}
         self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
@@ -40,11 +41,14 @@ class Saving:
 
     def _pack(self, t: torch.Tensor) -> Any:
         with Local():
+            at = t.data_ptr()
             for flat in self._flats:
-                if flat.holds(t):
+                if flat.span[0] <= at < flat.span[1]:
                     self.call.needs = self.call.unit.needed = True
                     return _Stood(self.call, flat, t)
-            place = _cast_of(t, self.call.unit)
+            # Of another dtype than all that is gathered, or of one of several.
+            alike = len(self._dtypes) == 1 and t.dtype in self._dtypes
+            place = None if alike else _cast_of(t, self.call.unit)
             if place is not None:
                 self.call.needs = self.call.unit.needed = True
                 return _Cast(self.call, place, t)

@@ -22,7 +22,8 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward, next_node
 from partita.tensor.parameter import keep_attributes, stand_for
-from partita.tensor.tensor_state import count_writes, own_state, was_written_since
+from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import count_writes, count_writes_of, own_state, state_of
 from partita.tensor.watch import HERE
 
 from .blocks import Block
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Unit"]
 
+
+_dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
@@ -74,6 +79,10 @@ class Unit:
         self.groups: list[list[int]] = []
         self.flats: list[Flat] = []
         self._kinds: list[Any] = []
+        self._specs: list[Spec] = []
+        self._order: list[int] = []
+        self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
+        self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
         self._open: list[Saving | None] = []
         self._in_graph = InGraph(self)
 
@@ -89,7 +98,8 @@ class Unit:
     def _fit(self) -> None:
         """Make room for the parameters as they are now: `model.to(dtype)` changes them."""
         shards = self.shards()
-        kinds = [(p.dtype, p.device, p._spec) for p in shards]
+        with Local():
+            kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
             return
         for flat in self.flats:
@@ -102,6 +112,7 @@ class Unit:
             alone = self.zero.whole(p._spec).largest * dtype.itemsize >= _ALONE
             groups.setdefault((dtype, i if alone else None), []).append(i)
         self.groups = list(groups.values())
+        self._order = [i for members in self.groups for i in members]
         self.flats = []
         for (dtype, _), members in groups.items():
             specs = [shards[i]._spec for i in members]
@@ -109,12 +120,21 @@ class Unit:
             device = shards[members[0]].device
             names = [self._name_of(i) for i in members]
             self.flats.append(Flat(self.name, names, wholes, specs, self.zero.axes, dtype, device))
+        self._specs = [p.whole for flat in self.flats for p in flat.pieces]
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
         if not self.shown:
-            self._shards = [s[0].parameter for s in self.slots]
+            self._shards = [
+                p if (p := owner._parameters.get(attr)) is not None else slot.parameter
+                for owner, attr, slot in self._firsts
+            ]
         return self._shards
+
+    def trained(self) -> list[bool]:
+        """Of each parameter at rest, does it get a gradient?"""
+        with Local():
+            return [_requires_grad(p) for p in self.shards()]
 
     @property
     def holds_its_own(self) -> bool:
@@ -123,22 +143,41 @@ class Unit:
         `torch.func.functional_call` puts other values there, a program sets `p.data` to one of
         another layout, or unties a weight. Such values are not gathered: ops use them as they lie.
         """
-        return self.shown or all(
-            self.zero.has_sharded(held[0]) and all(p is held[0] for p in held)
-            for held in ([s.owner._parameters.get(s.attr) for s in some] for some in self.slots)
-        )
+        if self.shown:
+            return True
+        for owner, attr, p, spec in self._places:
+            if owner._parameters.get(attr) is not p or p._spec is not spec:
+                break
+        else:
+            if self._places:
+                return True
+        return self._look_at_places()
+
+    def _look_at_places(self) -> bool:
+        """Are the shards in their places? Then the next time only what changed is looked for."""
+        self._places = []
+        held = [[(s, s.owner._parameters.get(s.attr)) for s in some] for some in self.slots]
+        for some in held:
+            first = some[0][1]
+            if not self.zero.has_sharded(first) or any(p is not first for _, p in some):
+                return False
+        self._places = [(s.owner, s.attr, p, p._spec) for some in held for s, p in some]
+        return True
 
     @property
     def saves_unseen(self) -> bool:
         """May there be a checkpoint within: of a module's part, or of its own forward?"""
-        return any(next(m.children(), m) is not m or "forward" in vars(m) for m in self.modules)
+        for m in self.modules:
+            if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
+                return True
+        return False
 
     # -- where the bytes are -----------------------------------------------------------------------
 
     @property
     def alive(self) -> int:
         """Bytes that are gathered, or on their way."""
-        return sum(flat.alive for flat in self.flats)
+        return sum([flat.alive for flat in self.flats])
 
     @property
     def _is_ready(self) -> bool:
@@ -151,14 +190,17 @@ class Unit:
         shards = self.shards()
         if not self.depth and not self.busy:
             self._fit()
-        versions = [count_writes(p) for p in shards]
+        versions = count_writes_of(shards)
         if versions != self.versions and not self.depth and not self.busy:
             for flat in self.flats:  # what is persistent is out of date
                 flat.release()
         self.versions = versions
+        reason = "regather" if in_backward() else "gather"
+        started = False
         for flat, members in zip(self.flats, self.groups, strict=True):
-            flat.start([shards[i] for i in members], "regather" if in_backward() else "gather")
-        self.zero.note_alive()
+            started |= flat.start([shards[i] for i in members], reason)
+        if started:
+            self.zero.note_alive()
 
     def gather(self) -> None:
         """Have everything here."""
@@ -228,17 +270,17 @@ class Unit:
                 plain = Gathered.apply(self.zero.token(self), call)
             else:
                 plain = [v for flat in self.flats for v in flat.views()]
-        specs = [p.whole for flat in self.flats for p in flat.pieces]
-        order = [i for members in self.groups for i in members]
-        self._seen = []
-        for i, t, spec in zip(order, plain, specs, strict=True):
-            whole = tagged(t, spec)
+        wholes, given = [], []
+        for i, t, spec in zip(self._order, plain, self._specs, strict=True):
+            whole, p = tagged(t, spec), self._shards[i]
             # Of which version: remat compares it with that of the next time (remat/reads.py).
-            own_state(whole).gathered_from = (self._shards[i], self.versions[i])
-            given = stand_for(whole, self._shards[i])
-            self._seen.append((i, whole, count_writes(whole), given))
+            own_state(whole).gathered_from = (p, self.versions[i])
+            wholes.append(whole)
+            given.append(stand_for(whole, p))
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
+        writes = count_writes_of(wholes)
+        self._seen = list(zip(self._order, wholes, writes, given, strict=True))
 
     def _write_back(self, call: Call | None) -> None:
         """What the forward wrote into gathered parameters, each rank writes into its shards.
@@ -246,11 +288,11 @@ class Unit:
         Raises:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
-        for i, whole, before, given in self._seen:
+        writes = count_writes_of([whole for _, whole, _, _ in self._seen])
+        for (i, whole, before, given), now in zip(self._seen, writes, strict=True):
             keep_attributes(whole, self._shards[i], given)
-            if not was_written_since(whole, before):
+            if now == before and not state_of(whole).written_unseen:
                 continue
-            now = count_writes(whole)
             p = self._shards[i]
             mine, held = p._spec.region[0], whole._spec.region[0]
             with Local(), torch.no_grad():
@@ -301,7 +343,7 @@ class Unit:
             self.zero.enter_forward(self)
             self.depth = 1
             call = None
-            wanted = graded or any(p.requires_grad for p in self.shards())
+            wanted = graded or any(self.trained())
             if is_recorded and wanted:
                 call = Call(self, graded)
             self.show(call)

@@ -80,6 +80,7 @@ class Zero:
         units: its blocks.
         persistent: what was gathered once stays, until a parameter is changed.
         keeps_shares: gradients stay whole-size shares on each rank, until it is False again.
+        holds_shares: may there be some of an earlier backward pass, or of this one?
         peak: the most bytes that were gathered at once.
     """
 
@@ -104,7 +105,7 @@ class Zero:
         self.axes, self.precision = axes, precision
         self.options = (axes, 3, precision)
         self.applied: list[nn.Module] = []
-        self.persistent = self.keeps_shares = False
+        self.persistent = self.keeps_shares = self.holds_shares = False
         self.peak = 0
         self._forwards = 0
         self._token: torch.Tensor | None = None
@@ -208,8 +209,12 @@ class Zero:
         self._prefetch(before, unit)
 
     def _prefetch(self, unit: Unit | None, beside: Unit) -> None:
-        if unit is not None and all(u in (unit, beside) or not u.alive for u in self.units):
-            unit.start()
+        if unit is None:
+            return
+        for other in self.units:
+            if other is not unit and other is not beside and other.alive:
+                return
+        unit.start()
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -267,9 +272,9 @@ class Zero:
         ready = [one for one in self._under_way if one.unit in units]
         self._under_way = [one for one in self._under_way if one.unit not in units]
         for one in ready:
-            pieces = one.wait()
+            pieces, shards = one.wait(), one.unit.shards()
             for i, place in zip(one.members, one.places, strict=True):
-                p = one.unit.shards()[i]
+                p = shards[i]
                 g = pieces[place].to(p.dtype)
                 found[p] = found[p] + g if p in found else g
         return found
@@ -294,8 +299,10 @@ class Zero:
 
     def show_gradient(self) -> None:
         """The program reads a gradient, or clears it: shares that were kept become a part of it."""
-        if not in_backward() and any(unit.held for unit in self.units):
-            self.finish()
+        if self.holds_shares and not in_backward():
+            self.holds_shares = False
+            if any(unit.held for unit in self.units):
+                self.finish()
 
     def finish(self) -> None:
         """Reduce the shares that were kept, and add them to the parameters' gradients."""
@@ -343,7 +350,7 @@ class Zero:
     @property
     def alive(self) -> int:
         """Bytes of gathered parameters that are held now."""
-        return sum(unit.alive for unit in self.units)
+        return sum([flat.alive for unit in self.units for flat in unit.flats])
 
     def note_alive(self) -> None:
         self.peak = max(self.peak, self.alive)
@@ -370,9 +377,10 @@ def zero(
     | 2     | whole      | shards            | shards          | 2 (n-1)/n                    |
     | 3     | shards     | shards            | shards          | 3 (n-1)/n                    |
 
-    Losses are bitwise equal on all stages. Each backward pass sends its gradients, unless it runs
-    under `no_sync`. Stages 1 and 2 shard the state of the element-wise optimizers of torch.optim
-    (all but LBFGS, Adafactor, SparseAdam and Muon); others keep theirs whole.
+    Losses are bitwise equal on all stages: on two ranks, and on more where sums are in rank order,
+    as `torch.use_deterministic_algorithms(True)` has them. Each backward pass sends its gradients,
+    unless it runs under `no_sync`. Stages 1 and 2 shard the state of the element-wise optimizers of
+    torch.optim (all but LBFGS, Adafactor, SparseAdam and Muon); others keep theirs whole.
 
     Args:
         model: plain, or after `parallelize`. An optimizer may be made before or after: parameters
@@ -569,7 +577,12 @@ def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
 
 
 def _graded(units: Sequence[Unit]) -> list[DTensor]:
-    return [p for unit in units for p in unit.shards() if p.requires_grad]
+    return [
+        p
+        for unit in units
+        for p, trained in zip(unit.shards(), unit.trained(), strict=True)
+        if trained
+    ]
 
 
 class _Enter(torch.autograd.Function):

@@ -18,7 +18,8 @@ def mesh_of(**axes):
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def every_stage(rank, ranks, build, steps):
+def every_stage(rank, ranks, build, steps, ordered):
+    torch.use_deterministic_algorithms(ordered)
     mesh = mesh_of(dp=ranks)
     found = []
     for stage in (0, 1, 2, 3):
@@ -30,16 +31,48 @@ def every_stage(rank, ranks, build, steps):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "build", "steps"), [(2, "gpt", 50), (3, "odd", 12), (4, "gpt", 8)]
+    ("ranks", "build", "steps", "ordered"),
+    [(2, "gpt", 50, False), (3, "odd", 12, True), (4, "gpt", 8, True)],
 )
-def test_the_losses_of_every_stage_are_bitwise_equal(ranks, build, steps):
-    per_rank = run_ranks(every_stage, ranks, ranks, build, steps)
+def test_the_losses_of_every_stage_are_bitwise_equal(ranks, build, steps, ordered):
+    per_rank = run_ranks(every_stage, ranks, ranks, build, steps, ordered)
     assert all(found == per_rank[0] for found in per_rank)
     zero, *others = per_rank[0]
     assert all(losses == zero for losses in others)
     single = train(BUILD[build](), lambda t: t, steps=steps)
     worst = max(abs(a - b) / b for a, b in zip(zero, single, strict=True))
     assert worst <= 1e-5
+
+
+def test_where_sums_are_in_no_order_the_losses_of_every_stage_agree():
+    per_rank = run_ranks(every_stage, 4, 4, "gpt", 8, False)
+    assert all(found == per_rank[0] for found in per_rank)  # all ranks have one sum's bits
+    single = torch.tensor(train(gpt(), lambda t: t, steps=8))
+    for losses in per_rank[0]:
+        torch.testing.assert_close(torch.tensor(losses), single, rtol=1e-5, atol=0)
+
+
+def sum_of_four(rank):
+    """The sums of one share a rank, by an all-reduce and by a reduce-scatter, in two ways."""
+    mesh = mesh_of(dp=4)
+    share = torch.randn(4096, 16, generator=torch.Generator().manual_seed(rank)) * 10**rank
+    found = []
+    for ordered in (True, False):
+        torch.use_deterministic_algorithms(ordered)
+        x = pt.DTensor.from_local(share, mesh, [pt.Partial()])
+        whole = x.redistribute(placements=[pt.Replicate()]).to_local()
+        rows = x.redistribute(placements=[pt.Shard(0)]).full_tensor()
+        found.append((whole, rows))
+    return share, found
+
+
+def test_deterministic_sums_are_in_rank_order_in_every_collective():
+    shares, found = zip(*run_ranks(sum_of_four, 4), strict=True)
+    in_order = ((shares[0] + shares[1]) + shares[2]) + shares[3]
+    for ordered, fast in found:
+        assert torch.equal(ordered[0], in_order) and torch.equal(ordered[1], in_order)
+        assert torch.equal(fast[0], found[0][1][0])  # on every rank the same bits
+        torch.testing.assert_close(fast[0], in_order, rtol=1e-5, atol=1e-3)
 
 
 def broken_off(rank):

@@ -1,6 +1,6 @@
 """partita: a distributed tensor for PyTorch, and the training runtime around it."""
 
-from .comm import DeviceMesh, check_ranks, init_device_mesh, ledger, ranks, strict
+from .comm import DeviceMesh, check_ranks, dry_mesh, init_device_mesh, ledger, ranks, strict
 from .compile import CaptureError, CompiledStep, compile, pad_to_bucket
 from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
 from .rules import rule
@@ -86,6 +86,7 @@ __all__ = [
     "distribute_batch",
     "distribute_module",
     "distribute_tensor",
+    "dry_mesh",
     "empty",
     "from_torch",
     "full",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["all_gather", "sum_of_shares"]
+__all__ = ["all_gather", "all_to_all", "sum_of_shares"]
 
 _library = torch.library.Library("partita", "DEF")
 _library.define("all_gather(Tensor x, int group_size, str group_name) -> Tensor")
+_library.define("all_to_all(Tensor x, int group_size, str group_name) -> Tensor")
 _library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
 
 
@@ -36,6 +37,15 @@ def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> t
     return x.new_empty((group_size * x.shape[0], *x.shape[1:]))
 
 
+def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """Each member of the group gets its piece of every `x`, which are cut into equal ones.
+
+    A graph says no list of sizes, which would be as long as the group is large.
+    """
+    sizes = [x.shape[0] // group_size] * group_size
+    return torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, group_name)
+
+
 def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
     """The sum of shares that lie end to end, in their order, in at least 32 bits.
 
@@ -56,8 +66,11 @@ def _shape_of_sum(shares: torch.Tensor, count: int) -> torch.Tensor:
 
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::all_gather", _shape_of_all_gather, lib=_library)
+_library.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::all_to_all", lambda x, *_: torch.empty_like(x), lib=_library)
 _library.impl("sum_of_shares", _sum_of_shares, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::sum_of_shares", _shape_of_sum, lib=_library)
 
 all_gather = torch.ops.partita.all_gather.default
+all_to_all = torch.ops.partita.all_to_all.default
 sum_of_shares = torch.ops.partita.sum_of_shares.default

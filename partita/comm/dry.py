@@ -9,6 +9,7 @@ from ..redistribute.cost import BANDWIDTH, LATENCY
 from .ask import Ask
 from .handle import MeshHandle
 from .ledger import scope
+from .splits import Splits
 from .wire import Axes, Wire
 
 __all__ = ["DryWire", "dry_mesh"]
@@ -28,6 +29,7 @@ class DryWire(Wire):
 
     moved = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
     reduced = moved
+    has_peers = False
 
     def __init__(self, handle: MeshHandle, latency: float, bandwidth: float):
         super().__init__(handle._layout, handle._at, scope())
@@ -49,8 +51,7 @@ class DryWire(Wire):
     ) -> None:
         n = self.mesh_size(axes)
         self._spend((n - 1) * out.nbytes)
-        mine = self.group(axes)[1].index(self.at)
-        out.view(-1).copy_(x.reshape(n, -1)[mine])
+        out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         n = self.mesh_size(axes)
@@ -61,14 +62,20 @@ class DryWire(Wire):
         out: torch.Tensor,
         x: torch.Tensor,
         axes: Axes,
-        get: list[int],
-        send: list[int],
+        get: Splits,
+        send: Splits,
         ask: Ask,
     ) -> None:
-        mine = self.group(axes)[1].index(self.at)
-        self._spend((sum(send) - send[mine]) * x.element_size())
+        mine, kept = send.place(self.index(axes)), get.place(self.index(axes))
+        self._spend((send.total - mine[1]) * x.element_size())
         out.zero_()
-        out.split(get)[mine].copy_(x.split(send)[mine])
+        out.narrow(0, *kept).copy_(x.narrow(0, *mine))
+
+    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [tuple(values)] * self.mesh.size()
+
+    def exchange(self, why: str, mine: bytes) -> list[bytes]:
+        return [mine] * self.mesh.size()
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
         self._spend(x.nbytes)

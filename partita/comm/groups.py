@@ -23,6 +23,7 @@ from .control import ControlGroup
 from .deadlock import Pending, patience
 from .roll_call import roll_call
 from .source import place_of_user, user_line
+from .splits import Splits
 from .under_way import UnderWay, ordered_sum
 from .wire import Axes, Wire
 
@@ -108,6 +109,14 @@ class GroupWire(Wire):
         order = dist.get_process_group_ranks(self.process_group(axes))
         return tuple(self._at_rank[rank] for rank in order)
 
+    def _order(self, axes: Axes) -> list[int] | None:
+        members = self.mesh.group(axes, self.at)
+        if len(members) == 1:
+            return None
+        number = {self._rank_at[m]: i for i, m in enumerate(members)}
+        order = [number[rank] for rank in dist.get_process_group_ranks(self.process_group(axes))]
+        return None if order == sorted(order) else order
+
     # -- primitives: ProcessGroup methods that torch's own public collectives end in --------------
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
@@ -169,12 +178,13 @@ class GroupWire(Wire):
         out: torch.Tensor,
         x: torch.Tensor,
         axes: Axes,
-        get: list[int],
-        send: list[int],
+        get: Splits,
+        send: Splits,
         ask: Ask,
     ) -> None:
         group = self._process_groups[axes]
-        self._wait(group.alltoall_base(out, x, get, send), group, ask)
+        sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
+        self._wait(group.alltoall_base(out, x, *sizes), group, ask)
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
         group = self._process_groups[axes]

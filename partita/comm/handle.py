@@ -38,8 +38,7 @@ class MeshHandle:
         self._parts: dict[tuple[str, ...], MeshHandle] = {}
         self._number = next(_number)
         _known[self._number] = self
-        members = tuple(int(r) for r in ranks.flatten())
-        self.wire = make_wire(self, members)
+        self.wire = make_wire(self, tuple(ranks.flatten().tolist()))
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:

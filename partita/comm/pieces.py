@@ -1,8 +1,10 @@
-"""Which elements does a move take from whom, and where do they go?
+"""Moves as functions of a rank's local tensor: what it takes from whom, and where that goes.
 
-`prepare` answers once per move and rank and returns a function of the local tensor. Regions come
-from `Layout.local_region`, so uneven, nested and empty shards need no case of their own; even
-shards of dimension 0 take a path that copies nothing beyond the collective itself.
+`prepare` answers once per move and rank. Where the pieces of all ranks lie follows from the sizes
+of the axes (`cuts`), so that a move is the same few steps for any number of ranks: the buffer of a
+collective holds the pieces in the order of the ranks, and one strided copy (a few, where pieces are
+uneven) takes all of them there or back. Even shards of dimension 0 take a path that copies nothing
+beyond the collective itself.
 
 Pieces that differ in size travel padded to the largest, behind the data, and the padding is cut
 off with `resize_`, so that no result is a view of something larger that a later in-place op or
@@ -13,16 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout import LayoutError
+from ..layout import Layout, LayoutError
+from .cuts import cuts_of, is_restack, span
+from .sides import Side
+from .splits import Splits
 
 if TYPE_CHECKING:
     from ..redistribute import Move
     from .ask import Ask
-    from .wire import Wire
+    from .wire import Axes, Wire
 
 __all__ = ["Step", "neutral", "prepare"]
 
@@ -53,18 +58,15 @@ def prepare(move: Move, wire: Wire) -> Step:
 
 
 def _all_gather(move: Move, wire: Wire) -> Step:
-    axes, members = wire.group(move.axes)
-    target = move.after.local_region(wire.mesh, wire.at)
-    regions = [_within(move.before.local_region(wire.mesh, m), target, move) for m in members]
-    _check_cover(regions, target, move)
-    shape, n = _shape(target), len(members)
-    sizes = [_numel(r) for r in regions]
-    pad = max(sizes)
-    gather = wire.gather
+    axes, order = wire.group_order(move.axes)
+    gone, _ = cuts_of(move, wire.mesh)
+    shape = move.after.local_shape(wire.mesh, wire.at)
+    side = Side(gone, shape, wire, axes)
+    n, pad, gather = wire.mesh_size(axes), side.pad, wire.gather
 
-    if _in_order_on_dim_0(regions, shape):
-        step = max(r[0][1] for r in regions)
-        mine, padded, whole = (step, *shape[1:]), (n * step, *shape[1:]), n * step == shape[0]
+    if order is None and side.rows_in_memory:
+        mine, padded = side.piece, side.padded_shape
+        whole = padded == shape
 
         def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
             out = x.new_empty(padded)
@@ -73,68 +75,47 @@ def _all_gather(move: Move, wire: Wire) -> Step:
 
         return run
 
-    shapes = [_shape(r) for r in regions]
-    dim = _single_dim(regions, shape)
-    order = sorted(range(n), key=lambda i: regions[i][dim][0]) if dim is not None else []
-    slices = [_slices(r) for r in regions]
+    put = side.from_rows(pad)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         flat = x.new_empty(n * pad)
         gather(flat, _padded(x, (pad,)), axes, ask)
-        parts = [
-            flat[i * pad : i * pad + size].view(s)
-            for i, (size, s) in enumerate(zip(sizes, shapes, strict=True))
-        ]
-        if dim is not None:
-            return torch.cat([parts[i] for i in order], dim)
         out = x.new_empty(shape)
-        for part, where in zip(parts, slices, strict=True):
-            out[where] = part
+        put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
 
     return run
 
 
 def _reduce_scatter(move: Move, wire: Wire) -> Step:
-    axes, members = wire.group(move.axes)
+    axes, order = wire.group_order(move.axes)
     reduce_op = move.op
-    source = move.before.local_region(wire.mesh, wire.at)
-    regions = [_within(move.after.local_region(wire.mesh, m), source, move) for m in members]
-    _check_cover(regions, source, move)
-    shape, n = _shape(source), len(members)
-    mine = _shape(move.after.local_region(wire.mesh, wire.at))
-    slices = [_slices(r) for r in regions]
-    sizes = [_numel(r) for r in regions]
-    pad = max(sizes)
-    even = len(set(map(_shape, regions))) == 1
-    in_order = _in_order_on_dim_0(regions, shape)
-    as_it_is = in_order and even
+    _, come = cuts_of(move, wire.mesh)
+    mine = move.after.local_shape(wire.mesh, wire.at)
+    side = Side(come, move.before.local_shape(wire.mesh, wire.at), wire, axes)
+    n, pad = wire.mesh_size(axes), side.pad
+    in_memory = order is None and side.rows_in_memory
+    as_it_is = in_memory and side.even
+    take = side.to_rows(pad)
     scatter = wire.reduce_scatter
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        if in_order:
-            return _padded(x, (n * pad,))
-        if even:
-            return torch.stack([x[where] for where in slices]).view(-1)
-        buffer = x.new_zeros((n, pad))
-        for i, (where, size) in enumerate(zip(slices, sizes, strict=True)):
-            buffer[i, :size] = x[where].reshape(-1)
-        return buffer.view(-1)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         if as_it_is:
             out = x.new_empty(mine)
             scatter(out, x.contiguous(), axes, reduce_op, ask)
             return out
+        rows = _padded(x, (n * pad,)) if in_memory else take(x)
         out = x.new_empty(pad)
-        scatter(out, pack(x), axes, reduce_op, ask)
+        if order is not None:
+            rows = _in_group_order(rows, order)
+        scatter(out, rows, axes, reduce_op, ask)
         return out.resize_(mine)
 
     return run
 
 
 def _all_reduce(move: Move, wire: Wire) -> Step:
-    axes, _ = wire.group(move.axes)
+    axes, _ = wire.group_order(move.axes)
     reduce_op, reduce = move.op, wire.all_reduce
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
@@ -144,44 +125,100 @@ def _all_reduce(move: Move, wire: Wire) -> Step:
 
 
 def _all_to_all(move: Move, wire: Wire) -> Step:
-    axes, members = wire.group(move.axes)
-    mesh, at = wire.mesh, wire.at
-    mine_before = move.before.local_region(mesh, at)
-    mine_after = move.after.local_region(mesh, at)
-    sent = [_overlap(mine_before, move.after.local_region(mesh, m)) for m in members]
-    got = [_overlap(move.before.local_region(mesh, m), mine_after) for m in members]
-    sent = [_within(r, mine_before, move) for r in sent]
-    got = [_within(r, mine_after, move) for r in got]
-    _check_cover(sent, mine_before, move)
-    _check_cover(got, mine_after, move)
-    shape = _shape(mine_after)
-    send_sizes, get_sizes = [_numel(r) for r in sent], [_numel(r) for r in got]
-    send_slices, get_slices = [_slices(r) for r in sent], [_slices(r) for r in got]
-    get_shapes = [_shape(r) for r in got]
-    packed = _in_order_on_dim_0(sent, _shape(mine_before), even=False)
-    unpacked = _in_order_on_dim_0(got, shape, even=False)
-    dim = _single_dim(got, shape)
-    order = sorted(range(len(got)), key=lambda i: got[i][dim][0]) if dim is not None else []
+    axes, order = wire.group_order(move.axes)
+    gone, come = cuts_of(move, wire.mesh)
+    if is_restack(gone, come, axes, wire.mesh):
+        return _restack(move, wire)
+    shape = move.after.local_shape(wire.mesh, wire.at)
+    sent = Side(come, move.before.local_shape(wire.mesh, wire.at), wire, axes)
+    got = Side(gone, shape, wire, axes)
     exchange = wire.all_to_all
+    if order is None and sent.in_order and got.in_order:
+        send, get = sent.splits(), got.splits()
+        take = None if sent.in_memory else sent.to_segments()
+        put = None if got.in_memory else got.from_segments()
+    else:  # each message as large as the largest
+        pad = math.prod(map(max, sent.piece, got.piece))
+        send = get = Splits.evenly(wire.mesh_size(axes), pad)
+        take, put = sent.to_rows(pad), got.from_rows(pad)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
-        if packed:
-            source = x.contiguous()
-        else:
-            source = torch.cat([x[where].reshape(-1) for where in send_slices])
-        flat = x.new_empty(shape)
-        exchange(flat, source, axes, get_sizes, send_sizes, ask)
-        if unpacked:
-            return flat
-        parts = [p.view(s) for p, s in zip(flat.view(-1).split(get_sizes), get_shapes, strict=True)]
-        if dim is not None:
-            return torch.cat([parts[i] for i in order], dim)
+        source = x.contiguous() if take is None else take(x)
+        if order is not None:
+            source = _in_group_order(source, order)
+        if put is None:
+            out = x.new_empty(shape)
+            exchange(out, source, axes, get, send, ask)
+            return out
+        flat = x.new_empty(get.total)
+        exchange(flat, source, axes, get, send, ask)
         out = x.new_empty(shape)
-        for part, where in zip(parts, get_slices, strict=True):
-            out[where] = part
+        put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
 
     return run
+
+
+def _restack(move: Move, wire: Wire) -> Step:
+    """An all_to_all between pieces that are no grid: each rank gets what both have."""
+    axes, _ = wire.group_order(move.axes)
+    shape, exchange = move.after.local_shape(wire.mesh, wire.at), wire.all_to_all
+    send, sent = _overlaps(move.before, move.after, wire, axes)
+    get, got = _overlaps(move.after, move.before, wire, axes)
+
+    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+        parts = [x[where].reshape(-1) for where in sent]
+        source = torch.cat(parts) if parts else x.new_empty(0)
+        flat = x.new_empty(get.total)
+        exchange(flat, source, axes, get, send, ask)
+        out = x.new_empty(shape)
+        at = 0
+        for where in got:
+            to = out[where]
+            to.copy_(flat[at : at + to.numel()].view(to.shape))
+            at += to.numel()
+        return out
+
+    return run
+
+
+def _overlaps(
+    here: Layout, there: Layout, wire: Wire, axes: Axes
+) -> tuple[Splits, list[tuple[slice, ...]]]:
+    """How much of this rank's piece under `here` each rank of the group has under `there`, and
+    where in it that is, for each that has any."""
+    mesh, n = wire.mesh, wire.mesh_size(axes)
+    _, order = wire.group_order(axes)
+    members = torch.arange(n) if order is None else torch.tensor(order)
+    places: dict[str, Any] = dict(zip(mesh.names, wire.at, strict=True))
+    for axis in reversed(axes):
+        places[axis] = members % mesh.size(axis)
+        members = members // mesh.size(axis)
+    firsts, lasts, sizes = [], [], torch.ones(n, dtype=torch.int64)
+    region = here.local_region(mesh, wire.at)
+    for size, stack, (start, length) in zip(there.shape, there.shards, region, strict=True):
+        begin, many = span(size, [mesh.size(a) for a in stack], [places[a] for a in stack])
+        bounds = [torch.as_tensor(x).expand(n) - start for x in (begin, begin + many)]
+        first, last = (x.clamp(0, length) for x in bounds)
+        firsts.append(first)
+        lasts.append(last)
+        sizes = sizes * (last - first)
+    (some,) = sizes.nonzero(as_tuple=True)
+    bounds = [torch.stack(x, -1)[some].tolist() for x in (firsts, lasts)]
+    slices = [tuple(map(slice, first, last)) for first, last in zip(*bounds, strict=True)]
+    return Splits.of(sizes.tolist()), slices
+
+
+def _in_group_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The buffer of pieces in the order of the mesh, rearranged for a group in another order."""
+    return rows.view(len(order), -1)[order].view(-1)
+
+
+def _in_mesh_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The other way."""
+    out = torch.empty_like(rows)
+    out.view(len(order), -1)[order] = rows.view(len(order), -1)
+    return out
 
 
 def _alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
@@ -193,15 +230,17 @@ def _alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
 
 
 def _slice(move: Move, wire: Wire) -> Step:
+    cuts_of(move, wire.mesh)
     source = move.before.local_region(wire.mesh, wire.at)
-    where = _slices(_within(move.after.local_region(wire.mesh, wire.at), source, move))
+    where = _slices(_within(move.after.local_region(wire.mesh, wire.at), source))
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
     return lambda x, ask: x[where].clone(memory_format=_CONTIGUOUS)
 
 
 def _place(move: Move, wire: Wire) -> Step:
+    cuts_of(move, wire.mesh)
     target = move.after.local_region(wire.mesh, wire.at)
-    where = _slices(_within(move.before.local_region(wire.mesh, wire.at), target, move))
+    where = _slices(_within(move.before.local_region(wire.mesh, wire.at), target))
     shape, reduce_op = _shape(target), move.op
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
@@ -259,76 +298,13 @@ def _shape(region: Region) -> tuple[int, ...]:
     return tuple(length for _, length in region)
 
 
-def _numel(region: Region) -> int:
-    return math.prod(length for _, length in region)
-
-
 def _slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in region)
 
 
-def _overlap(a: Region, b: Region) -> Region:
-    both = []
-    for (i, n), (j, m) in zip(a, b, strict=True):
-        start = max(i, j)
-        both.append((start, max(0, min(i + n, j + m) - start)))
-    return tuple(both)
-
-
-def _within(inner: Region, outer: Region, move: Move) -> Region:
-    """`inner` counted from the start of `outer`; where it is empty, at a place that is in range."""
-    if any(length == 0 for _, length in inner):
-        empty = []
-        for (i, n), (j, m) in zip(inner, outer, strict=True):
-            length = min(n, m)
-            empty.append((min(max(i - j, 0), m - length), length))
-        return tuple(empty)
-    for (i, n), (j, m) in zip(inner, outer, strict=True):
-        if i < j or i + n > j + m:
-            raise _no_such_move(move)
+def _within(inner: Region, outer: Region) -> Region:
+    """`inner` counted from the start of `outer`."""
     return tuple((i - j, n) for (i, n), (j, _) in zip(inner, outer, strict=True))
-
-
-def _check_cover(parts: list[Region], whole: Region, move: Move) -> None:
-    """Parts of a shard never overlap, so that it is enough to count."""
-    if sum(map(_numel, parts)) != _numel(whole):
-        raise _no_such_move(move)
-
-
-def _no_such_move(move: Move) -> LayoutError:
-    return LayoutError(
-        f"one {move.kind} over {' '.join(move.axes)} cannot make "
-        f"{move.after.brief()} of {move.before.brief()}",
-        reason="the pieces that its ranks hold do not tile what they are to hold",
-    )
-
-
-def _in_order_on_dim_0(parts: list[Region], shape: tuple[int, ...], even: bool = True) -> bool:
-    """Whether the parts, in the group's order, simply follow each other in memory.
-
-    With `even`, also whether all are of one size but for those at the end, so that padding each
-    to the first one's size pads only the end of the whole.
-    """
-    if not shape:
-        return False
-    step, at = parts[0][0][1], 0
-    for i, part in enumerate(parts):
-        if any(p != (0, n) for p, n in zip(part[1:], shape[1:], strict=True)):
-            return False
-        start, length = part[0]
-        if length and (start != at or (even and (start != i * step or length > step))):
-            return False
-        at += length
-    return at == shape[0]
-
-
-def _single_dim(parts: list[Region], shape: tuple[int, ...]) -> int | None:
-    """The one dimension along which the parts follow each other, if there is just one."""
-    dims = [d for d, n in enumerate(shape) if any(part[d] != (0, n) for part in parts)]
-    # Parts of an empty whole may all be as long as it is: they do not add up, so never join them.
-    if len(dims) == 1 and sum(part[dims[0]][1] for part in parts) == shape[dims[0]]:
-        return dims[0]
-    return None
 
 
 def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from .ask import Ask
 from .handle import MeshHandle
 from .ledger import Scope
 from .meeting import Call, Payload
+from .splits import Splits
 from .wire import Axes, Wire
 from .world import World, running_rank
 
@@ -86,8 +87,9 @@ class RankWire(Wire):
             for to, _ in all_:
                 torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
-        # Ranks of other groups may hold more or less, but numbers of the same count.
-        size = x.numel() if ask.move is None else None
+        # Ranks of other groups may hold more or less, but numbers, and what all have padded, of the
+        # same count.
+        size = x.numel() if ask.kind in ("gather_ints", "all_gather") and not ask.move else None
         self._meet(("gather", x.dtype, size), axes, ask, (out, x), action)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
@@ -113,18 +115,16 @@ class RankWire(Wire):
         out: torch.Tensor,
         x: torch.Tensor,
         axes: Axes,
-        get: list[int],
-        send: list[int],
+        get: Splits,
+        send: Splits,
         ask: Ask,
     ) -> None:
-        sizes = torch.tensor(send)
-
         def action(all_: Sequence[Payload]) -> None:
-            sent = [x.split(counts.tolist()) for _, x, counts in all_]
+            sent = [x.split(splits.sizes) for _, x, splits in all_]
             for i, (to, _, _) in enumerate(all_):
                 torch.cat([parts[i] for parts in sent], out=to)
 
-        self._meet(("all_to_all", x.dtype), axes, ask, (out, x, sizes), action)
+        self._meet(("all_to_all", x.dtype), axes, ask, (out, x, send), action)
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
         def action(all_: Sequence[Payload]) -> None:

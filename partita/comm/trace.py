@@ -11,21 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout import Coordinate, Fix, Layout, LayoutError
+from ..layout import Fix, Layout, LayoutError
+from ..redistribute import Move
 from .ask import Ask
+from .compiled import all_to_all
+from .cuts import cuts_of, ends_last, is_restack, span
 from .groups import GroupWire
 from .ledger import Scope
-from .padded import ends_last, is_uneven, padded_step, padding, span, uneven
+from .padded import is_uneven, padded_step, padding, uneven
 from .pieces import neutral, prepare
 from .source import user_line
 from .wire import Axes, Wire
 
 if TYPE_CHECKING:
-    from ..redistribute import Move
+    from .splits import Splits
 
 __all__ = ["TraceWire", "in_place_of", "stand_ins"]
 
@@ -65,6 +69,7 @@ class TraceWire(Wire):
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
         self.zeros = False
         self._paddings: dict[Any, torch.Tensor] = {}
+        self._instead: dict[int, tuple[Move, tuple[Move, ...]]] = {}
         self.moved, self.reduced = real.moved, real.reduced
         self.device, self.device_mesh = real.device, real.device_mesh
 
@@ -75,6 +80,7 @@ class TraceWire(Wire):
         """
         self.coordinate, self.noting = {}, _no_noting
         self._steps.clear()
+        self._instead.clear()
         self.admitted.clear()
         self._seen.clear()
         self._paddings.clear()
@@ -141,6 +147,37 @@ class TraceWire(Wire):
     # -- moves -------------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
+        if move.kind == "all_to_all":
+            for one in self._in_graph(move):
+                x = self._carry(one, x, op=op, reason=reason)
+            return x
+        return self._carry(move, x, op=op, reason=reason)
+
+    def _in_graph(self, move: Move) -> tuple[Move, ...]:
+        """What does `move` in a graph: where what a rank sends to whom is another on each rank,
+        which no graph for all of them can say, all is gathered and each keeps its own."""
+        found = self._instead.get(id(move))
+        if found is None:
+            moves: tuple[Move, ...] = (move,)
+            gone, come = cuts_of(move, self.mesh)
+            if gone and is_restack(gone, come, move.axes, self.mesh):
+                moves = self._gather_and_slice(move, {a for cut in gone for a in cut.inner})
+            found = self._instead[id(move)] = (move, moves)
+        return found[1]
+
+    def _gather_and_slice(self, move: Move, moved: set[str]) -> tuple[Move, Move]:
+        stacks = []
+        for stack in move.before.shards:
+            kept = next((i for i, a in enumerate(stack) if a in moved), len(stack))
+            stacks.append(stack[:kept])
+        whole = replace(move.before, shards=tuple(stacks))
+        axes = tuple(a for a in self.mesh.names if a in moved)
+        return (
+            Move("all_gather", axes, move.before, whole),
+            Move("slice", axes, whole, move.after),
+        )
+
+    def _carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
         before, self.zeros = self.zeros, reason in ("gradient", "settle")
         try:
             with self.noting(move, x.element_size(), op, reason):
@@ -210,16 +247,15 @@ class TraceWire(Wire):
 
     # -- collectives, on contiguous memory ---------------------------------------------------------
 
-    def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
-        members = self.real.group(axes)[1]
-        if members != self.mesh.group(axes, self.real.at):
+    def _order(self, axes: Axes) -> list[int] | None:
+        if self.real.group_order(axes)[1] is not None:
             raise LayoutError(
                 f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",
                 place=user_line(),
                 reason="each rank's graph would put pieces together in another order",
                 fixes=(Fix("a mesh whose ranks ascend along each axis"),),
             )
-        return self.mesh.group(axes, self.at)
+        return None
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
         whole = _functional.all_gather_into_tensor(
@@ -244,11 +280,11 @@ class TraceWire(Wire):
         out: torch.Tensor,
         x: torch.Tensor,
         axes: Axes,
-        get: list[int],
-        send: list[int],
+        get: Splits,
+        send: Splits,
         ask: Ask,
     ) -> None:
-        got = _functional.all_to_all_single(x, get, send, self.group_name(axes))
+        got = all_to_all(x, self.mesh_size(axes), self.group_name(axes))
         out.copy_(_functional.wait_tensor(got))
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:

@@ -21,6 +21,7 @@ from .checks import refuse_implicit
 from .ledger import Record, Scope, human, scope
 from .pieces import Step, prepare
 from .source import user_line
+from .splits import Splits
 from .under_way import Done, Summed, UnderWay
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Wire:
     device_mesh: object
     padded = False
     """Are shards padded, so that all ranks hold equally much? While a step is captured they are."""
+    has_peers = True
+    """Are there other ranks to compare with?"""
 
     def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
         self.mesh, self.at = mesh, at
@@ -70,6 +73,7 @@ class Wire:
         self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._groups: dict[Axes, tuple[Axes, tuple[Coordinate, ...]]] = {}
+        self._orders: dict[Axes, tuple[Axes, list[int] | None]] = {}
 
     # -- the door --------------------------------------------------------------------------------
 
@@ -309,6 +313,15 @@ class Wire:
             found = self._groups[axes] = (key, self._members(key))
         return found
 
+    def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
+        """`axes` in mesh order, and which of the ranks along them, counted in that order, each
+        member of their group is; None where the group has them in that order, too."""
+        found = self._orders.get(axes)
+        if found is None:
+            key = tuple(a for a in self.mesh.names if a in axes)
+            found = self._orders[axes] = (key, self._order(key))
+        return found
+
     # -- any dtype, by way of those that the backend has -----------------------------------------
 
     def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
@@ -324,19 +337,17 @@ class Wire:
         out: torch.Tensor,
         x: torch.Tensor,
         axes: Axes,
-        get: list[int],
-        send: list[int],
+        get: Splits,
+        send: Splits,
         ask: Ask,
     ) -> None:
-        """Send `send[i]` elements of `x` to member i and get `get[i]` of `out` from it."""
+        """Send member i its segment of `x`, and get from it what fills its segment of `out`."""
         x = _plain(x)
         if x.dtype in self.moved:
             self._all_to_all(out.view(-1), x.view(-1), axes, get, send, ask)
         else:
             n = x.element_size()
-            self._all_to_all(
-                _bytes(out), _bytes(x), axes, [n * i for i in get], [n * i for i in send], ask
-            )
+            self._all_to_all(_bytes(out), _bytes(x), axes, get.times(n), send.times(n), ask)
 
     def all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> torch.Tensor:
         """The reduction of the group's `x`, in the memory of `x` where the backend can."""
@@ -375,6 +386,9 @@ class Wire:
     def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
         return self.mesh.group(axes, self.at)
 
+    def _order(self, axes: Axes) -> list[int] | None:
+        return None
+
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
         raise NotImplementedError
 
@@ -403,7 +417,7 @@ class Wire:
             self._reduce_scatter(out, x, axes, "sum", ask)
             return Done()
         n, shares = self.mesh_size(axes), torch.empty_like(x)
-        even = [x.numel() // n] * n
+        even = Splits.evenly(n, x.numel() // n)
         self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, ask)
         return Summed(Done(), shares.view(n, -1).unbind(), out.view(-1))
 
@@ -412,8 +426,8 @@ class Wire:
         out: torch.Tensor,
         x: torch.Tensor,
         axes: Axes,
-        get: list[int],
-        send: list[int],
+        get: Splits,
+        send: Splits,
         ask: Ask,
     ) -> None:
         raise NotImplementedError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import all_gather
+from partita.comm.compiled import all_gather, all_to_all
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
 
@@ -93,7 +93,7 @@ def is_collective(node: fx.Node) -> bool:
     """Does it send?"""
     space = getattr(node.target, "namespace", "")
     named = space == "_c10d_functional" and "wait_tensor" not in str(node.target)
-    return named or node.target is all_gather
+    return named or node.target in (all_gather, all_to_all)
 
 
 # -- as a machine reads it -------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 
+from partita.comm.compiled import all_to_all
+
 from .constants import constants_as_inputs, constants_of
 from .generated import code_of, memory_of_code
 from .light import lighter, without_compiler
@@ -88,6 +90,12 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
             # Of bytes, as which Gloo carries bools. Inductor's vectors of them do not compile.
             node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
+        if node.target is all_to_all:
+            # Of torch's own, Inductor knows that what is sent is read until it is waited for.
+            x, n, name = node.args
+            even = [node.meta["val"].shape[0] // n] * n
+            node.target = torch.ops._c10d_functional.all_to_all_single.default
+            node.args = (x, even, even, name)
         if node.target is _aten.bernoulli.p and not node.users:
             warnings.warn(
                 "Inductor does not draw a dropout that nobody reads: what is drawn behind it is "

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from partita.comm import Ask, Wire
-from partita.comm.compiled import all_gather
+from partita.comm.compiled import all_gather, all_to_all
+from partita.comm.splits import Splits
 
 from .notes import note_of
 
@@ -182,8 +183,15 @@ def _all_to_all(
 ) -> torch.Tensor:
     rest = x[0].numel() if x.shape[0] else 1
     out = x.new_empty((sum(get), *x.shape[1:]))
-    elements = [[n * rest for n in sizes] for sizes in (get, send)]
+    elements = [Splits.of(sizes).times(rest) for sizes in (get, send)]
     wire.all_to_all(out, x.contiguous(), axes, *elements, Ask("all_to_all", None, name))
+    return out
+
+
+def _even_all_to_all(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    each = Splits.evenly(size, x.numel() // size)
+    wire.all_to_all(out, x.contiguous(), axes, each, each, Ask("all_to_all", None, name))
     return out
 
 
@@ -197,6 +205,7 @@ def _broadcast(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> 
 _COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     _functional.all_gather_into_tensor.default: _all_gather,
     all_gather: _all_gather,
+    all_to_all: _even_all_to_all,
     _functional.reduce_scatter_tensor.default: _reduce_scatter,
     _functional.all_reduce.default: _all_reduce,
     _functional.all_to_all_single.default: _all_to_all,

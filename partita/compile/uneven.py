@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from partita.comm import Ask, TraceWire, Wire, is_uneven
-from partita.layout import Layout
+from partita.comm.cuts import has_empty, places_of, span
 from partita.redistribute.cost import bytes_of
 from partita.tensor.spec import Spec, spec_of
 
@@ -98,7 +98,7 @@ class Border:
     def _borrow(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
         last = here.narrow(dim, here.shape[dim] - 1, 1).contiguous()
         all_last = last.new_empty((lender.members, *last.shape))
-        ask = Ask("all_gather", None, "pad")
+        ask = Ask("all_gather of padding", None, "pad")
         self.wire.gather(all_last.view(-1), last.view(-1), lender.axes, ask)
         if lender.place is not None:
             here.copy_(all_last[lender.place])
@@ -159,19 +159,17 @@ def _lenders(spec: Spec) -> dict[int, _Lender]:
     mesh, at = spec.wire.mesh, spec.wire.at
     found = {}
     for dim, (size, axes) in enumerate(zip(spec.layout.shape, spec.layout.shards, strict=True)):
-        if math.prod([mesh.size(a) for a in axes]) == 1 or not size:
+        parts = [mesh.size(a) for a in axes]
+        if not size or not has_empty(size, parts):
             continue
-        one = Layout((size,), (axes,))
-        key, members = spec.wire.group(axes)
-        # In the order in which the pieces stand in the dimension.
-        row = sorted(members, key=lambda c: [c[mesh.index(a)] for a in axes])
-        lengths = [one.local_shape(mesh, c)[0] for c in row]
-        if all(lengths):
-            continue
-        mine = row.index(at)
+        key, order = spec.wire.group_order(axes)
+        start, length = span(size, parts, [at[mesh.index(a)] for a in axes])
         place = None
-        if not lengths[mine]:
-            before = next(i for i in range(mine, -1, -1) if lengths[i])
-            place = members.index(row[before])
-        found[dim] = _Lender(key, len(members), place)
+        if not length:  # the first piece is not empty, so that something is before this one
+            where = dict(zip(axes, places_of(start - 1, size, parts)[0], strict=True))
+            place = 0
+            for axis in key:
+                place = place * mesh.size(axis) + where[axis]
+            place = place if order is None else order.index(place)
+        found[dim] = _Lender(key, spec.wire.mesh_size(key), place)
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from partita.comm import GroupWire
-from partita.comm.compiled import all_gather, sum_of_shares
+from partita.comm.compiled import all_gather, all_to_all, sum_of_shares
 from partita.comm.gloo import SMALL
 
 from ..graph import is_collective
@@ -24,6 +24,9 @@ _WAIT = _functional.wait_tensor.default
 _GATHER = _functional.all_gather_into_tensor.default
 _SCATTER = _functional.reduce_scatter_tensor.default
 _REDUCE = _functional.all_reduce.default
+
+_ADDED = 8
+"""Shares up to which each addition is a node, which Inductor fuses; of more, the sum is one."""
 
 
 def on_gloo(program: Program) -> str:
@@ -81,7 +84,7 @@ def _exchange(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
     x, name = node.args[0], node.args[-1]
     dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
-        begun = _begin_exchange(Making(graph, note_of(node)), x, n, name)
+        begun = Making(graph, note_of(node))(all_to_all, x, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
         shares = make(_WAIT, begun)
@@ -103,7 +106,7 @@ def _all_reduce(graph: fx.Graph, node: fx.Node, n: int) -> None:
         else:
             if size % n:
                 flat = make(_aten.constant_pad_nd.default, flat, [0, -size % n])
-            begun = _begin_exchange(make, flat, n, name)
+            begun = make(all_to_all, flat, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
         whole = _sum(make, make(_WAIT, begun), n, value.dtype)
@@ -115,13 +118,10 @@ def _all_reduce(graph: fx.Graph, node: fx.Node, n: int) -> None:
     _erase(graph, wait, node)
 
 
-def _begin_exchange(make: Making, flat: Any, n: int, name: Any) -> fx.Node:
-    even = [flat.meta["val"].shape[0] // n] * n
-    return make(_functional.all_to_all_single.default, flat, even, even, name)
-
-
 def _sum(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
     """The sum of n shares that lie end to end, in rank order, in at least 32 bits."""
+    if n > _ADDED:
+        return make(sum_of_shares, shares, n)
     rows = make(_aten.view.default, shares, [n, -1])
     narrow = dtype.itemsize < 4
     total: Any = None

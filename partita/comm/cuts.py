@@ -36,6 +36,7 @@ __all__ = [
     "padded_length",
     "places_of",
     "span",
+    "unravel",
 ]
 
 Number = Any
@@ -166,6 +167,15 @@ def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Nu
         at = at - here * step
         left = least(step, left - here * step)
     return places, at
+
+
+def unravel(i: int, sizes: Sequence[int]) -> list[int]:
+    """The place along each axis of rank `i`, the last axis fastest."""
+    places = []
+    for n in reversed(sizes):
+        i, place = divmod(i, n)
+        places.append(place)
+    return places[::-1]
 
 
 def padded_length(size: int, parts: Sequence[int]) -> int:

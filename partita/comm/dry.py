@@ -1,14 +1,16 @@
-"""What would be sent, and how long would it take, if there were peers?"""
+"""Dry meshes, for planning: what would be sent, and how long would it take, if there were peers?"""
 
 from __future__ import annotations
 
 import torch
 
-from ..layout import LayoutError, Mesh
+from ..layout import Fix, LayoutError, Mesh
 from ..redistribute.cost import BANDWIDTH, LATENCY
 from .ask import Ask
+from .cuts import unravel
 from .handle import MeshHandle
 from .ledger import scope
+from .source import user_line
 from .splits import Splits
 from .wire import Axes, Wire
 
@@ -33,7 +35,7 @@ class DryWire(Wire):
 
     def __init__(self, handle: MeshHandle, latency: float, bandwidth: float):
         super().__init__(handle._layout, handle._at, scope())
-        self.device_mesh = handle
+        self.device_mesh, self.device = handle, torch.device(handle.device_type)
         self.latency, self.bandwidth = latency, bandwidth
         self.nbytes, self.seconds = 0, 0.0
 
@@ -82,21 +84,58 @@ class DryWire(Wire):
 
 
 def dry_mesh(
-    rank: int = 0, *, latency: float = LATENCY, bandwidth: float = BANDWIDTH, **axes: int
+    rank: int = 0,
+    *,
+    device_type: str = "cpu",
+    latency: float = LATENCY,
+    bandwidth: float = BANDWIDTH,
+    **axes: int,
 ) -> MeshHandle:
-    """A mesh on which this process is `rank` and nobody else is there: `dry_mesh(dp=8, tp=4)`.
+    """A mesh on which this process is one rank and nobody else is there, to plan with.
 
-    Everything runs, with right shapes and counted bytes, and with values that mean nothing.
+    What runs on a mesh runs on it, with the layouts, shapes and moves of that rank, and with values
+    that mean nothing: what would come from other ranks is this rank's own again, or zeros. Ledgers
+    count the bytes that it would have sent. No process group is begun, and on the meta device
+    nothing is allocated, so that there may be any number of ranks.
+
+        mesh = pt.dry_mesh(dp=1024, tp=8)
+        with torch.device("meta"):
+            model = MyModel()
+        pt.zero(model, mesh["dp"], stage=3)
 
     Args:
-        rank: which rank to be, row-major over the axes.
+        rank: which rank to be, from 0, row-major over the axes.
+        device_type: where tensors are that `pt.zeros` and its like make on the mesh: "cpu", "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
         axes: the size of each mesh axis, outermost first.
+
+    Returns:
+        What stands for a `DeviceMesh`: it answers `size`, `shape`, `mesh_dim_names`, `mesh["dp"]`,
+        `get_coordinate`, `get_rank` and `get_local_rank`, and has no process groups.
+
+    Raises:
+        LayoutError: there is no axis, an axis without ranks, or no such rank.
     """
+    if not axes:
+        raise LayoutError(
+            "dry_mesh needs at least one axis",
+            place=user_line(),
+            reason="an axis is named, and has a number of ranks",
+            fixes=(Fix("pt.dry_mesh(dp=8)", "for 8 ranks"),),
+        )
     mesh = Mesh(tuple(axes), tuple(axes.values()))
     if not 0 <= rank < mesh.size():
-        raise LayoutError(f"rank {rank} is not one of the {mesh.size()} of mesh {mesh}")
+        raise LayoutError(
+            f"rank {rank} is not one of the {mesh.size()} of mesh {mesh}",
+            place=user_line(),
+            fixes=(Fix(f"0 <= rank < {mesh.size()}"),),
+        )
     numbers = torch.arange(mesh.size()).view(mesh.sizes)
-    at = mesh.coordinates()[rank]
-    return MeshHandle(mesh, at, numbers, lambda handle, _: DryWire(handle, latency, bandwidth))
+    at = tuple(unravel(rank, mesh.sizes))
+
+    def make_wire(handle: MeshHandle, _: tuple[int, ...]) -> DryWire:
+        handle.device_type = device_type
+        return DryWire(handle, latency, bandwidth)
+
+    return MeshHandle(mesh, at, numbers, make_wire)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .cuts import Block, Cut, blocks_of, ends_last, padded_length, span
+from .cuts import Block, Cut, blocks_of, ends_last, padded_length, span, unravel
 from .splits import Splits
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Side:
         rest = math.prod(self.shape) // length if length else 0
 
         def place(i: int) -> tuple[int, int]:
-            start, size = span(length, cut.parts, _unravel(i, cut.parts))
+            start, size = span(length, cut.parts, unravel(i, cut.parts))
             return rest * start, rest * size
 
         return Splits(n, math.prod(self.shape), False, place)
@@ -149,11 +149,3 @@ class Side:
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _unravel(i: int, sizes: Sequence[int]) -> list[int]:
-    places = []
-    for n in reversed(sizes):
-        i, place = divmod(i, n)
-        places.append(place)
-    return places[::-1]

@@ -10,6 +10,8 @@
     start    a cold store and a warm one: how long until 4 ranks have made their first step
     depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`), and what an older
              checkout takes in the same run (`--before PATH`)
+    moves    what each move and a ZeRO-3 layer of a Llama cost the host, in nodes and time, on dry
+             meshes of 8 to 4,096 ranks (`--mesh-sizes`), and the ratio
 
 What memory a compiled step takes is asked by `partita bench memory`.
 """
@@ -36,7 +38,7 @@ import partita as pt
 from partita.train.models.llama import Llama
 from partita.train.zero import zero
 
-from .bench_depth import add_options, depth
+from . import bench_depth, bench_moves
 from .bench_zero import Shape, fsdp, training
 from .in_turns import Step, in_turns, measure, on_ranks, table
 
@@ -265,7 +267,8 @@ PARTS = {
     "tiny": _tiny,
     "guards": _guards,
     "start": _start,
-    "depth": depth,
+    "depth": bench_depth.depth,
+    "moves": bench_moves.moves,
 }
 
 
@@ -282,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backends", nargs="+", default=["inductor"], help="of `guards`: inductor, graph"
     )
-    add_options(parser)
+    bench_depth.add_options(parser)
+    bench_moves.add_options(parser)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     unknown = set(options.parts) - set(PARTS)

@@ -194,7 +194,8 @@ def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) 
         inner = by_dim[dim].inner if dim in by_dim else ()
         order += [*inner, dim]
         shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
-    return rows.permute([labels.index(label) for label in order]).reshape(shape)
+    # Not `reshape`, whose `_unsafe_view` of a copy no pass knows for what only moves.
+    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
 
 
 def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:

@@ -111,7 +111,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", choices=("gpt", "llama"), default="gpt", help="of `depth`")
     parser.add_argument("--width", type=int, default=32, help="of the model of `depth`")
-    parser.add_argument(
-        "--times", type=int, default=1, help="each is measured"
-    )
+    parser.add_argument("--times", type=int, default=1, help="each is measured")
     parser.add_argument("--before", metavar="PATH", help="a checkout beside which `depth` measures")

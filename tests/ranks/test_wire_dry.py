@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+import partita as pt
 from partita import comm
 from partita.layout import LayoutError, Mesh
 from tests.ranks.test_wire_moves import local, move, moves_on
@@ -61,6 +62,71 @@ def test_what_is_no_mesh_and_a_rank_that_is_not_there_are_refused():
     with pytest.raises(LayoutError, match="device_mesh is 'cpu', which is no mesh"):
         comm.wire_of("cpu")
     with pytest.raises(LayoutError, match="rank 8 is not one of the 8 of mesh dp=4 tp=2"):
-        comm.dry_mesh(8, dp=4, tp=2)
+        pt.dry_mesh(8, dp=4, tp=2)
+    with pytest.raises(LayoutError, match="dry_mesh needs at least one axis"):
+        pt.dry_mesh()
+    with pytest.raises(LayoutError, match="each axis of a mesh needs at least one rank"):
+        pt.dry_mesh(dp=0)
     with pytest.raises(LayoutError, match="needs at least one axis"):
         comm.ranks()
+
+
+def test_a_dry_mesh_answers_as_a_device_mesh_does():
+    mesh = pt.dry_mesh(5, dp=2, tp=3)
+    assert mesh.shape == (2, 3) and mesh.mesh_dim_names == ("dp", "tp") and mesh.size() == 6
+    assert mesh.get_coordinate() == [1, 2] and mesh.get_rank() == 5 and mesh.size("tp") == 3
+    assert mesh["tp"].mesh.tolist() == [3, 4, 5] and mesh["dp"].get_local_rank() == 1
+    assert mesh.device_type == mesh["tp"].device_type == "cpu"
+
+
+def test_what_is_made_on_a_dry_mesh_of_meta_tensors_takes_no_memory():
+    mesh = pt.dry_mesh(dp=1024, tp=8, device_type="meta")
+    x = pt.zeros(1 << 20, 1 << 20, device_mesh=mesh, placements=[pt.Shard(0), pt.Shard(1)])
+    assert x.to_local().shape == (1024, 1 << 17) and x.to_local().device.type == "meta"
+    assert pt.randn(8192, device_mesh=mesh["dp"], placements=[pt.Shard(0)]).to_local().shape == (8,)
+
+
+def test_a_dry_rank_sends_what_a_real_one_sends():
+    moves = [
+        (pt.Shard(0), pt.Replicate()),
+        (pt.Shard(1), pt.Replicate()),
+        (pt.Partial(), pt.Shard(1)),
+        (pt.Partial(), pt.Replicate()),
+        (pt.Shard(0), pt.Shard(1)),
+    ]
+
+    def sent(mesh):
+        with pt.ledger() as log:
+            for before, after in moves:
+                x = pt.zeros(9, 10, device_mesh=mesh, placements=[before])
+                x.redistribute(placements=[after])
+        return [(m.kind, m.nbytes) for m in log.moves]
+
+    with pt.ranks(dp=3) as world:
+        real = world.run(sent)
+    assert [sent(pt.dry_mesh(rank, dp=3)) for rank in range(3)] == real
+
+
+def test_a_dry_step_of_zero_3_is_the_graph_of_real_ranks():
+    def nodes(mesh, device):
+        torch.manual_seed(0)
+        with torch.device(device):
+            layers = torch.nn.Linear(6, 7), torch.nn.GELU(), torch.nn.Linear(7, 4)
+        model = pt.zero(torch.nn.Sequential(*layers), mesh, stage=3)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def train(x):
+            optimizer.zero_grad()
+            loss = (model(x) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = pt.compile(train, backend="graph")
+        step(pt.zeros(4, 6, device_mesh=mesh, placements=[pt.Shard(0)]))
+        return [str(node.target) for node in step.graph.nodes]
+
+    with pt.ranks(dp=2) as world:
+        real, _ = world.run(nodes, "cpu")
+    assert nodes(pt.dry_mesh(dp=2), "cpu") == real
+    assert nodes(pt.dry_mesh(dp=2, device_type="meta"), "meta") == real

@@ -38,7 +38,8 @@ def start_all_gather(
         ask: what a rank that waits for it tells the others.
     """
     pieces, rank = out.view(group.size(), -1), group.rank()
-    pieces[rank].copy_(x.view(-1))
+    if x.data_ptr() != pieces[rank].data_ptr():  # it may lie there
+        pieces[rank].copy_(x.view(-1))
     if len(pieces) == 2:
         return _swap(group, pieces[1 - rank], pieces[rank], ask)
     return All([Pending(group.broadcast(p, i), group, ask) for i, p in enumerate(pieces.unbind())])

@@ -47,6 +47,7 @@ class GroupWire(Wire):
 
     moved = _COMMON
     reduced = _COMMON
+    gathers_in_place = True
 
     device_mesh: DeviceMesh
 

@@ -62,6 +62,8 @@ class Wire:
     """Dtypes that the backend reduces as they are; others are widened."""
     device = torch.device("cpu")
     device_mesh: object
+    gathers_in_place = False
+    """May what a rank gives to a gather lie where it will stand in what comes?"""
     padded = False
     """Are shards padded, so that all ranks hold equally much? While a step is captured they are."""
     has_peers = True

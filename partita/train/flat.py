@@ -186,25 +186,34 @@ class Flat:
         if self.here or self._arriving is not None:
             return False
         with Local(), torch.no_grad():
-            mine = self._end_to_end(shards)
             if self._arrives_in_place:
                 self._allocate()
                 out = self._full[: self.n * self.length]
             else:
-                out = mine.new_empty(self.n * self.length)
+                out = torch.empty(self.n * self.length, dtype=self.dtype, device=self.device)
                 self.alive = out.nbytes
+            mine = self._end_to_end(shards, out)
             work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
             self._arriving = (work, mine, out)
         return True
 
-    def _end_to_end(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _own_row(self, out: torch.Tensor) -> torch.Tensor:
+        """Where this rank's flat shard is made."""
+        if not self.wire.gathers_in_place:
+            return torch.empty(self.length, dtype=self.dtype, device=self.device)
+        _, members = self.wire.group(self.gather.axes)
+        return out.view(self.n, self.length)[members.index(self.wire.at)]
+
+    def _end_to_end(self, shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """The local shards, each with its padding: in their row of `out`, which all come to; the
+        only one as it is, where it fits."""
         if len(shards) == 1:
             (only,) = shards
             if only.numel() == self.length and only.dtype == self.dtype and only.is_contiguous():
                 return only.detach().view(-1)
+        mine = self._own_row(out)
         if self._is_even and all(_dtype(s) is self.dtype for s in shards):
-            return torch.cat([s.reshape(-1) for s in shards])
-        mine = torch.empty(self.length, dtype=self.dtype, device=self.device)
+            return torch.cat([s.reshape(-1) for s in shards], out=mine)
         into = []
         for p, s in zip(self.pieces, shards, strict=True):
             into.append(mine[p.start : p.start + s.numel()].view(s.shape))

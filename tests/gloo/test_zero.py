@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
+from partita.train.allocated import counted
 from tests.gloo.launch import run_ranks
 from tests.ranks.test_zero import TOKENS, Odd, gpt, loss_of, odd, rows, train
 from tests.ranks.test_zero import zero_state as state_of
@@ -114,3 +115,28 @@ def test_hybrid_sharding_in_bfloat16_follows_one_device():
     single = train(odd(), lambda t: t, make=torch.optim.SGD)
     for losses in run_ranks(hybrid, 4):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(single), rtol=0.05, atol=0)
+
+
+def peaks(rank, widths):
+    """Of a model of eight Linears of each width: the most bytes of a step, in layers."""
+    mesh, found = mesh_of(dp=2), []
+    for width in widths:
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
+        model = pt.zero(torch.nn.Sequential(*layers), mesh)
+        x = pt.DTensor.from_local(torch.ones(4, width), mesh, [pt.Shard(0)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(model=model, x=x, optimizer=optimizer):
+            optimizer.zero_grad()
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+
+        step()
+        found.append(counted(step) / (4 * width**2))
+    return found
+
+
+def test_a_step_holds_three_layers_whether_or_not_they_split_evenly():
+    # A weight, its gradient, and half again on its way and of the layer before; no copy of a shard.
+    for even, uneven in run_ranks(peaks, 2, (512, 511)):
+        assert even < 3.3 and uneven < 3.3

@@ -34,9 +34,10 @@ from .captured_attributes import Attributes, check_result, holds_made, is_filled
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
 from .differentiate import Seed, differentiate, has_history, made_inputs
+from .effects import drop_unused
 from .errors import CaptureError, not_captured
 from .finished import Trace
-from .functional import drop_unused, functional
+from .functional import functional
 from .gating import gate_writes
 from .graph_modules import lazy_graph_modules
 from .guards import Guards, Record, Write

@@ -21,7 +21,7 @@ from partita.tensor.dtensor import tagged
 
 from .compared import compared
 from .conditions import Conditions
-from .functional import drop_unused
+from .effects import drop_unused
 from .inputs import Inputs
 from .program import Input, Output, Program
 

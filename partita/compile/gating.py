@@ -13,8 +13,8 @@ from torch import fx
 
 from partita.layout import Fix
 
+from .effects import has_effect
 from .errors import not_captured
-from .functional import has_effect
 from .notes import note_of
 from .passes.making import Making
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .functional import drop_unused
+from .effects import drop_unused
 from .graph_modules import lazy_graph_module
 from .notes import NOTE, note_of
 from .program import Input, Output, Program

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..functional import drop_unused
+from ..effects import drop_unused
 from ..program import Program
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .bucket import bucket

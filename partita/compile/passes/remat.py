@@ -6,8 +6,8 @@ import hashlib
 
 from torch import fx
 
+from ..effects import drop_unused
 from ..errors import cannot_be_kept
-from ..functional import drop_unused
 from ..graph import canonical, is_collective, nbytes_of
 from ..notes import note_of
 from ..program import Program

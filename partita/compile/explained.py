@@ -26,28 +26,35 @@ __all__ = ["AsCaptured", "changes_of", "explained"]
 
 
 class AsCaptured:
-    """A program as it is now, before passes change it."""
+    """A program as it is now, before passes change it: a row for each node, until somebody asks."""
 
     def __init__(self, program: Program):
         self._root = program.graph
-        self._graph = _copy(program.graph.graph)
+        self._rows = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
+            for n in program.graph.graph.nodes
+        ]
         self._parts = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
         for name in ("inputs", "outputs"):
             self._parts[name] = list(self._parts[name])
 
     def program(self) -> Program:
         """One like it, to be changed."""
-        graph = lazy_graph_module(self._root, _copy(self._graph))
-        parts: dict[str, Any] = {**self._parts, "graph": graph}
+        parts: dict[str, Any] = {
+            **self._parts,
+            "graph": lazy_graph_module(self._root, self._graph()),
+        }
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])
         return Program(**parts)
 
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
+    def _graph(self) -> fx.Graph:
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node, op, target, args, kwargs, name, meta in self._rows:
+            given = fx.node.map_arg((args, kwargs), of.__getitem__)
+            of[node] = new = graph.create_node(op, target, *given, name=name)
+            new.meta = dict(meta)
+        return graph
 
 
 def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> str:

@@ -178,7 +178,8 @@ class _Rewrite:
 
     def _add(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
         """A call more. It gives what `old` gave, unless it reads what lies otherwise."""
-        new = self.graph.call_function(target, args, kwargs)
+        name = getattr(target, "_opname", None)  # as a trace would call it
+        new = self.graph.create_node("call_function", target, args, kwargs, name)
         if self._note is not None:
             new.meta[NOTE] = self._note
         if old is not None and self.other_strides.isdisjoint(new.all_input_nodes):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from partita.comm import Wire
@@ -65,7 +66,24 @@ def make_program(
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
     said = (*options, f"budget {budget}")
-    return _finished(captured, tensors, wires, without, passes, said)
+    with _collector_paused():
+        return _finished(captured, tensors, wires, without, passes, said)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Within, Python does not look for cycles.
+
+    A graph grows by thousands of nodes that are all alive. The more there are, the longer each look
+    at all of them takes: it would be a third of a first step, and more the deeper the model is.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def kept_within(

@@ -1,5 +1,6 @@
 """A graph runs as code that is written from its nodes."""
 
+import gc
 import weakref
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import fx
 
 import partita as pt
+from partita.compile.errors import CaptureError
 from partita.compile.graph_modules import lazy_graph_module
 from partita.compile.passes import PASSES
 from partita.compile.run import function_of
@@ -89,3 +91,22 @@ def test_no_code_of_a_graph_module_is_made_until_somebody_asks(monkeypatch):
     assert torch.equal(step(torch.ones(2)), torch.ones(2).sin() * 2)
     assert not made
     assert "sin" in step.program.graph.code and made
+
+
+def test_the_collector_is_on_again_after_a_capture_that_fails_too():
+    assert gc.isenabled()
+
+    def branches(x):
+        return x + 1 if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError):
+        pt.compile(branches, backend="graph")(torch.ones(2))
+    assert gc.isenabled()
+    pt.compile(lambda x: x + 1, backend="graph")(torch.ones(2))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        pt.compile(lambda x: x + 2, backend="graph")(torch.ones(2))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

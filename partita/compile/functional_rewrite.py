@@ -8,17 +8,26 @@ raises `UnsureOfWrites`.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from .effects import NORMS
 from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import Made, Operand, UnsureOfWrites, pattern_of
+from .functional_memory import (
+    BY_STRIDES,
+    is_plain_write,
+    is_reshaped,
+    lie_alike,
+    memory_that_is_written,
+    part_of,
+    view_of,
+    without_view,
+    writes,
+)
 from .functional_trace import (
     call_in_list,
     call_without_writes,
@@ -34,7 +43,6 @@ from .symbolic import is_symbolic
 __all__ = ["UnsureOfWrites", "rewrite_without_writes"]
 
 _aten = torch.ops.aten
-_BY_STRIDES = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 _SAME = (_aten.detach.default, _aten.alias.default)
 
 
@@ -55,18 +63,18 @@ class _Rewrite:
         memory: of each node that shows memory which is written somewhere: which.
         made_at: of each such node, how often its memory had been written when `of` was made.
         written: how often each memory has been written.
-        latest: for each memory and each part of it that was written, or read since: at which
-            count, and its value.
+        latest: for each memory, and each part of it that was written: at which count, and its
+            value then.
         other_strides: nodes that lie otherwise than what they stand for.
     """
 
     def __init__(self, graph: fx.GraphModule):
         self.module, self.graph = graph, fx.Graph()
         self.of: dict[fx.Node, Any] = {}
-        self.memory = _memory_that_is_written(graph.graph)
+        self.memory = memory_that_is_written(graph.graph)
         self.made_at: dict[fx.Node, int] = {}
         self.written = dict.fromkeys(self.memory.values(), 0)
-        self.latest: dict[Any, tuple[int, fx.Node]] = {}
+        self.latest: dict[int, dict[Any, tuple[int, fx.Node]]] = {m: {} for m in self.written}
         self.other_strides: set[fx.Node] = set()
         self.mode = _mode_of(graph.graph)
         self._note: Any = None
@@ -125,8 +133,8 @@ class _Rewrite:
             self._call_list(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.now)
-        if changes_without_writes(target, args, kwargs) or _writes(target):
-            if _writes(target) and not _is_plain_write(target):
+        if changes_without_writes(target, args, kwargs) or writes(target):
+            if writes(target) and not is_plain_write(target):
                 raise UnsureOfWrites
             call = _calling(call_without_writes, target)
             given = node.args, node.kwargs
@@ -185,7 +193,7 @@ class _Rewrite:
         if old is not None and self.other_strides.isdisjoint(new.all_input_nodes):
             new.meta["val"] = old.meta.get("val")
             return new
-        if target in _BY_STRIDES:
+        if target in BY_STRIDES:
             raise UnsureOfWrites
         given = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         try:
@@ -193,7 +201,7 @@ class _Rewrite:
         except Exception as error:
             raise UnsureOfWrites from error
         new.meta["val"] = value
-        if old is not None and not _alike(value, old.meta.get("val")):
+        if old is not None and not lie_alike(value, old.meta.get("val")):
             self.other_strides.add(new)
         return new
 
@@ -210,31 +218,48 @@ class _Rewrite:
 
     def _again(self, node: fx.Node, memory: int) -> fx.Node:
         """What a node shows of memory that was written since it was made."""
-        part = _part(node.meta["val"])
-        at, value = self.latest.get((memory, part), (-1, None))
-        if at == self.written[memory]:
-            assert value is not None
-            return value
-        source = _view_of(node)
-        by_strides = node.target in _BY_STRIDES
-        if source is not None and self.memory.get(source) == memory and not by_strides:
+        part, count = part_of(node.meta["val"]), self.written[memory]
+        latest = {p: value for p, (at, value) in self.latest[memory].items() if at == count}
+        if part in latest:
+            return latest[part]
+        source = view_of(node)
+        if source is not None and self.memory.get(source) == memory:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.now)
             return self._add(node.target, args, kwargs, node)
-        for (where, other), (at, value) in self.latest.items():
-            if where == memory and at == self.written[memory] and _is_reshaped(other, part):
+        for other, value in latest.items():
+            if is_reshaped(other, part):
                 return self._add(_aten.view.default, (value, list(part[0])), {}, node)
         raise UnsureOfWrites
 
     def _write(self, old: fx.Node, value: Any) -> None:
+        """Have what a node shows be another value, and so what it is a view of."""
         memory = self.memory.get(old)
         if memory is None or not isinstance(value, fx.Node):
             raise UnsureOfWrites
-        was = old.meta["val"]
-        if not _alike(value.meta["val"], was):
-            self.other_strides.add(value)
+        shown = [(old, value), *self._without_views(old, value, memory)]
         self.written[memory] += 1
-        self.latest[memory, _part(was)] = self.written[memory], value
-        self.of[old], self.made_at[old] = value, self.written[memory]
+        for node, now in shown:
+            if not lie_alike(now.meta["val"], node.meta["val"]):
+                self.other_strides.add(now)
+            self.latest[memory][part_of(node.meta["val"])] = self.written[memory], now
+            self.of[node], self.made_at[node] = now, self.written[memory]
+
+    def _without_views(
+        self, node: fx.Node, value: fx.Node, memory: int
+    ) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """What a node is a view of, and that a view of, each with the value written into it.
+
+        As far as views can be undone; what is not given is stale.
+        """
+        while (source := view_of(node)) is not None and self.memory.get(source) == memory:
+            if part_of(source.meta["val"]) != part_of(node.meta["val"]):
+                try:
+                    call = without_view(node, value, self.now(source))
+                    value = self._add(*call, {}, None)
+                except UnsureOfWrites:
+                    return
+            yield source, value
+            node = source
 
 
 def _calling(call: Callable[..., Any], what: Any) -> Callable[..., Any]:
@@ -254,101 +279,6 @@ def _filled(value: Any, part: Callable[[Any], Any]) -> Any:
 
 def _node_of(value: Any) -> Any:
     return value.tensor if isinstance(value, Scalar) else value
-
-
-def _writes(target: Any) -> bool:
-    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
-
-
-def _is_plain_write(target: Any) -> bool:
-    """Does it write the memory of its operands, and leave alone how they show it?"""
-    shows = torch.Tag.inplace_view in target.tags or target._opname in ("set_", "resize_")
-    return target.namespace == "aten" and not shows
-
-
-def _memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each node that shows memory which some call of the graph writes: which.
-
-    Inputs have memory of their own each, as for torch's functionalization.
-    """
-    shown: dict[fx.Node, dict[int, int]] = {}  # of a storage, by its number, the memory
-    written: set[int] = set()
-    count = 0
-    for node in graph.nodes:
-        if node.op == "output":
-            break
-        reads = node.all_input_nodes
-        of_node = shown[node] = {}
-        for t in tensors_in(node.meta.get("val")):
-            key = t.untyped_storage()._cdata  # private: a number for a storage, while it lives
-            found = [shown[read][key] for read in reads if key in shown[read]]
-            of_node[key] = found[0] if found else count
-            count += not found
-        for operand in _written_by(node):
-            written.update(shown[operand].values())
-    tensors = ((n, m) for n, m in shown.items() if isinstance(n.meta.get("val"), torch.Tensor))
-    memory = ((node, number) for node, known in tensors for number in known.values())
-    return {node: number for node, number in memory if number in written}
-
-
-def _written_by(node: fx.Node) -> list[fx.Node]:
-    target: Any = node.target
-    if node.op != "call_function":
-        return []
-    if target in NORMS:
-        return [node.args[3], node.args[4]] if node.args[5] else []  # type: ignore[list-item]
-    if not _writes(target):
-        return []
-    arguments = target._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)}
-    given.update(node.kwargs)
-    found: list[fx.Node] = []
-    fx.node.map_arg([given.get(a.name) for a in arguments if _is_written(a)], found.append)
-    return found
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _view_of(node: fx.Node) -> fx.Node | None:
-    """Of what a node is a view, by its call."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable or not schema.returns:
-        return None
-    (source, *others) = node.all_input_nodes or (None,)
-    alias = schema.returns[0].alias_info
-    return source if alias is not None and not alias.is_write and not others else None
-
-
-def _part(t: torch.Tensor) -> Any:
-    """Which part of its memory a tensor shows, and how."""
-    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
-
-
-def _is_reshaped(one: Any, other: Any) -> bool:
-    """Do two parts of a memory hold the same elements in the same order, without gaps?"""
-    (shape, _, *rest), (shape_then, _, *rest_then) = one, other
-    same = rest == rest_then and math.prod(shape) == math.prod(shape_then)
-    return same and _is_packed(one) and _is_packed(other)
-
-
-def _is_packed(part: Any) -> bool:
-    shape, strides, *_ = part
-    size = 1
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and stride != size:
-            return False
-        size *= n
-    return True
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return a is None and b is None
-    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _mode_of(graph: fx.Graph) -> Any:

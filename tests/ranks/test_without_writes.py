@@ -93,6 +93,15 @@ def by_its_transpose(x, y):
     return x
 
 
+def a_part_of_a_part(x, y):
+    x = x * 1
+    row, part = x[1], x[1:].t()
+    part[:, 0].add_(10)
+    x.unsqueeze(0).permute(1, 2, 0)[2].mul_(y[:, :1])
+    y[0, 1:] = row[1:]
+    return row, part, x + y
+
+
 def under_a_split(x, y):
     x = x * 1
     a, b = x.split([1, 2])
@@ -102,9 +111,9 @@ def under_a_split(x, y):
 
 REWRITTEN = (
     *(flat_view, transposed_first, of_itself, narrower, signs_of_zero, lists, by_indices),
-    *(drawn, argument, other_strides),
+    *(drawn, argument, other_strides, slice_of, by_its_transpose, a_part_of_a_part),
 )
-TRACED = (slice_of, by_its_transpose, under_a_split)
+TRACED = (under_a_split,)
 
 
 @pytest.fixture

@@ -1,0 +1,153 @@
+"""Memory of a captured graph: which nodes show the same, what part of it, how a view is undone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from .effects import NORMS
+from .equal_calls import tensors_in
+from .functional_calls import UnsureOfWrites
+
+__all__ = [
+    "BY_STRIDES",
+    "is_plain_write",
+    "is_reshaped",
+    "lie_alike",
+    "memory_that_is_written",
+    "part_of",
+    "view_of",
+    "without_view",
+    "writes",
+]
+
+_aten = torch.ops.aten
+BY_STRIDES = (_aten.as_strided.default, _aten.as_strided_scatter.default)
+"""Which speak of memory, and not of what is shown of it."""
+
+
+def writes(target: Any) -> bool:
+    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
+def is_plain_write(target: Any) -> bool:
+    """Does it write the memory of its operands, and leave alone how they show it?"""
+    shows = torch.Tag.inplace_view in target.tags or target._opname in ("set_", "resize_")
+    return target.namespace == "aten" and not shows
+
+
+def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
+    """For each node that shows memory which some call of the graph writes: which.
+
+    Inputs have memory of their own each, as for torch's functionalization.
+    """
+    shown: dict[fx.Node, dict[int, int]] = {}  # of a storage, by its number, the memory
+    written: set[int] = set()
+    count = 0
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        reads = node.all_input_nodes
+        of_node = shown[node] = {}
+        for t in tensors_in(node.meta.get("val")):
+            key = t.untyped_storage()._cdata  # private: a number for a storage, while it lives
+            found = [shown[read][key] for read in reads if key in shown[read]]
+            of_node[key] = found[0] if found else count
+            count += not found
+        for operand in _written_by(node):
+            written.update(shown[operand].values())
+    tensors = ((n, m) for n, m in shown.items() if isinstance(n.meta.get("val"), torch.Tensor))
+    memory = ((node, number) for node, known in tensors for number in known.values())
+    return {node: number for node, number in memory if number in written}
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    target: Any = node.target
+    if node.op != "call_function":
+        return []
+    if target in NORMS:
+        return [node.args[3], node.args[4]] if node.args[5] else []  # type: ignore[list-item]
+    if not writes(target):
+        return []
+    arguments = target._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)}
+    given.update(node.kwargs)
+    found: list[fx.Node] = []
+    fx.node.map_arg([given.get(a.name) for a in arguments if _is_written(a)], found.append)
+    return found
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def view_of(node: fx.Node) -> fx.Node | None:
+    """Of what a node is a view, by its call."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable or not schema.returns:
+        return None
+    if node.target in BY_STRIDES:
+        return None
+    (source, *others) = node.all_input_nodes or (None,)
+    alias = schema.returns[0].alias_info
+    return source if alias is not None and not alias.is_write and not others else None
+
+
+def part_of(t: torch.Tensor) -> Any:
+    """Which part of its memory a tensor shows, and how."""
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+
+
+def is_reshaped(one: Any, other: Any) -> bool:
+    """Do two parts of a memory hold the same elements in the same order, without gaps?"""
+    (shape, _, *rest), (shape_then, _, *rest_then) = one, other
+    same = rest == rest_then and math.prod(shape) == math.prod(shape_then)
+    return same and _is_packed(one) and _is_packed(other)
+
+
+def _is_packed(part: Any) -> bool:
+    shape, strides, *_ = part
+    size = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != size:
+            return False
+        size *= n
+    return True
+
+
+def lie_alike(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(lie_alike, a, b))
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return a is None and b is None
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def without_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The call that gives what `view` is a view of, once `value` is written through it.
+
+    Args:
+        before: what that was, in the new graph.
+
+    Raises:
+        UnsureOfWrites: the view is of another kind.
+    """
+    name, said = getattr(view.target, "_opname", ""), view.args[1:]
+    if any(isinstance(a, fx.Node) for a in said) or view.kwargs:
+        raise UnsureOfWrites
+    shape = list(view.all_input_nodes[0].meta["val"].shape)
+    if name == "slice":
+        return _aten.slice_scatter.default, (before, value, *said)
+    if name == "select":
+        return _aten.select_scatter.default, (before, value, *said)
+    if name in ("t", "transpose"):
+        return view.target, (value, *said)
+    if name == "permute":
+        dims = [d % len(shape) for d in said[0]]  # type: ignore[union-attr,operator]
+        return _aten.permute.default, (value, [dims.index(d) for d in range(len(shape))])
+    if name in ("view", "_unsafe_view", "unsqueeze", "squeeze"):
+        return _aten.view.default, (value, shape)
+    raise UnsureOfWrites

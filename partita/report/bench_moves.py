@@ -7,6 +7,7 @@ never a copy of data or a peer.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ def moves(options: argparse.Namespace) -> dict[str, Any]:
         runs = [{n: case(n) for n in sizes} for _ in range(max(1, options.times))]
         found[name] = {n: _least([run[n] for run in runs]) for n in sizes}
         _print(name, found[name], sizes)
+    _print_most(found, sizes)
     return found
 
 
@@ -70,12 +72,20 @@ def _print(name: str, by_size: dict[int, dict[str, float]], sizes: Sequence[int]
         name = ""
 
 
+def _print_most(found: dict[str, dict[int, dict[str, float]]], sizes: Sequence[int]) -> None:
+    few, many = min(sizes), max(sizes)
+    said = []
+    for what in ("nodes", *_COLUMNS):
+        ratios = [by[many][what] / by[few][what] for by in found.values() if what in by[few]]
+        said.append(f"{what} {max(ratios):.2f} (median {statistics.median(ratios):.2f})")
+    print(f"{many} ranks over {few}, at most: {', '.join(said)}")
+
+
 def _of_move(ranks: int, before: Placement, after: Placement, length: int) -> dict[str, float]:
     mesh = pt.dry_mesh(ranks=ranks)
     shape = torch.Size((length, length, length))
-    local = Layout.of(Mesh(("ranks",), (ranks,)), shape, [before]).local_shape(
-        Mesh(("ranks",), (ranks,)), (0,)
-    )
+    line = Mesh(("ranks",), (ranks,))
+    local = Layout.of(line, shape, [before]).local_shape(line, (0,))
     stride = (length * length, length, 1)
     x = pt.DTensor.from_local(
         torch.empty(local, device="meta"), mesh, [before], shape=shape, stride=stride
@@ -116,9 +126,9 @@ def _of_layer(ranks: int, width: int) -> dict[str, float]:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partita.layout import Layout, Mesh, Partial, Placement
+from partita.layout import Layout, Mesh, Partial, Placement, Replicate
 from partita.redistribute import price
 from partita.rules import Bound, Row
 
@@ -109,15 +109,21 @@ def _price(
     axis: str,
 ) -> float:
     total = 0.0
-    for i, wanted in enumerate(row.inputs):
-        if wanted is None or wanted == current[i]:
+    pending = any(isinstance(p, Partial) for p in current)
+    for i, (held, wanted) in enumerate(zip(current, row.inputs, strict=False)):
+        if wanted is None or wanted == held:
             continue
         if plain[i]:
             total += _CUT
             continue
         layout = layouts[i]
         assert layout is not None
-        total += price(layout, layout.put(axis, wanted), mesh, itemsizes[i])
+        moved = layout.put(axis, wanted)
+        total += price(layout, moved, mesh, itemsizes[i])
+        if not pending and isinstance(wanted, Partial) and held is not None and held.is_shard():
+            # A piece among zeros is a share of what nobody had to reduce before: somebody has to
+            # now, and sends twice what a gather of the pieces sends.
+            total += price(moved, layout.put(axis, Replicate()), mesh, itemsizes[i])
     return total
 
 

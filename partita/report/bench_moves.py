@@ -106,7 +106,13 @@ def _of_layer(ranks: int, width: int) -> dict[str, float]:
     mesh = pt.dry_mesh(dp=ranks)
     with torch.device("meta"):
         model = Llama(
-            layers=1, width=width, heads=width // 128, groups=width // 1024, context=128, vocab=8192
+            layers=1,
+            width=width,
+            heads=width // 128,
+            groups=width // 1024,
+            context=128,
+            vocab=8192,
+            hidden=7 * width // 2,  # as Llama 3 of 70 billion parameters has it
         )
         tokens = [torch.empty(1, 128, dtype=torch.int64) for _ in range(2)]
     zero(model, mesh, stage=3)

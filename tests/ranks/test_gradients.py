@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import partita as pt
 
@@ -595,3 +596,29 @@ def test_an_infinity_on_one_rank_is_found_by_all() -> None:
         assert log.count("all_reduce") == 3  # two sets of axes, and who found one
 
     run(ranks, dp=2, tp=2)
+
+
+def test_a_mean_loss_of_split_rows_holds_in_half_precision():
+    # The sum of a rank's losses is more than float16 holds.
+    logits = (torch.arange(4096 * 4) % 7).reshape(4096, 4).half() * 12
+    target = torch.arange(4096) % 4
+    target[::5] = -100
+    weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).half()
+    # torch's own on a CPU is infinite there; the truth is float32's.
+    single = logits.float().requires_grad_()
+    expected = F.cross_entropy(single, target, weight.float(), label_smoothing=0.1)
+    expected.backward()
+
+    def run(mesh):
+        x = pt.distribute_tensor(logits, mesh, [pt.Shard(0)]).requires_grad_()
+        rows = pt.distribute_tensor(target, mesh, [pt.Shard(0)])
+        each = pt.distribute_tensor(weight, mesh, [pt.Replicate()])
+        loss = F.cross_entropy(x, rows, each, label_smoothing=0.1)
+        loss.backward()
+        return loss.dtype, loss.full_tensor(), x.grad.full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        for dtype, loss, grad in world.run(run):
+            assert dtype == torch.float16 and torch.isfinite(loss)
+            torch.testing.assert_close(loss.float(), expected.detach(), rtol=2e-3, atol=0)
+            torch.testing.assert_close(grad.float(), single.grad, rtol=2e-3, atol=1e-6)

@@ -6,7 +6,7 @@ rank must know its place, a small op of our own has a rule with a local kernel.
 """
 
 from .extremes import amax, argmax, first_index, max_dim, pending_max, stands_at
-from .losses import cross_entropy, nll, target_weight
+from .losses import averaged_by_torch, cross_entropy, nll, target_weight
 from .moments import moments, power_sum, root, vector_norm
 from .norms import batch_norm, layer_norm, rms_norm
 from .pending import minus, settled
@@ -15,6 +15,7 @@ from .softmax import log_softmax, logsumexp, softmax
 __all__ = [
     "amax",
     "argmax",
+    "averaged_by_torch",
     "batch_norm",
     "cross_entropy",
     "first_index",

@@ -16,7 +16,7 @@ from ..rule import Arg, rule
 from .pending import settled, wide
 from .softmax import log_softmax, logsumexp
 
-__all__ = ["cross_entropy", "nll", "target_weight"]
+__all__ = ["averaged_by_torch", "cross_entropy", "nll", "target_weight"]
 
 
 @op
@@ -40,6 +40,27 @@ def _averaged(loss: Any, target: Any, weight: Any, ignore_index: int, reduction:
     if reduction == 2:
         return total
     return total / settled(target_weight(target, weight, ignore_index)).to(total.dtype)
+
+
+def averaged_by_torch(loss: Any) -> Any:
+    """The mean of a loss of classes of which each rank has all, given by index, by torch's own
+    kernel: the sum of a rank's samples, over the weight of all."""
+
+    def run(
+        x: Any,
+        target: Any,
+        weight: Any = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        *smoothing: float,
+    ) -> Any:
+        # A sum of many is more than a narrow dtype holds.
+        weights = None if weight is None else wide(weight)
+        total = loss(wide(x), target, weights, 2, ignore_index, *smoothing)
+        count = settled(target_weight(target, weights, ignore_index)).to(total.dtype)
+        return (total / count).to(x.dtype)
+
+    return run
 
 
 def nll(

@@ -158,7 +158,13 @@ def multi_margin_loss(
 
 
 def _of_classes(
-    input: Arg, target: Arg, weight: Any, reduction: Any, run: Callable[..., Any], linear: str
+    loss: Any,
+    input: Arg,
+    target: Arg,
+    weight: Any,
+    reduction: Any,
+    run: Callable[..., Any],
+    linear: str,
 ) -> str | Rewrite | None:
     """A sentence where no rank's help is needed: nothing is split, or nothing is averaged."""
     if reduction not in (NONE, MEAN, SUM):
@@ -167,12 +173,15 @@ def _of_classes(
     if weight is not None and tuple(weight.shape) != (input.shape[dim],):
         raise ValueError(f"weights of shape {weight.shape} for {input.shape[dim]} classes")
     split = input.is_split() or target.is_split()
-    if input.is_split(dim) or (split and reduction == MEAN):
+    probabilities = target.shape == input.shape
+    if input.is_split(dim) or (split and reduction == MEAN and probabilities):
         return Rewrite(run)
+    if split and reduction == MEAN:
+        return Rewrite(exceptions.averaged_by_torch(loss))
     mark = "!" * (reduction == MEAN)
     names = [f"c{d}!" if d == dim else f"{n}{mark}" for d, n in enumerate(input.names)]
     samples = [n for d, n in enumerate(names) if d != dim]
-    terms = [" ".join(names), " ".join(names if target.shape == input.shape else samples)]
+    terms = [" ".join(names), " ".join(names if probabilities else samples)]
     if weight is not None:
         terms.append(names[dim])
     out = " ".join(samples) if reduction == NONE else "sum"
@@ -188,7 +197,9 @@ def cross_entropy_loss(
     _ignore_index: int = -100,
     _label_smoothing: Any = 0.0,
 ) -> str | Rewrite | None:
-    return _of_classes(input, target, weight, reduction, exceptions.cross_entropy, "")
+    return _of_classes(
+        _n.cross_entropy_loss, input, target, weight, reduction, exceptions.cross_entropy, ""
+    )
 
 
 @rule(_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)
@@ -199,4 +210,4 @@ def nll_loss_nd(
     reduction: Any = None,
     _ignore_index: int = -100,
 ) -> str | Rewrite | None:
-    return _of_classes(input, target, weight, reduction, exceptions.nll, "+ ")
+    return _of_classes(_n.nll_loss_nd, input, target, weight, reduction, exceptions.nll, "+ ")

@@ -53,6 +53,7 @@ class TraceWire(Wire):
         groups: by the names that the graph calls them, the axes of the groups that it uses.
         noting: within what it gives, a move's nodes are made.
         admitted: plain tensors that were taken for equal on all ranks, as they then were.
+        admit_otherwise: who notes instead that one is taken so, if he does.
         zeros: does the move that is made now pad with zeros? Those of gradients do.
     """
 
@@ -66,6 +67,7 @@ class TraceWire(Wire):
         self.noting: Noting = _no_noting
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
+        self.admit_otherwise: Callable[[TraceWire, torch.Tensor], bool] | None = None
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
         self.zeros = False
         self._paddings: dict[Any, torch.Tensor] = {}
@@ -78,7 +80,7 @@ class TraceWire(Wire):
 
         Plans are cached by wire, and one that nobody will ask for again keeps its wire for a while.
         """
-        self.coordinate, self.noting = {}, _no_noting
+        self.coordinate, self.noting, self.admit_otherwise = {}, _no_noting, None
         self._steps.clear()
         self._instead.clear()
         self.admitted.clear()
@@ -87,9 +89,16 @@ class TraceWire(Wire):
 
     def admit(self, value: torch.Tensor) -> None:
         """Note that a plain tensor is taken for equal on all ranks; it may be written later."""
+        if self.admit_otherwise is not None and self.admit_otherwise(self, value):
+            return
         if self._seen.setdefault((id(value), value._version), value) is value:
             with torch.no_grad():
                 self.admitted.append(value.clone())
+
+    def swap_paddings(self, kept: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Keep masks of padding in `kept` from now on; gives what they were kept in."""
+        before, self._paddings = self._paddings, kept
+        return before
 
     # -- where the rank is, as tensors -------------------------------------------------------------
 

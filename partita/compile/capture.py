@@ -29,6 +29,9 @@ from partita.tensor.tensor_state import own_state, state_of
 
 from .answers import Asked, Guesses, StepRaises
 from .arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
+from .block_calls import BlockCalls, inline_blocks
+from .block_choice import BlockChoice, BlocksTraced
+from .block_tape import NotABlock
 from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
@@ -74,7 +77,12 @@ _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
 def capture(
-    step: Callable[..., Any], args: Any, kwargs: Any, state: State, guesses: Guesses
+    step: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    state: State,
+    guesses: Guesses,
+    blocks: BlockChoice,
 ) -> Program:
     """The graph of `step(*args, **kwargs)`.
 
@@ -82,25 +90,34 @@ def capture(
 
     Args:
         guesses: answers to what torch asks of values.
+        blocks: which modules are traced once for all that are built alike.
 
     Raises:
         CaptureError: the step does what a graph cannot say, naming the user's line.
     """
     with _ONE_AT_A_TIME, without_dispatch_modes():
-        return _captured(step, args, kwargs, state, guesses)
+        return _captured(step, args, kwargs, state, guesses, blocks)
 
 
 def _captured(
-    step: Callable[..., Any], args: Any, kwargs: Any, state: State, guesses: Guesses
+    step: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    state: State,
+    guesses: Guesses,
+    blocks: BlockChoice,
 ) -> Program:
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
     unmarked: set[int] = set()
     plain, ways = Plain(), guesses
     failed: tuple[Exception, _Capture] | None = None
     while True:
-        run = _Capture(step, args, kwargs, state, unmarked, plain, ways)
+        run = _Capture(step, args, kwargs, state, unmarked, plain, ways, blocks)
         try:
             program = _run(run)
+        except NotABlock as no:
+            blocks = blocks.leaving(no.kind, no.reason)
+            continue
         except Exception as error:
             if (more := state.find_more(run.record.places.values())) is not None:
                 raise more from error
@@ -126,7 +143,7 @@ def _captured(
             raise more
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
-                again = _Capture(step, args, kwargs, state, unmarked, plain, ways)
+                again = _Capture(step, args, kwargs, state, unmarked, plain, ways, blocks)
                 try:
                     _run(again)
                     _check_repeats(run, again)
@@ -203,6 +220,7 @@ class _Capture:
         unmarked: set[int],
         plain: Plain,
         guesses: Guesses,
+        blocks: BlockChoice,
     ):
         self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
         self.record = Record(_names_of(state))
@@ -219,6 +237,7 @@ class _Capture:
         self.facts = Facts(self.inputs)
         self.stepping = Stepping(state.optimizers)
         self.attributes, self.modules = Attributes(state), state.modules.values()
+        self._blocks = blocks
         self.wires: dict[Wire, TraceWire] = {}
         self.outputs: list[Output] = []
         self.constants: list[Any] = []
@@ -236,6 +255,7 @@ class _Capture:
         try:
             with inputs.mode, lazy_graph_modules():
                 made = make_fx(self._traced, _error_on_data_dependent_ops=True)(*inputs.fakes)
+            structures = inline_blocks(made.graph)
         except Exception as error:
             told = told_of(error, self._line)
             if told is error:
@@ -256,6 +276,7 @@ class _Capture:
                 gate_writes(made.graph, self.asked.given.values)
             program = self._trace().program(made)
         program.answers = self.asked.given
+        program.blocks = BlocksTraced(structures, self._blocks.told)
         self.numbers.env.forget()
         return program
 
@@ -300,6 +321,10 @@ class _Capture:
             stack.enter_context(compiling())
             stack.enter_context(call_by_call(self.modules))
             stack.enter_context(unseen())
+            calls = BlockCalls(
+                recorder, self.inputs.mode, self.wires, self._blocks.find(self.modules)
+            )
+            stack.enter_context(calls.intercepting(mode.tracer))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(exclusive(self._holders()))
             stack.enter_context(self.attributes.restored())

@@ -7,7 +7,7 @@ of its results come in the graph gets inputs, "cotangents"; they are laid out by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +53,16 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def differentiate(
-    results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], recorder: Recorder
+    results: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    recorder: Recorder,
+    like: Mapping[int, torch.Tensor] | None = None,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
     """The gradients of `inputs`, and where those of `results` come in.
+
+    Args:
+        like: gradients of the results as they will be, strides and all; then what is computed here
+            may be asked once more, of others.
 
     Returns:
         None where a backward within the function has used up what they are computed by: there is
@@ -66,20 +73,28 @@ def differentiate(
         return None
     seeds, values = [], []
     with recorder.behind_forward():
-        for result in results:
+        for result, as_given in zip(results, (like or {}).values() or results, strict=True):
             spec = getattr(result, "_spec", None)
             with Local(), torch.no_grad():
-                value = torch.empty_like(result.detach())
+                value = _seed(as_given.detach(), like is not None)
             seeds.append(Seed(recorder.newest().name, spec and spec.gradient))
             values.append(value if spec is None else tagged(value, spec.gradient))
         try:
-            found = torch.autograd.grad(results, inputs, values, allow_unused=True)
+            found = torch.autograd.grad(
+                results, inputs, values, retain_graph=like is not None, allow_unused=True
+            )
         except RuntimeError as error:
             if any(told in str(error) for told in _SPENT):
                 return None
             raise
         with Local():
             return seeds, [None if g is None else g.detach() for g in found]
+
+
+def _seed(like: torch.Tensor, exactly: bool) -> torch.Tensor:
+    if not exactly:
+        return torch.empty_like(like)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: Inputs) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .block_choice import BlockChoice
 from .step import CompiledStep
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def compile(
     passes: Passes = (),
     keep: int = 8,
     budget: int | None = None,
+    blocks: bool | Iterable[nn.Module | type] = True,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
 
@@ -52,13 +54,17 @@ def compile(
         keep: how many programs are kept.
         budget: the most bytes that the step may take above what it holds between calls; what is
             cheapest to make again for backward is not kept until then.
+        blocks: modules, or classes of modules, of which one is traced for all that are built
+            alike; True for those that are found (the outermost of which a model has several),
+            False for none.
 
     Returns:
         A `CompiledStep`; of a module the module itself, whose `forward` is one.
 
     Raises:
-        ValueError: an unknown backend or fallback. The call raises CaptureError where the step does
-            what a graph cannot say, unless there is a fallback.
+        ValueError: an unknown backend or fallback, blocks that are no modules. The call
+            raises CaptureError where the step does what a graph cannot say, unless there is a
+            fallback.
     """
     if backend not in BACKENDS:
         raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
@@ -72,7 +78,9 @@ def compile(
         "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
         "keep": keep,
         "budget": budget,
+        "blocks": blocks if isinstance(blocks, bool) else tuple(blocks),
     }
+    BlockChoice.of(options["blocks"])
     if step is None:
         return lambda f: compile(f, **options)
     if not isinstance(step, nn.Module):

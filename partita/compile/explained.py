@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import pairwise
+from textwrap import indent
 from typing import Any
 
 from torch import fx
@@ -72,6 +73,8 @@ def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> s
         told.append(change.text(*peak))
     if changes:
         told.append(_together(changes[0], changes[-1], peaks))
+    if blocks := str(program.blocks):
+        told.insert(0, f"blocks\n{indent(blocks, '  ')}")
     return "\n".join(told)
 
 

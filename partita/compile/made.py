@@ -10,6 +10,7 @@ from typing import Any
 from partita.comm import Wire
 
 from .answers import Guesses
+from .block_choice import BlockChoice
 from .capture import capture
 from .errors import CaptureError, cannot_be_kept
 from .explained import AsCaptured, changes_of
@@ -39,6 +40,7 @@ def make_program(
     passes: Passes,
     options: Iterable[str],
     budget: int | None = None,
+    blocks: BlockChoice,
 ) -> Program:
     """The program of the call `step(*args, **kwargs)`. Every rank calls this.
 
@@ -47,6 +49,7 @@ def make_program(
         guesses: answers to what torch asks of values in it.
         options: what of how it is going to be compiled makes another program of it.
         budget: the most bytes that it may take above its inputs.
+        blocks: which modules are traced once for all that are built alike.
 
     Raises:
         CaptureError: it cannot be captured, on any rank.
@@ -57,7 +60,7 @@ def make_program(
     tensors = tensors_of_call(slots, args, kwargs)
 
     def captured() -> Program:
-        program = capture(step, args, kwargs, state, guesses)
+        program = capture(step, args, kwargs, state, guesses, blocks)
         program.budget, program.without, program.passes = budget, tuple(without), passes
         if verifies_each_pass():
             verify(program, "capture")

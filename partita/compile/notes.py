@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
         return unheard(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if HERE.block is not None:
+            HERE.block.refuse(f"torch does not announce that it calls {func}")
         if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
             raise of_data(func._schema.name)
         if func is _ONEDNN_LSTM and args[-1]:
@@ -229,6 +231,8 @@ class Recorder(TorchDispatchMode):
 
     def keep(self, x: torch.Tensor) -> None:
         """What made the memory of `x` is kept for backward."""
+        if HERE.block is not None:
+            HERE.block.refuse("it names a value that is kept")
         with Local():
             wanted = x.untyped_storage()._cdata
             for node, made in self._made:
@@ -296,6 +300,21 @@ class Recorder(TorchDispatchMode):
             kept=self._kept,
             budget=self._budget,
         )
+
+    @property
+    def marks(self) -> tuple[int, bool, Any]:
+        """What the nodes that are made now are marked with: a region, whether kept, a budget."""
+        return self._region, self._kept, self._budget
+
+    @property
+    def regions_begun(self) -> int:
+        """How many regions there have been."""
+        return self._regions
+
+    def note_made(self, node: fx.Node) -> None:
+        """Note where a node comes from that no call has made."""
+        node.meta[NOTE] = self._note()
+        self._last = self.newest()
 
     def newest(self) -> fx.Node:
         """The node that was added last."""

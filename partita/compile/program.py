@@ -22,6 +22,7 @@ from partita.tensor.tensor_state import state_of
 
 from .answers import Answers
 from .arguments import unflatten_call
+from .block_choice import BlocksTraced
 from .conditions import Conditions
 from .fakes import local_of
 from .state import Slot
@@ -176,6 +177,7 @@ class Program:
         guards: what must be as it was at capture.
         writes: what the step changes of Python, the same in each call.
         answers: what it takes for granted of the values that torch asks for.
+        blocks: how its blocks were traced.
     """
 
     graph: fx.GraphModule
@@ -197,6 +199,7 @@ class Program:
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
+    blocks: BlocksTraced = field(default_factory=BlocksTraced)
     carried: list[Record] | None = field(init=False, default=None)
     captured: AsCaptured | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)

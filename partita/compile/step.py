@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, r
 from partita.tensor.watch import HERE
 
 from .answers import Guesses, OtherAnswers, StepRaises
+from .block_choice import BlockChoice
 from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
@@ -53,11 +54,13 @@ class CompiledStep(Last):
         passes: Passes,
         keep: int,
         budget: int | None = None,
+        blocks: bool | Iterable[nn.Module | type] = True,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
         self.without, self.passes, self.keep = without, passes, max(1, keep)
         self.budget = budget
+        self.blocks = blocks if isinstance(blocks, bool) else tuple(blocks)
         self._history = History(self.title)
         # By signature, and a number that tells programs of one signature apart.
         self._programs: OrderedDict[tuple[Any, int], Program] = OrderedDict()
@@ -284,11 +287,12 @@ class CompiledStep(Last):
             "options": self._options(),
         }
         guesses = found.guesses if found is not None else Guesses()
+        blocks = BlockChoice.of(self.blocks)
 
         def making() -> Program:
             assert self._state is not None
             call = self.step, args, kwargs, self._state
-            return make_program(*call, guesses, budget=self.budget, **how)
+            return make_program(*call, guesses, budget=self.budget, blocks=blocks, **how)
 
         primed = prime(state.optimizers)
         try:
@@ -364,6 +368,7 @@ class CompiledStep(Last):
             "passes": self.passes,
             "keep": self.keep,
             "budget": self.budget,
+            "blocks": self.blocks,
         }
 
     def _options(self) -> list[str]:

@@ -33,6 +33,8 @@ _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
 
 
 def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if HERE.block is not None:
+        HERE.block.refuse(f"it applies the autograd.Function {cls.__name__}")
     watcher = HERE.watcher
     if watcher is None:
         return _apply_to_dtensors(cls, *args, **kwargs)

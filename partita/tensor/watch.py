@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -42,12 +42,14 @@ class _Here(threading.local):
         watcher: who is told.
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
         recorder: what notes where the nodes of a captured step come from, while it is captured.
+        block: who follows the block of a captured step that runs now, if one does.
         unfinished: what has begun here and not ended, innermost last: how each is broken off.
     """
 
     watcher: Any = None
     capturing: bool = False
     recorder: Any = None
+    block: Any = None
 
     def __init__(self) -> None:
         self.unfinished: list[Callable[[], None]] = []
@@ -64,6 +66,11 @@ class _Here(threading.local):
         finally:
             while len(self.unfinished) > n:
                 self.unfinished.pop()()
+
+
+    def outside_block(self) -> AbstractContextManager[None]:
+        """Within, what is called is no part of the block that is followed, if one is."""
+        return nullcontext() if self.block is None else self.block.suspended()
 
 
 HERE = _Here()

@@ -26,6 +26,7 @@ from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
+from partita.tensor.watch import HERE
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -45,6 +46,10 @@ class InGraph:
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
+        with HERE.outside_block():
+            self._begin()
+
+    def _begin(self) -> None:
         self.depth += 1
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
@@ -64,6 +69,10 @@ class InGraph:
 
     def end(self) -> None:
         """It has ended, or broken off."""
+        with HERE.outside_block():
+            self._end()
+
+    def _end(self) -> None:
         self.depth -= 1
         if self.depth:
             return

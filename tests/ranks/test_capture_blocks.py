@@ -1,0 +1,505 @@
+"""A structure of blocks is traced once, and the step's graph is what it would be without that."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import partita as pt
+from partita.compile.graph import canonical
+
+WIDTH, BLOCKS = 8, 3
+
+
+class Block(nn.Module):
+    """A layer norm and two linears around what a test puts between them."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.between(self.up(self.norm(x))))
+
+    def between(self, h):
+        return F.gelu(h)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind, count=BLOCKS):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(kind(i) for i in range(count))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Dropping(Block):
+    def between(self, h):
+        return F.dropout(F.relu(h), 0.25)
+
+
+class Alternating(Block):
+    def between(self, h):
+        return F.gelu(h) if self.number % 2 else torch.tanh(h)
+
+
+class Longer(Block):
+    """It begins as the others do, and goes on."""
+
+    def between(self, h):
+        h = F.gelu(h)
+        return torch.sin(h) if self.number == 2 else h
+
+
+class Scaled(Block):
+    def between(self, h):
+        return h * (0.5 + self.number)
+
+
+class Numbered(Block):
+    """Its number is read, and changes nothing that torch is asked."""
+
+    def between(self, h):
+        seen = {self.number: h}
+        return F.gelu(seen[self.number]) if self.number < 100 else h
+
+
+class Masked(Block):
+    def between(self, h):
+        mask = torch.ones(h.shape[-1], h.shape[-1], device=h.device).tril()[0]
+        return h.masked_fill(mask == 0, -1.0)
+
+
+class WritingInside(Block):
+    def between(self, h):
+        h = h * 2
+        h += 1
+        return F.relu_(h)
+
+
+class WritingItsInput(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        x.mul_(0.5)
+        return x
+
+
+class WritingWhatItTakes(Block):
+    def forward(self, x):
+        x.add_(1.0)
+        return super().forward(x)
+
+
+class Counting(Block):
+    def __init__(self, number):
+        super().__init__(number)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def between(self, h):
+        self.calls.add_(1)
+        return h * self.calls
+
+
+class Normed(Block):
+    def __init__(self, number):
+        super().__init__(number)
+        self.batch = nn.BatchNorm1d(2 * WIDTH)
+
+    def between(self, h):
+        return self.batch(h)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x * grad  # not the derivative: whoever differentiates x * x gives another
+
+
+class WithFunction(Block):
+    def between(self, h):
+        return Square.apply(h)
+
+
+class Hooked(Block):
+    def between(self, h):
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * (1 + self.number))
+        return h
+
+
+class Clamping(Block):
+    def between(self, h):
+        with torch.no_grad():
+            most = h.amax()
+        return h / (1 + most)
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedInside(Block):
+    def between(self, h):
+        return checkpoint(F.gelu, h, use_reentrant=False)
+
+
+class Casting(Block):
+    def between(self, h):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.linear(h, self.down.weight).float().repeat(1, 2)
+
+
+class InDouble(Block):
+    def between(self, h):
+        return h.to(torch.float64).exp().to(h.dtype)
+
+
+class Splitting(Block):
+    def between(self, h):
+        a, b = h.chunk(2, -1)
+        return torch.cat([a * torch.sigmoid(b), torch.stack([a, b]).max(0).values], -1)
+
+
+PROGRAMS = {
+    kind.__name__: kind
+    for kind in (
+        *(Block, Dropping, Alternating, Longer, Scaled, Numbered, Masked, WritingInside),
+        *(WritingItsInput, WritingWhatItTakes, Counting, Normed, WithFunction, Hooked, Clamping),
+        *(Checkpointed, CheckpointedInside, Casting, InDouble, Splitting),
+    )
+}
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def supervised(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def made(build, step_of, mesh, blocks, stage=3, calls=3):
+    """Losses, parameters and the captured step, of a model that `build` makes."""
+    torch.manual_seed(0)
+    model = build()
+    if mesh is not None:
+        pt.zero(model, mesh, stage=stage)
+    step = pt.compile(step_of(model, adam(model)), backend="graph", blocks=blocks)
+    torch.manual_seed(1)
+    x = torch.randn(4, WIDTH)
+    if mesh is not None:
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    torch.manual_seed(2)
+    losses = [step(x).detach() for _ in range(calls)]
+    values = [*losses, *(p.detach() for p in model.state_dict().values())]
+    return [v.full_tensor() if isinstance(v, pt.DTensor) else v for v in values], step
+
+
+def lines(step):
+    """What the graph calls, in any order, but for where a rank is, which is worked out anywhere."""
+    called = (re.sub(r"%\d+", "%", line) for line in canonical(step.program))
+    return Counter(line for line in called if ": i64[] " not in line)
+
+
+def check(build, step_of, mesh=None, **more):
+    """The step with its blocks traced once is the one without."""
+    wanted, flat = made(build, step_of, mesh, False, **more)
+    found, step = made(build, step_of, mesh, True, **more)
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one, other)
+    assert lines(step) == lines(flat)
+    return step
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_step_is_the_same_with_its_blocks_traced_once(name):
+    check(lambda: Stack(PROGRAMS[name]), supervised)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_sharded_step_is_the_same_with_its_blocks_traced_once(name):
+    with pt.ranks(dp=2) as world:
+        world.run(lambda mesh: check(lambda: Stack(PROGRAMS[name]), supervised, mesh) and None)
+
+
+ONCE = {"Block": 1, "Dropping": 1, "Numbered": 1, "Masked": 1, "WritingInside": 1, "Alternating": 2}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_each_structure_is_traced_once(name):
+    _, step = made(lambda: Stack(PROGRAMS[name], 4), supervised, None, True)
+    assert step.program.blocks.structures == ((name, 4 // ONCE[name]),) * ONCE[name]
+    assert not step.program.blocks.apart
+
+
+APART = {"WithFunction": "Square", "Hooked": "register_hook", "WritingWhatItTakes": "writes"}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_no_call_can_do_is_traced_as_it_runs_and_said(name):
+    _, step = made(lambda: Stack(PROGRAMS[name]), supervised, None, True)
+    ((kind, reason),) = step.program.blocks.apart
+    assert kind == name
+    assert APART[name] in reason
+    assert reason in step.explain()
+
+
+def test_explain_tells_how_blocks_were_traced():
+    _, step = made(lambda: Stack(Block), supervised, None, True)
+    assert f"Block: {BLOCKS} calls, traced once" in step.explain()
+
+
+# -- what blocks do besides ------------------------------------------------------------------------
+
+
+class Telling(Block):
+    """It leaves tensors in a list that it is given."""
+
+    def forward(self, x, seen):
+        h = self.between(self.up(self.norm(x)))
+        seen.append(h)
+        seen.append(self.number)
+        return x + self.down(h)
+
+
+class Told(Stack):
+    def forward(self, x):
+        seen = []
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, seen)
+        kept = [t for t in seen if isinstance(t, torch.Tensor)]
+        return self.last(x) + sum(t.square().mean() for t in kept) + sum(seen[1::2])
+
+
+def test_tensors_that_a_block_leaves_elsewhere_have_their_history():
+    step = check(lambda: Told(Telling), supervised)
+    assert step.program.blocks.structures == (("Telling", BLOCKS),)
+
+
+@dataclasses.dataclass
+class Pair:
+    value: torch.Tensor
+    other: torch.Tensor
+
+
+class InPairs(Block):
+    def __init__(self, number):
+        super().__init__(number)
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair):
+        return Pair(super().forward(pair.value), self.side(pair.value))
+
+
+class Paired(Stack):
+    def forward(self, x):
+        pair = Pair(self.first(x), None)
+        for block in self.blocks:
+            pair = block(pair)
+        return self.last(pair.value)
+
+
+def test_a_result_that_nobody_reads_gives_its_parameters_no_gradient():
+    step = check(lambda: Paired(InPairs), supervised)
+    assert len(step.program.blocks.structures) == 1
+
+
+class PairedAtTheEnd(Paired):
+    def forward(self, x):
+        pair = Pair(self.first(x), None)
+        for block in self.blocks:
+            pair = block(pair)
+        return self.last(pair.value + pair.other)
+
+
+def test_the_last_block_may_be_read_otherwise_than_the_others():
+    check(lambda: PairedAtTheEnd(InPairs), supervised)
+
+
+class Tied(Stack):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.blocks[1].up = self.blocks[0].up
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+def test_weights_may_be_shared_and_blocks_called_twice():
+    check(lambda: Tied(Block), supervised)
+
+
+class PartlyFrozen(Stack):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.blocks[0].up.requires_grad_(False)
+        self.first.requires_grad_(False)
+
+
+def test_what_trains_in_one_block_may_be_frozen_in_another():
+    step = check(lambda: PartlyFrozen(Block), supervised)
+    assert [n for _, n in step.program.blocks.structures] == [1, BLOCKS - 1]
+
+
+def test_blocks_run_without_gradients_and_with_them():
+    def target(model, optimizer):
+        def step(x):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                aim = model(x)
+            loss = (model(x) - 2 * aim).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    check(lambda: Stack(Block), target)
+
+
+def test_micro_batches_are_calls_of_one_structure():
+    def accumulating(model, optimizer):
+        def step(x):
+            optimizer.zero_grad()
+            total = 0.0
+            for part in (x, x + 1):
+                loss = model(part).square().mean()
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            return total
+
+        return step
+
+    step = check(lambda: Stack(Block), accumulating)
+    assert step.program.blocks.structures == (("Block", 2 * BLOCKS),)
+
+
+def test_gradients_of_gradients_cross_blocks():
+    def penalized(model, optimizer):
+        def step(x):
+            optimizer.zero_grad()
+            x = x.detach().clone().requires_grad_()
+            out = model(x).sum()
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            loss = out.square() + grad.square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = check(lambda: Stack(Block), penalized)
+    assert "differentiated again" in str(step.program.blocks)
+
+
+def test_hooks_of_modules_in_blocks_run():
+    def build():
+        model = Stack(Block)
+        for i, block in enumerate(model.blocks):
+            block.up.register_forward_hook(lambda m, args, out, i=i: out * (1 + i % 2))
+            block.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+            block.register_forward_hook(lambda m, args, out: out - 1)
+        return model
+
+    check(build, supervised)
+
+
+def test_an_error_in_a_block_is_the_users_own():
+    class Failing(Block):
+        def between(self, h):
+            if self.number == 2:
+                raise KeyError("the third")
+            return h
+
+    with pytest.raises(KeyError, match="the third"):
+        made(lambda: Stack(Failing), supervised, None, True)
+
+
+class Choosy(Block):
+    """It asks what it is given."""
+
+    def between(self, h):
+        if h.is_contiguous() and h.dtype == torch.float32 and h.requires_grad and h.dim() == 2:
+            return F.gelu(h) if h.size(0) == h.shape[0] and len(h) else h
+        return h
+
+
+def test_questions_about_tensors_are_answered_as_ever():
+    step = check(lambda: Stack(Choosy), supervised)
+    assert len(step.program.blocks.structures) == 1
+
+
+class AskingAnArgument(Block):
+    """What it asks is an argument of the step: the answer is a condition of the program."""
+
+    def forward(self, x, given):
+        x = super().forward(x)
+        return x * 2 if given.is_contiguous() else x
+
+
+class Asking(Stack):
+    def forward(self, x):
+        given = x
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, given)
+        return self.last(x)
+
+
+def test_what_a_block_asks_of_an_argument_is_asked_in_each_call():
+    torch.manual_seed(0)
+    model = Asking(AskingAnArgument)
+    step = pt.compile(model, backend="graph")
+    x = torch.randn(WIDTH, WIDTH)
+    for given in (x, x.t(), x):
+        torch.testing.assert_close(step(given), CompiledOnce.eager(model, given))
+
+
+class CompiledOnce:
+    @staticmethod
+    def eager(model, x):
+        return model.forward.step(x)
+
+
+def test_blocks_may_be_named():
+    def structures(blocks):
+        _, step = made(lambda: Stack(Block), supervised, None, blocks)
+        return step.program.blocks.structures
+
+    assert structures([nn.Linear]) == (("Linear", 2), ("Linear", BLOCKS), ("Linear", BLOCKS))
+    assert structures([]) == ()
+
+
+def test_a_block_is_a_module_or_a_class_of_them():
+    with pytest.raises(ValueError, match="a module or a class"):
+        pt.compile(lambda: None, blocks=["blocks"])

@@ -67,7 +67,6 @@ class _Here(threading.local):
             while len(self.unfinished) > n:
                 self.unfinished.pop()()
 
-
     def outside_block(self) -> AbstractContextManager[None]:
         """Within, what is called is no part of the block that is followed, if one is."""
         return nullcontext() if self.block is None else self.block.suspended()

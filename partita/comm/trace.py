@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,13 @@ __all__ = ["TraceWire", "in_place_of", "stand_ins"]
 
 Region = tuple[tuple[Any, Any], ...]
 Noting = Callable[["Move", int, str, str], AbstractContextManager[None]]
+Repeating = Callable[["TraceWire", "Move", torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
+
+
+def _no_repeating(
+    wire: TraceWire, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    return run()
 
 
 def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractContextManager[None]:
@@ -52,6 +60,7 @@ class TraceWire(Wire):
         coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
         groups: by the names that the graph calls them, the axes of the groups that it uses.
         noting: within what it gives, a move's nodes are made.
+        repeating: runs what traces a move, or has what was traced of one like it.
         admitted: plain tensors that were taken for equal on all ranks, as they then were.
         admit_otherwise: who notes instead that one is taken so, if he does.
         zeros: does the move that is made now pad with zeros? Those of gradients do.
@@ -65,6 +74,7 @@ class TraceWire(Wire):
         super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
         self.real, self.coordinate = real, coordinate
         self.noting: Noting = _no_noting
+        self.repeating: Repeating = _no_repeating
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
         self.admit_otherwise: Callable[[TraceWire, torch.Tensor], bool] | None = None
@@ -81,6 +91,7 @@ class TraceWire(Wire):
         Plans are cached by wire, and one that nobody will ask for again keeps its wire for a while.
         """
         self.coordinate, self.noting, self.admit_otherwise = {}, _no_noting, None
+        self.repeating = _no_repeating
         self._steps.clear()
         self._instead.clear()
         self.admitted.clear()
@@ -190,7 +201,10 @@ class TraceWire(Wire):
         before, self.zeros = self.zeros, reason in ("gradient", "settle")
         try:
             with self.noting(move, x.element_size(), op, reason):
-                return super().carry(move, x, op=op, reason=reason)
+                if self.scope.strict and move.sends and reason == "implicit":
+                    return super().carry(move, x, op=op, reason=reason)
+                run = partial(super().carry, move, x, op=op, reason=reason)
+                return self.repeating(self, move, x, run)
         finally:
             self.zeros = before
 

@@ -15,16 +15,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import (
-    _ProxyTensor,
-    get_proxy_mode,
-    get_proxy_slot,
-    set_proxy_slot,
-)
-from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import TraceWire
 from partita.tensor.dtensor import tagged
@@ -34,6 +26,7 @@ from partita.tensor.watch import HERE
 from .block_tape import BlockTape, Follower, Made, NotABlock, stand_in
 from .differentiate import differentiate
 from .notes import NOTE, Note, Recorder, note_of
+from .traced_tensors import become, node_of, tensors_of
 
 __all__ = ["BlockCalls", "inline_blocks"]
 
@@ -186,20 +179,7 @@ class BlockCalls:
             else:
                 wire.admit(taken[a.number])
         for number, stand in held.items():
-            self._become(stand, by_number[number], trace.likes[number])
-
-    def _become(self, stand: FakeTensor, made: FakeTensor, like: FakeTensor) -> None:
-        """Have the object that the user holds be the tensor that the graph makes.
-
-        Private torch: what `torch.utils.swap_tensors` does, where something refers to them weakly.
-        """
-        tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-        proxy = get_proxy_slot(made, tracer)
-        with Local():
-            torch._C._swap_tensor_impl(stand, made)  # type: ignore[attr-defined]
-            set_proxy_slot(stand, tracer, proxy)
-        for name, value in made.__dict__.items():
-            stand.__dict__.setdefault(name, value)
+            become(stand, by_number[number])
 
     def node(self, target: Any, *args: Any) -> fx.Node:
         """A new node of the graph."""
@@ -207,26 +187,9 @@ class BlockCalls:
         self.recorder.note_made(node)
         return node
 
-    def fakes(self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]) -> list[FakeTensor]:
+    def tensors(self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]) -> list[FakeTensor]:
         """Tensors without memory, that the nodes make."""
-        tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-        with _disable_current_modes(), Unheard():
-            metas = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-                for t in likes
-            ]
-            made = [
-                FakeTensor(self._mode, meta, t.device) for meta, t in zip(metas, likes, strict=True)
-            ]
-        for node, fake, like in zip(nodes, made, likes, strict=True):
-            node.meta["val"] = like
-            proxy = fx.Proxy(node, tracer)
-            set_proxy_slot(fake, tracer, _ProxyTensor(proxy, None))
-        return made
-
-    def _fake(self, like: torch.Tensor) -> FakeTensor:
-        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        return FakeTensor(self._mode, meta, like.device)
+        return tensors_of(nodes, likes, self._mode)
 
 
 @dataclass(eq=False)
@@ -242,7 +205,7 @@ class _Call:
     def forward(self) -> list[FakeTensor]:
         self.node = self.calls.node(block_forward, self.trace, *self.taken)
         nodes = [self.calls.node(_at, self.node, n) for n in self.numbers]
-        return self.calls.fakes(nodes, [self.trace.likes[n] for n in self.numbers])
+        return self.calls.tensors(nodes, [self.trace.likes[n] for n in self.numbers])
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], trains: tuple[bool, ...]
@@ -257,7 +220,7 @@ class _Call:
         node = self.calls.node(block_backward, back, self.node, *cotangents)
         nodes = [self.calls.node(_at, node, i) for i in back.gradients]
         likes = [g.meta["val"] for g in back.gradients.values()]
-        made = dict(zip(back.gradients, self.calls.fakes(nodes, likes), strict=True))
+        made = dict(zip(back.gradients, self.calls.tensors(nodes, likes), strict=True))
         return [made.get(i) for i in trace.takes]
 
 
@@ -285,11 +248,10 @@ def _at(made: Any, number: int) -> Any:
 
 
 def _node_of(t: torch.Tensor) -> fx.Node:
-    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-    slot = get_proxy_slot(t, tracer, None)
-    if slot is None:
+    node = node_of(t)
+    if node is None:
         raise NotABlock(object, "it takes a tensor that the graph does not make")
-    return slot.proxy.node  # type: ignore[no-any-return]
+    return node
 
 
 def _admit_in_block(wire: TraceWire, value: torch.Tensor) -> bool:

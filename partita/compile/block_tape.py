@@ -193,9 +193,8 @@ class Follower(TorchFunctionMode):
         self._refuse_write(func, operands)
         call = TapedCall(func, around, operands, None)
         found = self._follow(call, None)
-        if found is not None and not _is_of_tensors(found):  # it sets how torch is set
-            if self._written(self._outside(func, args, kwargs)) != found.result:
-                raise NotABlock(self.kind, f"{func} says something else")
+        if found is not None and not _is_of_tensors(found):
+            self._set(found, args, kwargs)
         if found is None:
             self._begin_tape()
             found = self._trace_call(call)
@@ -330,6 +329,11 @@ class Follower(TorchFunctionMode):
             self._stands[number] = stand = stand_in(like)
             self._numbers[id(stand)] = Made(number)
         return self._stands[number]
+
+    def _set(self, found: TapedCall, args: Any, kwargs: Any) -> None:
+        """A call that sets how torch is set, and has nothing to do with tensors."""
+        if self._written(self._outside(found.func, args, kwargs)) != found.result:
+            raise NotABlock(self.kind, f"{found.func} says something else")
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, self.inside = HERE.recorder.newest(), True

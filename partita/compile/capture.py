@@ -26,6 +26,7 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
+from partita.tensor.watch import HERE
 
 from .answers import Asked, Guesses, StepRaises
 from .arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
@@ -57,6 +58,7 @@ from .optimizers import Group, Stepping
 from .predicted_answers import predict_answer
 from .program import Input, Output, Place, Program
 from .refusals import not_an_input, told_of, users_line
+from .repeated_moves import RepeatedMoves
 from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 from .tensor_facts import Facts
@@ -309,6 +311,7 @@ class _Capture:
         mode = get_proxy_mode()
         assert mode is not None
         recorder = self.recorder = Recorder(mode.tracer.graph)
+        self._repeated = RepeatedMoves(recorder, self.inputs.mode)
         stand_in = self.inputs.stand_in
         with ExitStack() as stack:
             stack.enter_context(recorder)
@@ -333,6 +336,7 @@ class _Capture:
             self._held = stack.enter_context(self._numbers_swapped())
             args, kwargs = self._arguments()
             stack.enter_context(self._undone_on_error())
+            stack.enter_context(HERE.breaking_off())  # hooks hear of no NotABlock
             for optimizer in self.state.optimizers.values():
                 self.record.watch(optimizer.param_groups, "param_groups")
             self.record.watch((args, kwargs), "argument")
@@ -500,6 +504,7 @@ class _Capture:
                 wire = spec.wire
                 trace = TraceWire(wire, self.inputs.places(wire))
                 trace.noting = self.recorder.noting_on(trace)
+                trace.repeating = self._repeated.carry
                 self.wires[wire] = trace
 
     def _tag(self) -> None:

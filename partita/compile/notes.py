@@ -7,7 +7,7 @@ of the step, and, in a redistribution, with the move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -315,6 +315,14 @@ class Recorder(TorchDispatchMode):
         """Note where a node comes from that no call has made."""
         node.meta[NOTE] = self._note()
         self._last = self.newest()
+
+    def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
+        """Note where nodes come from that no call has made; the one that makes `out` is `made`."""
+        note = self._note()
+        for node in nodes:
+            node.meta[NOTE] = note
+        self._last = self.newest()
+        self._made.append((made, out))
 
     def newest(self) -> fx.Node:
         """The node that was added last."""

@@ -328,6 +328,7 @@ class Unit:
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.capturing:
+            HERE.unfinished.append(self._in_graph.end)
             self._in_graph.begin()
             return self._prepared(args, kwargs, None)
         self._open.append(None)
@@ -373,7 +374,8 @@ class Unit:
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if HERE.capturing:
-            self._in_graph.end()
+            if HERE.unfinished and HERE.unfinished[-1] == self._in_graph.end:
+                HERE.unfinished.pop()()
             return
         if not self._open:
             return

@@ -145,8 +145,11 @@ class BlockCalls:
         try:
             with _apart(self._wires.values()):
                 torch.set_autocast_cache_enabled(False)  # what it keeps would be of this block
-                with follower:
-                    out = forward(*args, **kwargs)
+                try:
+                    with follower:
+                        out = forward(*args, **kwargs)
+                except Exception as error:  # which the user may catch, and go on
+                    raise NotABlock(kind, f"it raises {type(error).__name__}") from error
                 held = follower.end()
                 if follower.is_new:
                     traces.append(tracing.finish(follower))
@@ -180,6 +183,7 @@ class BlockCalls:
                 wire.admit(taken[a.number])
         for number, stand in held.items():
             become(stand, by_number[number])
+        call.note_versions([*taken, *held.values()])
 
     def node(self, target: Any, *args: Any) -> fx.Node:
         """A new node of the graph."""
@@ -201,15 +205,29 @@ class _Call:
     numbers: list[int]
     taken: list[fx.Node]
     node: fx.Node | None = None
+    _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def forward(self) -> list[FakeTensor]:
         self.node = self.calls.node(block_forward, self.trace, *self.taken)
         nodes = [self.calls.node(_at, self.node, n) for n in self.numbers]
         return self.calls.tensors(nodes, [self.trace.likes[n] for n in self.numbers])
 
+    def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Backward may read these: they must then be what they are now."""
+        with Local():
+            self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
+
+    def _check_unwritten(self) -> None:
+        with Local():
+            if any(t._version != version for t, version in self._versions):
+                raise NotABlock(
+                    self.trace.kind, "what it takes or gives is written before backward"
+                )
+
     def backward(
         self, grads: Sequence[torch.Tensor | None], trains: tuple[bool, ...]
     ) -> list[FakeTensor | None]:
+        self._check_unwritten()
         trace = self.trace
         given = {n: g for n, g in zip(self.numbers, grads, strict=True) if g is not None}
         key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains

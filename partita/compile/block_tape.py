@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from partita.tensor.engine import saving_hooks
+from partita.tensor.spec import Spec
 from partita.tensor.watch import HERE
 
 from .symbolic import is_symbolic
@@ -121,6 +125,8 @@ _REFUSED = frozenset(
 _REFUSED_ATTRIBUTES = frozenset(
     "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
 )
+_ALIKE = (Enum, Spec, torch.Generator)
+"""Of what is the same object, or is not the same."""
 _CASTING = ("cpu", "cuda")
 _PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
@@ -172,6 +178,7 @@ class Follower(TorchFunctionMode):
         self.inside = False
         self._suspended = False
         self._regions = HERE.recorder.regions_begun
+        self._heard = self._hears()
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -200,6 +207,17 @@ class Follower(TorchFunctionMode):
             found = self._trace_call(call)
         made = self._like()
         return _built(found.result, lambda n: self._stand(n, made[n]), self.taken.__getitem__)
+
+    def call(self, func: Callable[..., Any], *args: Any) -> Any:
+        """A function of ours that torch does not know, as one of its own."""
+        if self._suspended or self.inside:
+            return func(*args)
+        return self.__torch_function__(func, (), args)
+
+    def refuse_always(self, reason: str) -> None:
+        """Raise NotABlock, also within a call that is being traced."""
+        if not self._suspended:
+            raise NotABlock(self.kind, reason)
 
     def refuse(self, reason: str) -> None:
         """Raise NotABlock, unless what asks is a call that is being traced."""
@@ -235,9 +253,14 @@ class Follower(TorchFunctionMode):
         if any(_holds(v, Taken) for v in written):
             raise NotABlock(self.kind, "it writes into what it takes from outside")
 
+    def _hears(self) -> tuple[Any, ...]:
+        """Who is told of each call below torch's functions, or of what is saved for backward."""
+        return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
+
     def _around(self) -> tuple[Any, ...]:
-        recorder = HERE.recorder
-        region, kept, budget = recorder.marks
+        if self._hears() != self._heard:
+            raise NotABlock(self.kind, "it follows calls by a mode of its own, or what is saved")
+        region, kept, budget = HERE.recorder.marks
         if torch._C._is_any_autocast_enabled():
             casts: Any = tuple(
                 (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _CASTING
@@ -248,6 +271,7 @@ class Follower(TorchFunctionMode):
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch._C._is_torch_function_enabled(),
+            torch.get_default_dtype(),
             casts,
             region - self._regions if region > self._regions else 0,
             kept,
@@ -275,9 +299,9 @@ class Follower(TorchFunctionMode):
             return (kind, *map(self._written, (value.start, value.stop, value.step)))
         if is_symbolic(value):
             raise NotABlock(self.kind, "it reckons with a number that is an input")
-        if isinstance(value, (list, tuple, dict, set)):
-            raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
-        return _Same(value)
+        if kind is complex or isinstance(value, (*_ALIKE, type)) or _is_closed(value):
+            return _Same(value)
+        raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
 
     def _number(self, t: torch.Tensor) -> Made | Taken:
         found = self._numbers.get(id(t))
@@ -424,7 +448,10 @@ class Follower(TorchFunctionMode):
             return self._inner[id(out)]
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
             return (type(out), *map(self._written_result, out))
-        return self._written(out)
+        found = self._written(out)
+        if type(found) is _Same:
+            raise NotABlock(self.kind, f"a call of torch gives a {type(out).__name__}")
+        return found
 
     def admit(self, wire: Any, value: torch.Tensor) -> None:
         """A plain value that is traced is taken for equal on all ranks."""
@@ -505,6 +532,13 @@ def _holds(value: Any, kind: type) -> bool:
     return type(value) is tuple and any(_holds(v, kind) for v in value)
 
 
+def _is_closed(value: Any) -> bool:
+    """Is it a function that holds nothing but what is written in it?"""
+    if isinstance(value, FunctionType):
+        return not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__
+    return isinstance(value, (BuiltinFunctionType, torch._ops.OpOverload))
+
+
 def _is_of_tensors(call: TapedCall) -> bool:
     """Does it take or give any?"""
     return any(_holds(v, k) for v in (call.operands, call.result) for k in (Made, Taken))
@@ -553,8 +587,8 @@ def stand_in(like: FakeTensor) -> FakeTensor:
 @contextmanager
 def _within(around: tuple[Any, ...], kind: type) -> Iterator[None]:
     """The modes in which a call of a tape was made."""
-    grad, inference, typed, casts, *marks = around
-    if inference or any(marks):
+    grad, inference, typed, dtype, casts, *marks = around
+    if inference or dtype is not torch.get_default_dtype() or any(marks):
         raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
     with ExitStack() as stack:
         if not typed:

@@ -366,6 +366,8 @@ class _Capture:
         return out
 
     def _answer(self, question: Any) -> bool | None:
+        if HERE.block is not None:
+            HERE.block.refuse_always("torch asks for a value")
         return self.asked.answer(question, self._predicted_answer)
 
     def _predicted_answer(self, question: torch.SymBool) -> bool:

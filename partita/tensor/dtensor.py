@@ -23,8 +23,9 @@ from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
 from .origin import current
 from .pieces import piece_held
 from .spec import Spec, laid_out, placed
+from .watch import HERE
 
-__all__ = ["PLAIN", "TYPED", "DTensor", "short_dtype", "tagged"]
+__all__ = ["PLAIN", "TYPED", "DTensor", "laid_out_as", "short_dtype", "tagged"]
 
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
@@ -246,7 +247,7 @@ class DTensor(torch.Tensor):
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
         after = laid_out(spec.wire, spec.layout.shape, placements)
-        return tagged(moved(x, spec, after, "redistribute", "explicit"), after)
+        return laid_out_as(x, after, "redistribute")
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole value on every rank, as a plain tensor. Differentiable.
@@ -298,6 +299,17 @@ class DTensor(torch.Tensor):
 
     def __str__(self) -> str:
         return repr(self)
+
+
+def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
+    """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
+    if HERE.block is not None:
+        return HERE.block.call(_laid_out_as, x, after, op)  # type: ignore[no-any-return]
+    return _laid_out_as(x, after, op)
+
+
+def _laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
+    return tagged(moved(x, x._spec, after, op, "explicit"), after)
 
 
 PLAIN: set[type] = {torch.Tensor}

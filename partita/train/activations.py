@@ -19,8 +19,7 @@ from torch import nn
 
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Shard, own_placement
-from partita.tensor.autograd import moved
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, laid_out_as, tagged
 from partita.tensor.plain import admit
 from partita.tensor.spec import Spec, spec_of
 
@@ -214,7 +213,7 @@ def _laid(value: Any, places: Pairs, wire: Wire, what: str) -> DTensor:
         after = _put(spec, places)
     except LayoutError as error:
         raise LayoutError(f"{what}: {error.fact}", place=user_line()) from None
-    return value if after is spec else tagged(moved(value, spec, after, what, "explicit"), after)
+    return value if after is spec else laid_out_as(value, after, what)
 
 
 @lru_cache(maxsize=4096)

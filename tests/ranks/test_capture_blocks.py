@@ -507,3 +507,105 @@ def test_blocks_may_be_named():
 def test_a_block_is_a_module_or_a_class_of_them():
     with pytest.raises(ValueError, match="a module or a class"):
         pt.compile(lambda: None, blocks=["blocks"])
+
+
+class CheckpointingStack(Stack):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+def test_blocks_may_be_regions_that_are_made_again():
+    step = check(lambda: CheckpointingStack(Block), supervised)
+    assert step.program.blocks.structures == (("Block", BLOCKS),)
+
+
+class WritingOutside(Stack):
+    """What a block gives, and backward reads, is written by the next one's caller."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+            x.mul_(0.5)
+        return self.last(x)
+
+
+def test_what_a_block_gives_may_be_written():
+    step = check(lambda: WritingOutside(Block), supervised)
+    assert "written before backward" in str(step.program.blocks)
+
+
+class Sigmoids(Block):
+    """It saves what it gives."""
+
+    def forward(self, x):
+        return torch.sigmoid(super().forward(x))
+
+
+def test_what_backward_reads_may_not_be_written_as_in_eager():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made(lambda: WritingOutside(Sigmoids), supervised, None, True)
+
+
+class Iterating(Block):
+    def between(self, h):
+        return torch.stack([row * (1 + i) for i, row in enumerate(h)])
+
+
+class Catching(Stack):
+    """A block that fails is gone round."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except ValueError:
+                x = x + 1
+        return self.last(x)
+
+
+class FailingLate(Block):
+    def forward(self, x):
+        x = F.dropout(super().forward(x), 0.1)
+        if self.number == 1:
+            raise ValueError
+        return x
+
+
+def test_an_error_in_a_block_may_be_caught():
+    check(lambda: Catching(FailingLate), supervised)
+
+
+def test_rows_of_a_tensor_may_be_gone_through():
+    check(lambda: Stack(Iterating), supervised)
+
+
+def test_a_block_that_is_split_over_ranks_is_traced_once():
+    def train(mesh, blocks):
+        torch.manual_seed(0)
+        model = Stack(Block)
+        plan = {
+            "blocks.*.up.weight": {"tp": pt.Shard(0)},
+            "blocks.*.up.bias": {"tp": pt.Shard(0)},
+            "blocks.*.down.weight": {"tp": pt.Shard(1)},
+            "blocks.*.norm": pt.Inputs({"tp": pt.Replicate()}),
+            "blocks.*": pt.Outputs({"tp": pt.Shard(0)}),
+        }
+        pt.parallelize(model, mesh, plan)
+        step = pt.compile(supervised(model, adam(model)), backend="graph", blocks=blocks)
+        torch.manual_seed(1)
+        x = torch.randn(4, WIDTH)
+        x = pt.distribute_tensor(x, mesh, [pt.Replicate()])
+        losses = [step(x).full_tensor().item() for _ in range(3)]
+        return losses, lines(step), step.program.blocks
+
+    with pt.ranks(tp=2) as world:
+        wanted, flat, _ = world.run(train, False)[0]
+        losses, found, blocks = world.run(train, True)[0]
+    assert losses == wanted and found == flat
+    assert blocks.structures == (("Block", BLOCKS),)

@@ -310,7 +310,7 @@ class _Capture:
     def _traced(self, *fakes: torch.Tensor) -> list[Any]:
         mode = get_proxy_mode()
         assert mode is not None
-        recorder = self.recorder = Recorder(mode.tracer.graph)
+        recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
         self._repeated = RepeatedMoves(recorder, self.inputs.mode)
         stand_in = self.inputs.stand_in
         with ExitStack() as stack:
@@ -564,8 +564,7 @@ class _Capture:
                 more["number"] = len(self.differentiable)
                 self.differentiable.append(value)
             self.outputs.append(Output(kind, self._real(spec), **more))
-            with Local():
-                values.append(value.detach())
+            values.append(value)
 
         def give_number(kind: str, value: Any, **more: Any) -> None:
             self.outputs.append(Output(kind, None, scalar=True, **more))

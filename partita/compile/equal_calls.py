@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-__all__ = ["MadeByCall", "call_without_memory", "tensors_in"]
+__all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -50,7 +50,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     if mode is None:
         return _called(target, args, kwargs, None)
     name = getattr(target, "_opname", None)
-    key = None if name in _BY_MEMORY else _key_of(target, args, kwargs)
+    key = None if name in _BY_MEMORY else key_of(target, args, kwargs)
     if key is None:
         return _called(target, args, kwargs, mode)
     known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
@@ -116,7 +116,7 @@ def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     return None
 
 
-def _key_of(target: Any, args: Any, kwargs: Any) -> Any:
+def key_of(target: Any, args: Any, kwargs: Any) -> Any:
     """What decides what a call gives; None where more does."""
     try:
         key = target, _said(args), tuple((k, _said(v)) for k, v in kwargs.items()) if kwargs else ()

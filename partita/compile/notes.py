@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +36,7 @@ from .errors import not_captured, of_data
 from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .hearing import unheard
 from .refusals import not_an_input
+from .repeated_calls import RepeatedCalls
 from .scalars import taken_as_numbers, with_exact_numbers
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
@@ -114,9 +116,10 @@ class Recorder(TorchDispatchMode):
     backward, where torch-function must be on, a saved DTensor would tell its global one.
     """
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         super().__init__()
         self.graph = graph
+        self._repeated = RepeatedCalls(graph, mode)
         self.updating = False
         self.exact: set[int] | None = None
         self._behind = False
@@ -151,8 +154,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = taken_as_numbers(func, args, kwargs)
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
-        with Local():
-            out = REPLACED.get(func, func)(*args, **kwargs)
+        out = self._traced(func, args, kwargs)
         count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):
             raise of_data(func._schema.name)
@@ -166,6 +168,17 @@ class Recorder(TorchDispatchMode):
             self._last = newest
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
+        return out
+
+    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
+        if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
+            return out
+        first = self.newest()
+        with Local():
+            out = REPLACED.get(func, func)(*args, **kwargs)
+        if key is not None:
+            self._repeated.learn(key, func, out, first)
         return out
 
     def finish(self) -> None:

@@ -18,9 +18,8 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     set_proxy_slot,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["become", "node_of", "tensors_of"]
+__all__ = ["become", "known_node_of", "node_of", "stands_for", "tensors_of"]
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
@@ -29,16 +28,27 @@ def node_of(t: torch.Tensor) -> fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def known_node_of(t: torch.Tensor) -> fx.Node | None:
+    """The same, but None where the tracer knows the tensor's numbers, and goes on with those."""
+    slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None or slot.constant is not None else slot.proxy.node
+
+
+def stands_for(t: torch.Tensor, node: fx.Node) -> None:
+    """From now on the node makes what `t` is."""
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
+
+
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
     """Tensors without memory that the nodes make; what they are like, `likes` say."""
-    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-    with _disable_current_modes(), Unheard():
+    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
         made = [_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
         node.meta.setdefault("val", like)
-        set_proxy_slot(fake, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
+        stands_for(fake, node)
     return made
 
 

@@ -1,0 +1,118 @@
+"""Repeated calls: a call like one that was traced before is a node more, and is not traced again.
+
+To trace a call takes the dispatcher three times through Python, half a millisecond; what it gives
+is decided by its operands' shapes, strides, dtypes and devices, and by its numbers. So the second
+call that is like a first becomes a node at once, and a tensor that is like the first's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .equal_calls import key_of
+from .traced_tensors import known_node_of, stands_for, tensors_of
+
+__all__ = ["RepeatedCalls"]
+
+_aten = torch.ops.aten
+_LIFTED = (_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+_BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class RepeatedCalls:
+    """The calls of one capture, by what decides what they give."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        self._graph, self._mode = graph, mode
+        self._known: dict[Any, torch.Tensor] = {}
+
+    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What decides what a call gives; None where more does, or it is none of those here."""
+        if not (_makes_one(func) or _writes_one(func)):
+            return None
+        with Local():
+            return key_of(func, args, kwargs)
+
+    def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """What a call gives that is like one before, in the graph; None where none was."""
+        like = self._known.get(key)
+        if like is None:
+            return None
+        try:
+            operands = _nodes_of(args)
+            named = {name: _nodes_of(value) for name, value in kwargs.items()}
+        except LookupError:
+            return None
+        node = self._graph.call_function(func, operands, named)
+        if _writes_one(func):
+            node.meta["val"] = like
+            written: torch.Tensor = args[0]
+            stands_for(written, node)
+            return written
+        (out,) = tensors_of([node], [like], self._mode)
+        return out
+
+    def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
+        """Remember a call that was traced, if it is one node, which comes behind `first`."""
+        node: fx.Node = self._graph._root.prev
+        if node.prev is first and node.target is func and isinstance(out, FakeTensor):
+            self._known[key] = node.meta["val"]
+
+
+def _nodes_of(value: Any) -> Any:
+    """Operands as a node has them. Raises LookupError: no node makes one, or its value is known."""
+    if isinstance(value, torch.Tensor):
+        node = known_node_of(value)
+        if node is None:
+            raise LookupError
+        return node
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_nodes_of, value))
+    if isinstance(value, Mapping):
+        raise LookupError
+    return value
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_one(func: Any) -> bool:
+    """Does it give one tensor, of memory of its own, and write nothing?"""
+    schema = func._schema
+    return (
+        _is_plain(func)
+        and not schema.is_mutable
+        and all(a.alias_info is None for a in (*schema.arguments, *schema.returns))
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_one(func: Any) -> bool:
+    """Does it write its first operand, which it gives, and no other?"""
+    schema = func._schema
+    written = [a for a in schema.arguments if a.alias_info is not None]
+    return (
+        _is_plain(func)
+        and len(written) == 1
+        and written[0].name == schema.arguments[0].name
+        and str(written[0].type) == "Tensor"
+        and written[0].alias_info.is_write
+        and torch.Tag.inplace_view not in func.tags
+        and not func._opname.startswith(("resize", "set_"))
+    )
+
+
+def _is_plain(func: Any) -> bool:
+    returns = func._schema.returns
+    return (
+        func.namespace == "aten"
+        and func not in _LIFTED
+        and len(returns) == 1
+        and str(returns[0].type) == "Tensor"
+        and not any(tag in func.tags for tag in _BY_DATA)
+    )

@@ -109,7 +109,6 @@ class BlockCalls:
     ):
         self.recorder, self._mode, self._wires, self._blocks = recorder, mode, wires, blocks
         self._traces: dict[type, list[BlockTrace]] = {}
-        self._results: list[tuple[type, FakeTensor, int]] = []
 
     @contextmanager
     def intercepting(self, tracer: Any) -> Iterator[None]:
@@ -169,7 +168,7 @@ class BlockCalls:
         numbers = [*held]
         admitted = [(w, a) for w, a in trace.tape.admitted]
         numbers += [a.number for _, a in admitted if type(a) is Made and a.number not in held]
-        call = _Call(self, trace, numbers, [_node_of(t) for t in taken])
+        call = _Call(self, trace, numbers, [_node_of(t, trace.kind) for t in taken])
         with Local():
             if trace.results and trace.takes and torch.is_grad_enabled():
                 made = _BlockFunction.apply(call, *(taken[i] for i in trace.takes))
@@ -234,7 +233,7 @@ class _Call:
         back = trace.backwards.get(key)
         if back is None:
             back = trace.backwards[key] = _differentiated(trace, given, trains, self.calls.recorder)
-        cotangents = [_node_of(g) for g in given.values()]
+        cotangents = [_node_of(g, trace.kind) for g in given.values()]
         node = self.calls.node(block_backward, back, self.node, *cotangents)
         nodes = [self.calls.node(_at, node, i) for i in back.gradients]
         likes = [g.meta["val"] for g in back.gradients.values()]
@@ -265,10 +264,10 @@ def _at(made: Any, number: int) -> Any:
     raise RuntimeError("a block's call was not put in its place")
 
 
-def _node_of(t: torch.Tensor) -> fx.Node:
+def _node_of(t: torch.Tensor, kind: type) -> fx.Node:
     node = node_of(t)
     if node is None:
-        raise NotABlock(object, "it takes a tensor that the graph does not make")
+        raise NotABlock(kind, "it takes a tensor that the graph does not make")
     return node
 
 
@@ -343,7 +342,7 @@ class _Tracing:
             if any(t._version != v for t, v in zip(taken, self._versions, strict=True)):
                 raise NotABlock(follower.kind, "it writes into what it takes from outside")
         forward, self.nodes = self.nodes, []
-        nodes = {n: _node_of(t) for n, t in enumerate(made)}
+        nodes = {n: _node_of(t, follower.kind) for n, t in enumerate(made)}
         trace = BlockTrace(follower.kind, tape, self._entered, nodes, forward, region=self._region)
         trace.likes = {n: stand_in(t) for n, t in enumerate(made)}
         with Local():
@@ -371,7 +370,11 @@ def _differentiated(
     names = {node.name: node for node in tracing.nodes}
     return BackwardTrace(
         [names[seed.node] for seed in seeds],
-        {i: _node_of(g) for i, g in zip(wanted, gradients, strict=True) if g is not None},
+        {
+            i: _node_of(g, trace.kind)
+            for i, g in zip(wanted, gradients, strict=True)
+            if g is not None
+        },
         tracing.nodes,
     )
 
@@ -400,7 +403,8 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
             copying.copy(trace.forward, one, node)
             made: Mapping[int, Any] = trace.made
         else:
-            one = copies[given[0]]
+            # A copy for each backward: there may be several of one forward.
+            one = replace(copies[given[0]], of=dict(copies[given[0]].of))
             one.of.update(zip(trace.seeds, given[1:], strict=True))
             copying.copy(trace.nodes, one, node)
             made = trace.gradients

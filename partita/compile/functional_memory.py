@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 
 from .effects import NORMS
-from .equal_calls import tensors_in
+from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import UnsureOfWrites
 
 __all__ = [
@@ -44,24 +47,46 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
 
     Inputs have memory of their own each, as for torch's functionalization.
     """
-    shown: dict[fx.Node, dict[int, int]] = {}  # of a storage, by its number, the memory
+    shown: dict[fx.Node, list[int]] = {}  # of each tensor of a node's value the memory
     written: set[int] = set()
-    count = 0
+    numbers = count()
     for node in graph.nodes:
         if node.op == "output":
             break
-        reads = node.all_input_nodes
-        of_node = shown[node] = {}
-        for t in tensors_in(node.meta.get("val")):
-            key = t.untyped_storage()._cdata  # private: a number for a storage, while it lives
-            found = [shown[read][key] for read in reads if key in shown[read]]
-            of_node[key] = found[0] if found else count
-            count += not found
+        if node.op == "call_function":
+            shown[node] = _shown_by_call(node, shown, numbers)
+        else:
+            shown[node] = [next(numbers) for _ in tensors_in(_value_of(node))]
         for operand in _written_by(node):
-            written.update(shown[operand].values())
+            written.update(shown[operand])
     tensors = ((n, m) for n, m in shown.items() if isinstance(n.meta.get("val"), torch.Tensor))
-    memory = ((node, number) for node, known in tensors for number in known.values())
-    return {node: number for node, number in memory if number in written}
+    return {node: memory for node, (memory,) in tensors if memory in written}
+
+
+def _shown_by_call(
+    node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
+) -> list[int]:
+    """By what the call does, not by where the values of nodes lie: equal ones are one tensor."""
+    operands: list[int] = []
+
+    def value_of(read: fx.Node) -> Any:
+        operands.extend(shown[read])
+        return _value_of(read)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    if node.target is operator.getitem:
+        whole, place = args
+        first = len(tensors_in(whole[:place]))
+        return operands[first : first + len(tensors_in(whole[place]))]
+    made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
+    new = [next(numbers) for _ in made.nbytes]
+    return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
+
+
+def _value_of(node: fx.Node) -> Any:
+    if node.op == "get_attr" and "val" not in node.meta:
+        return getattr(node.graph.owning_module, str(node.target))
+    return node.meta.get("val")
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:

@@ -53,6 +53,10 @@ def tensors_of(
 
 
 def _like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    if offset := t.storage_offset():
+        last = offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        meta = torch.empty(last + 1 if t.numel() else offset, dtype=t.dtype, device="meta")
+        return FakeTensor(mode, meta.as_strided(t.shape, t.stride(), offset), t.device)
     meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     return FakeTensor(mode, meta, t.device)
 

@@ -405,6 +405,21 @@ def test_micro_batches_are_calls_of_one_structure():
     assert step.program.blocks.structures == (("Block", 2 * BLOCKS),)
 
 
+def test_two_losses_go_back_through_one_forward():
+    def twice_backward(model, optimizer):
+        def step(x):
+            optimizer.zero_grad()
+            out = model(x)
+            out.square().mean().backward(retain_graph=True)
+            out.abs().sum().backward()
+            optimizer.step()
+            return out.sum()
+
+        return step
+
+    check(lambda: Stack(Block), twice_backward, text=False)
+
+
 def test_gradients_of_gradients_cross_blocks():
     def penalized(model, optimizer):
         def step(x):

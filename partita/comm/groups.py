@@ -125,6 +125,8 @@ class GroupWire(Wire):
             torch.cat([row.view(-1) for row in rows], out=out.view(-1))
             return
         group = self._process_groups[axes]
+        if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: Gloo cuts the first
+            out, x = out.view(-1), x.view(-1)
         self._wait(group._allgather_base(out, x), group, ask)
 
     def _reduce_scatter(

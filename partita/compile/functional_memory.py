@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .effects import NORMS
-from .equal_calls import call_without_memory, tensors_in
+from .equal_calls import tensors_in
 from .functional_calls import UnsureOfWrites
 
 __all__ = [
@@ -66,21 +66,69 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
 def _shown_by_call(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
-    """By what the call does, not by where the values of nodes lie: equal ones are one tensor."""
-    operands: list[int] = []
-
-    def value_of(read: fx.Node) -> Any:
-        operands.extend(shown[read])
-        return _value_of(read)
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    """By what a call says of itself, not by where values lie: equal ones are one tensor."""
+    made = tensors_in(node.meta.get("val"))
+    if not made:
+        return []
     if node.target is operator.getitem:
-        whole, place = args
-        first = len(tensors_in(whole[:place]))
-        return operands[first : first + len(tensors_in(whole[place]))]
-    made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
-    new = [next(numbers) for _ in made.nbytes]
-    return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
+        whole, place = node.args
+        assert isinstance(whole, fx.Node) and isinstance(place, int)
+        first = len(tensors_in(_value_of(whole)[:place]))
+        return shown[whole][first : first + len(made)]
+    schema = getattr(node.target, "_schema", None)
+    if node.target in _SHOW or schema is None:
+        return _shown_by_memory(node, shown, numbers)
+    found: list[int] = []
+    for value, told in zip(_values(node), schema.returns, strict=False):
+        operand = _shown_operand(node, schema, told)
+        of_operand = shown[operand] if operand is not None else []
+        for i, _ in enumerate(tensors_in(value)):
+            if of_operand:  # pieces of one, or each of a list the one at its place
+                found.append(of_operand[i] if len(of_operand) > 1 else of_operand[0])
+            else:
+                found.append(next(numbers))
+    return found
+
+
+def _values(node: fx.Node) -> Sequence[Any]:
+    value = node.meta["val"]
+    several = len(node.target._schema.returns) > 1  # type: ignore[union-attr]
+    return value if several else (value,)
+
+
+def _shown_operand(node: fx.Node, schema: Any, told: Any) -> fx.Node | None:
+    """The operand whose memory a call shows in one of its results."""
+    if told.alias_info is None:
+        return None
+    arguments = zip(schema.arguments, node.args, strict=False)
+    named = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
+    for argument, value in (*arguments, *named):
+        own = argument.alias_info
+        if own is None or not isinstance(value, fx.Node):
+            continue
+        # Of a list of pieces the schema says "*" where it says what they are pieces of.
+        if own.before_set & told.alias_info.before_set or "*" in own.after_set:
+            return value
+    return None
+
+
+def _shown_by_memory(
+    node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
+) -> list[int]:
+    """Of a call that does not say it: its one operand's, or that in which its value lies."""
+    if node.target in _SHOW:
+        (operand,) = node.all_input_nodes
+        return shown[operand]
+    known: dict[int, int] = {}
+    for read in node.all_input_nodes:
+        for t, memory in zip(tensors_in(_value_of(read)), shown[read], strict=True):
+            known[t.untyped_storage()._cdata] = memory  # private: a number for a storage
+    storages = [t.untyped_storage()._cdata for t in tensors_in(node.meta["val"])]
+    return [known[s] if s in known else next(numbers) for s in storages]
+
+
+_SHOW = (_aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
+"""They give what they are given, and do not say so."""
 
 
 def _value_of(node: fx.Node) -> Any:

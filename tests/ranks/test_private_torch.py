@@ -13,6 +13,7 @@ import inspect
 import subprocess
 import sys
 import types
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
@@ -402,6 +404,70 @@ def test_a_python_number_is_traced_and_what_is_asked_of_it_is_told():
     (end,) = made.graph.find_nodes(op="output")
     (read, *_) = end.all_input_nodes[0].all_input_nodes
     assert read.target is torch.ops.aten.mul.Tensor
+
+
+def test_a_tensor_that_is_traced_is_had_without_a_call():
+    mode = FakeTensorMode()
+
+    def step(x):
+        tracer = get_proxy_mode().tracer
+        node = tracer.graph.call_function(
+            torch.ops.aten.sin.default, (get_proxy_slot(x, tracer).proxy.node,)
+        )
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            made = FakeTensor(mode, meta, x.device)
+        node.meta["val"] = made
+        set_proxy_slot(made, tracer, _ProxyTensor(torch.fx.Proxy(node, tracer), None))
+        return made + 1
+
+    with mode:
+        traced = make_fx(step)(torch.ones(2))
+    x = torch.ones(2)
+    assert torch.equal(traced(x), x.sin() + 1)
+
+
+def test_an_object_can_be_given_the_tensor_of_another_which_something_refers_to_weakly():
+    stand = torch.ones(2)
+    x = torch.ones(3, requires_grad=True)
+    made = x * 2
+    held = weakref.ref(made)
+    torch._C._swap_tensor_impl(stand, made)
+    assert stand.shape == (3,) and stand.grad_fn is not None and held() is made
+    (gradient,) = torch.autograd.grad(stand.sum(), x)
+    assert torch.equal(gradient, torch.full((3,), 2.0))
+
+
+def test_a_tracer_is_asked_to_call_each_module():
+    called = []
+
+    def step(x):
+        tracer = get_proxy_mode().tracer
+        usual = tracer.call_module
+
+        def call_module(m, forward, args, kwargs):
+            called.append(type(m))
+            return usual(m, forward, args, kwargs)
+
+        tracer.call_module = call_module
+        return nn.Sequential(nn.ReLU())(x)
+
+    make_fx(step)(torch.ones(2))
+    assert called == [nn.Sequential, nn.ReLU]
+
+
+def test_setting_the_gradient_mode_is_a_function_that_modes_hear_of():
+    heard = []
+
+    class Hearing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            heard.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Hearing(), torch.no_grad():
+        pass
+    assert heard == [torch._C._set_grad_enabled] * 2
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_a_bool_of_a_value_is_asked_of_the_environment_and_its_node_is_known():

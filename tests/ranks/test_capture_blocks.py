@@ -224,9 +224,13 @@ def made(build, step_of, mesh, blocks, stage=3, calls=3):
 
 
 def lines(step):
-    """What the graph calls, in any order, but for where a rank is, which is worked out anywhere."""
+    """What the graph computes, in any order.
+
+    Not in it: views, of which blocks have none that show all of a tensor; and where a rank is,
+    which is worked out anywhere.
+    """
     called = (re.sub(r"%\d+", "%", line) for line in canonical(step.program))
-    return Counter(line for line in called if ": i64[] " not in line)
+    return Counter(line for line in called if not re.search(r": i64\[\] |aten\.view\.", line))
 
 
 def check(build, step_of, mesh=None, text=True, **more):

@@ -23,7 +23,7 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
-from .block_tape import BlockTape, Follower, Made, NotABlock, stand_in
+from .block_tape import BlockTape, Follower, Made, NotABlock, stand_in, who_hears
 from .differentiate import differentiate
 from .notes import NOTE, Note, Recorder, note_of
 from .traced_tensors import become, node_of, tensors_of
@@ -109,6 +109,7 @@ class BlockCalls:
     ):
         self.recorder, self._mode, self._wires, self._blocks = recorder, mode, wires, blocks
         self._traces: dict[type, list[BlockTrace]] = {}
+        self._heard = who_hears()
 
     @contextmanager
     def intercepting(self, tracer: Any) -> Iterator[None]:
@@ -138,7 +139,7 @@ class BlockCalls:
         kind = type(module)
         traces = self._traces.setdefault(kind, [])
         tracing = _Tracing(self.recorder)
-        follower = Follower(kind, [t.tape for t in traces], tracing)
+        follower = Follower(kind, [t.tape for t in traces], tracing, self._heard)
         casts = torch.is_autocast_cache_enabled()
         HERE.block = follower
         try:
@@ -169,9 +170,12 @@ class BlockCalls:
         admitted = [(w, a) for w, a in trace.tape.admitted]
         numbers += [a.number for _, a in admitted if type(a) is Made and a.number not in held]
         call = _Call(self, trace, numbers, [_node_of(t, trace.kind) for t in taken])
+        if any(_has_hooks(taken[i]) for i in trace.takes):
+            raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
         with Local():
-            if trace.results and trace.takes and torch.is_grad_enabled():
-                made = _BlockFunction.apply(call, *(taken[i] for i in trace.takes))
+            if trace.results and trace.takes:
+                with torch.enable_grad():  # its calls had it where a result has a history
+                    made = _BlockFunction.apply(call, *(taken[i] for i in trace.takes))
             else:
                 made = call.forward()
         by_number = dict(zip(numbers, made, strict=True))
@@ -216,7 +220,8 @@ class _Call:
         with Local():
             self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
 
-    def _check_unwritten(self) -> None:
+    def check_unwritten(self) -> None:
+        """Raise NotABlock if what backward may read was written since."""
         with Local():
             if any(t._version != version for t, version in self._versions):
                 raise NotABlock(
@@ -226,7 +231,6 @@ class _Call:
     def backward(
         self, grads: Sequence[torch.Tensor | None], trains: tuple[bool, ...]
     ) -> list[FakeTensor | None]:
-        self._check_unwritten()
         trace = self.trace
         given = {n: g for n, g in zip(self.numbers, grads, strict=True) if g is not None}
         key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains
@@ -246,6 +250,7 @@ class _BlockFunction(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *wanted: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(wanted[0])  # so that torch knows whether it may go back once more
         made = call.forward()
         ctx.mark_non_differentiable(
             *(m for n, m in zip(call.numbers, made, strict=True) if n not in call.trace.results)
@@ -256,6 +261,8 @@ class _BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotABlock(ctx.call.trace.kind, "its gradients are differentiated again")
+        ctx.call.check_unwritten()
+        _ = ctx.saved_tensors
         return None, *ctx.call.backward(grads, ctx.needs_input_grad[1:])
 
 
@@ -276,6 +283,13 @@ def _admit_in_block(wire: TraceWire, value: torch.Tensor) -> bool:
         return False
     HERE.block.admit(wire, value)
     return True
+
+
+def _has_hooks(t: torch.Tensor) -> bool:
+    """Private torch: where a tensor has its hooks."""
+    with Local():
+        after = getattr(t, "_post_accumulate_grad_hooks", None)
+        return bool(t._backward_hooks) or bool(after)
 
 
 @contextmanager
@@ -341,6 +355,9 @@ class _Tracing:
         with Local():
             if any(t._version != v for t, v in zip(taken, self._versions, strict=True)):
                 raise NotABlock(follower.kind, "it writes into what it takes from outside")
+            memory = {t.untyped_storage()._cdata for t in taken}
+            if any(made[n].untyped_storage()._cdata in memory for n in tape.escapes):
+                raise NotABlock(follower.kind, "it gives a view of what it takes from outside")
         forward, self.nodes = self.nodes, []
         nodes = {n: _node_of(t, follower.kind) for n, t in enumerate(made)}
         trace = BlockTrace(follower.kind, tape, self._entered, nodes, forward, region=self._region)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from partita.tensor.engine import saving_hooks
 from partita.tensor.spec import Spec
-from partita.tensor.watch import HERE
+from partita.tensor.watch import HERE, Label
 
 from .symbolic import is_symbolic
 
@@ -38,6 +38,7 @@ __all__ = [
     "TapedCall",
     "described",
     "stand_in",
+    "who_hears",
 ]
 
 
@@ -77,6 +78,19 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """What a call is called: each other one is as good."""
+
+    value: str
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Called
+
+    def __hash__(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +169,7 @@ class Follower(TorchFunctionMode):
         kind: the block's class.
         tapes: of blocks of that class.
         trace: runs a call for a new tape, and what it makes becomes part of the graph.
+        heard: `who_hears()` as the step began.
 
     Attributes:
         taken: the tensors from outside, in the order of first use.
@@ -162,7 +177,7 @@ class Follower(TorchFunctionMode):
         inner: for a new tape what it takes and makes, as it is traced.
     """
 
-    def __init__(self, kind: type, tapes: Sequence[BlockTape], trace: Any):
+    def __init__(self, kind: type, tapes: Sequence[BlockTape], trace: Any, heard: Any):
         super().__init__()
         self.kind, self._known, self._trace = kind, tapes, trace
         self._candidates = list(tapes)
@@ -178,7 +193,7 @@ class Follower(TorchFunctionMode):
         self.inside = False
         self._suspended = False
         self._regions = HERE.recorder.regions_begun
-        self._heard = self._hears()
+        self._heard = heard
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -253,12 +268,8 @@ class Follower(TorchFunctionMode):
         if any(_holds(v, Taken) for v in written):
             raise NotABlock(self.kind, "it writes into what it takes from outside")
 
-    def _hears(self) -> tuple[Any, ...]:
-        """Who is told of each call below torch's functions, or of what is saved for backward."""
-        return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
-
     def _around(self) -> tuple[Any, ...]:
-        if self._hears() != self._heard:
+        if who_hears() != self._heard:
             raise NotABlock(self.kind, "it follows calls by a mode of its own, or what is saved")
         region, kept, budget = HERE.recorder.marks
         if torch._C._is_any_autocast_enabled():
@@ -272,6 +283,7 @@ class Follower(TorchFunctionMode):
             torch.is_inference_mode_enabled(),
             torch._C._is_torch_function_enabled(),
             torch.get_default_dtype(),
+            _attention_kernels(),
             casts,
             region - self._regions if region > self._regions else 0,
             kept,
@@ -289,6 +301,8 @@ class Follower(TorchFunctionMode):
             return self._number(value)
         if kind is float:
             return (kind, value.hex())
+        if kind is Label:
+            return _Called(value)
         if isinstance(value, _PLAIN):
             return value
         if kind is tuple or kind is list or kind is torch.Size:
@@ -401,6 +415,8 @@ class Follower(TorchFunctionMode):
         try:
             with self._trace.tracing():
                 out = call.func(*args, **kwargs)
+        except Exception as error:  # which the user may catch; what it left is no part of a block
+            raise NotABlock(self.kind, f"a call of torch raises {type(error).__name__}") from error
         finally:
             self.inside = False
         self._learn(out)
@@ -436,6 +452,8 @@ class Follower(TorchFunctionMode):
         assert self.tape is not None
         if not isinstance(out, FakeTensor):
             raise NotABlock(self.kind, "it makes a tensor that has memory")
+        if out.is_conj() or out.is_neg() or out.is_inference():
+            raise NotABlock(self.kind, "it makes a tensor that is more than its numbers")
         number = len(self.inner_made)
         self._inner[id(out)] = Made(number)
         self.inner_made.append(out)
@@ -507,7 +525,7 @@ def _built(value: Any, made: Callable[[int], Any], taken: Callable[[int], Any]) 
         return made(value.number)
     if kind is Taken:
         return taken(value.number)
-    if kind is _Same:
+    if kind is _Same or kind is _Called:
         return value.value
     if kind is not tuple:
         return value
@@ -530,6 +548,21 @@ def _holds(value: Any, kind: type) -> bool:
     if type(value) is kind:
         return True
     return type(value) is tuple and any(_holds(v, kind) for v in value)
+
+
+def who_hears() -> tuple[Any, ...]:
+    """Who is told of each call below torch's functions, and of what is saved for backward."""
+    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Private torch: which kernels attention may take, as torch asks while it is traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
 
 
 def _is_closed(value: Any) -> bool:
@@ -575,7 +608,12 @@ def stand_in(like: FakeTensor) -> FakeTensor:
     """A tensor that says it is what `like` is, and of which nothing can be computed."""
     with Unheard():
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            FakeTensor, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            FakeTensor,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
         )
         made.fake_device, made.fake_mode = like.fake_device, like.fake_mode
         spec = like.__dict__.get("_spec")
@@ -587,8 +625,9 @@ def stand_in(like: FakeTensor) -> FakeTensor:
 @contextmanager
 def _within(around: tuple[Any, ...], kind: type) -> Iterator[None]:
     """The modes in which a call of a tape was made."""
-    grad, inference, typed, dtype, casts, *marks = around
-    if inference or dtype is not torch.get_default_dtype() or any(marks):
+    grad, inference, typed, dtype, kernels, casts, *marks = around
+    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    if inference or not set_alike or any(marks):
         raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
     with ExitStack() as stack:
         if not typed:

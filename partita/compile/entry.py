@@ -28,7 +28,7 @@ def compile(
     passes: Passes = (),
     keep: int = 8,
     budget: int | None = None,
-    blocks: bool | Iterable[nn.Module | type] = True,
+    blocks: bool | Iterable[nn.Module | type] = False,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
 
@@ -55,8 +55,8 @@ def compile(
         budget: the most bytes that the step may take above what it holds between calls; what is
             cheapest to make again for backward is not kept until then.
         blocks: modules, or classes of modules, of which one is traced for all that are built
-            alike; True for those that are found (the outermost of which a model has several),
-            False for none.
+            alike, so that capture costs less; True for those that are found: the outermost of
+            which a model has several.
 
     Returns:
         A `CompiledStep`; of a module the module itself, whose `forward` is one.

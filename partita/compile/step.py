@@ -54,7 +54,7 @@ class CompiledStep(Last):
         passes: Passes,
         keep: int,
         budget: int | None = None,
-        blocks: bool | Iterable[nn.Module | type] = True,
+        blocks: bool | Iterable[nn.Module | type] = False,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback

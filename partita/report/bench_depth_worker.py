@@ -4,6 +4,7 @@ Reads numbers of blocks from its input and prints a line of JSON for each. It is
 checkout of partita, older ones too: it imports only what they have, and times functions by name.
 """
 
+import inspect
 import json
 import statistics
 import sys
@@ -54,7 +55,9 @@ def _first_step(name: str, layers: int, width: int, mesh: Any) -> dict[str, floa
     """Seconds of a first call: of capture, of the passes and what else comes before it runs."""
     shape = Shape(layers=layers, width=width, context=16, batch=2)
     rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
-    step = pt.compile(training(zero(_model(name, shape), mesh, stage=3)), backend="graph")
+    # An older checkout has no blocks.
+    how = {"blocks": True} if "blocks" in inspect.signature(pt.compile).parameters else {}
+    step = pt.compile(training(zero(_model(name, shape), mesh, stage=3)), backend="graph", **how)
     _seconds.clear()
     start = time.process_time()
     step(*rows)

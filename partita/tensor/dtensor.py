@@ -23,7 +23,7 @@ from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
 from .origin import current
 from .pieces import piece_held
 from .spec import Spec, laid_out, placed
-from .watch import HERE
+from .watch import HERE, Label
 
 __all__ = ["PLAIN", "TYPED", "DTensor", "laid_out_as", "short_dtype", "tagged"]
 
@@ -304,7 +304,7 @@ class DTensor(torch.Tensor):
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
     """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
     if HERE.block is not None:
-        return HERE.block.call(_laid_out_as, x, after, op)  # type: ignore[no-any-return]
+        return HERE.block.call(_laid_out_as, x, after, Label(op))  # type: ignore[no-any-return]
     return _laid_out_as(x, after, op)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["HERE", "Watcher"]
+__all__ = ["HERE", "Label", "Watcher"]
 
 
 class Watcher(Protocol):
@@ -33,6 +33,10 @@ class Watcher(Protocol):
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The redistribution `what` of the local tensor `x`, which `run()` carries."""
+
+
+class Label(str):
+    """What a call is called in reports; it decides nothing of what the call does."""
 
 
 class _Here(threading.local):

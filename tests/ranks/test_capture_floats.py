@@ -403,7 +403,8 @@ def test_code_that_the_library_makes_is_no_part_of_a_user_s_program():
         operand_key,
         lambda names: declared_key([*signature(torch.nn.Linear).parameters.values()]),
     ):
-        assert not is_recorded(make(["x", "other"]).__code__.co_filename)
+        code = getattr(make(["x", "other"]), "__code__", None)  # in C it has none
+        assert code is None or not is_recorded(code.co_filename)
 
 
 def test_the_sign_of_a_zero_that_is_read_as_a_number_makes_another_program():

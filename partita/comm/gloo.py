@@ -5,8 +5,8 @@ and each rank adds up in rank order: half the bytes. Its all-reduce is a ring th
 at another rank: as it is, the sums of more than two ranks are other bits than a reduce-scatter's.
 Under `torch.use_deterministic_algorithms(True)` shares are exchanged there, too, and a sum is the
 same bits in every collective. Its all-gather is a ring, which takes twice the processor's time that
-a broadcast from each rank does. Of two ranks each sends the other what it lacks. It is Gloo's own
-threads that exchange: who posts sends and receives one by one has to wait for what the pair is
+a broadcast from each rank does. For a sum of two ranks each sends what the other lacks. It is
+Gloo's own threads that exchange: who posts sends and receives one by one waits for what the pair is
 carrying.
 """
 
@@ -40,8 +40,7 @@ def start_all_gather(
     pieces, rank = out.view(group.size(), -1), group.rank()
     if x.data_ptr() != pieces[rank].data_ptr():  # it may lie there
         pieces[rank].copy_(x.view(-1))
-    if len(pieces) == 2:
-        return _swap(group, pieces[1 - rank], pieces[rank], ask)
+    # Not `_swap`, of two ranks: a rank in a reduce-scatter would take this for its own, silently.
     return All([Pending(group.broadcast(p, i), group, ask) for i, p in enumerate(pieces.unbind())])
 
 

@@ -21,7 +21,11 @@ import torch
 from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
 
 from partita.tensor.engine import saving_hooks
 from partita.tensor.spec import Spec
@@ -227,7 +231,10 @@ class Follower(TorchFunctionMode):
         """A function of ours that torch does not know, as one of its own."""
         if self._suspended or self.inside:
             return func(*args)
-        return self.__torch_function__(func, (), args)
+        if _get_current_function_mode() is not self:
+            raise NotABlock(self.kind, "it follows calls by a mode of its own")
+        with _pop_mode_temporarily():
+            return self.__torch_function__(func, (), args)
 
     def refuse_always(self, reason: str) -> None:
         """Raise NotABlock, also within a call that is being traced."""

@@ -1,8 +1,9 @@
-"""The hot path of dispatch in C (`in_c/`), where it was built; else everything is Python.
+"""The hot path of dispatch in C (`in_c/`), where it was built and is asked for.
 
 A key function, `handle` and the methods that skip torch's parser have twins in C, which hand what
 is unusual over to those in Python: both give the same keys, so that they share the plans. Without a
-C compiler the package installs without them. `PARTITA_HOT_PATH=python` leaves them aside.
+C compiler the package installs without them. `PARTITA_HOT_PATH=c` asks for them: not yet the default,
+since plain tensors next to DTensors are then compared at other places on one rank than on another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ since they changed, is left aside."""
 
 
 def _load() -> Any:
-    if os.environ.get("PARTITA_HOT_PATH") == "python":
+    if os.environ.get("PARTITA_HOT_PATH") != "c":
         return None
     try:
         from . import _hot_path  # type: ignore[attr-defined]

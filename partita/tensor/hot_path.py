@@ -2,8 +2,8 @@
 
 A key function, `handle` and the methods that skip torch's parser have twins in C, which hand what
 is unusual over to those in Python: both give the same keys, so that they share the plans. Without a
-C compiler the package installs without them. `PARTITA_HOT_PATH=c` asks for them: not yet the default,
-since plain tensors next to DTensors are then compared at other places on one rank than on another.
+C compiler the package installs without them. `PARTITA_HOT_PATH=c` asks for them; it is not the
+default, since ranks would compare plain tensors next to DTensors at places of their own.
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ def calls(x: pt.DTensor, y: pt.DTensor, pending: pt.DTensor) -> None:
             wrong()
 
 
+@needs_c
 def test_no_object_is_left_behind_and_none_freed_too_early():
     with pt.ranks(dp=1) as world:
 

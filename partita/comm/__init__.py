@@ -31,7 +31,7 @@ from .pieces import neutral
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
 from .roll_call import missed_call, roll_call
-from .source import call_site, user_line
+from .source import call_site, first_instruction, user_line
 from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, torch_mesh
 from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins
@@ -72,6 +72,7 @@ __all__ = [
     "end_graph",
     "everyone",
     "find_ended",
+    "first_instruction",
     "gather_texts",
     "in_place_of",
     "init_device_mesh",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-__all__ = ["call_site", "place_of_user", "user_line"]
+__all__ = ["call_site", "first_instruction", "place_of_user", "user_line"]
 
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -65,12 +65,35 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PARTITA):
-            here = (name, frame.f_lineno, frame.f_lasti)
+            here = (name, frame.f_lineno, first_instruction(frame.f_code, frame.f_lasti))
             if not _is_plumbing(frame):
                 return here + inner
             inner = inner or here
         frame = frame.f_back
     return inner
+
+
+def first_instruction(code: CodeType, at: int) -> int:
+    """Where the call begins that is at work at the instruction `at` of some code.
+
+    A call is several instructions, and which of them is at work the interpreter says otherwise
+    once it has met the call often enough: in a second run, or on another rank, it may not have.
+    """
+    known = _begins.get((id(code), at))
+    if known is None:
+        places = list(code.co_positions())
+        first = at // 2
+        while first and None not in places[first] and places[first - 1] == places[first]:
+            first -= 1
+        if len(_begins) >= _KEPT:
+            _begins.clear()
+        known = _begins[id(code), at] = code, 2 * first
+    return known[1]
+
+
+_KEPT = 1 << 16
+_begins: dict[tuple[int, int], tuple[CodeType, int]] = {}
+"""By a code's id, which it keeps as long as it is held here."""
 
 
 def _is_plumbing(frame: FrameType) -> bool:

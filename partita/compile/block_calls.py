@@ -1,16 +1,14 @@
 """Block calls: in the graph of a step, what stands for a block whose structure was traced before.
 
 A block's forward is one node, its backward another; what they stand for is traced once for each
-structure. `inline_blocks` puts that in their places again.
+structure (`block_traces`), which also puts it in their places.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,71 +21,14 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
-from .block_tape import BlockTape, Follower, Made, NotABlock, stand_in, who_hears
+from .block_follower import Follower, stand_in, who_hears
+from .block_tape import Made, NotABlock
+from .block_traces import BackwardTrace, BlockTrace, block_backward, block_forward, block_output
 from .differentiate import differentiate
-from .notes import NOTE, Note, Recorder, note_of
+from .notes import Recorder
 from .traced_tensors import become, node_of, tensors_of
 
-__all__ = ["BlockCalls", "inline_blocks"]
-
-
-@dataclass(eq=False)
-class BackwardTrace:
-    """The backward of a block's trace, for some of its results' gradients.
-
-    Attributes:
-        seeds: the nodes of these gradients.
-        gradients: for each tensor that a block takes and that has one, the node of its gradient.
-        nodes: in order.
-    """
-
-    seeds: list[fx.Node]
-    gradients: dict[int, fx.Node]
-    nodes: list[fx.Node]
-
-    def __repr__(self) -> str:
-        return "'a block, backward'"
-
-
-@dataclass(eq=False, repr=False)
-class BlockTrace:
-    """What the blocks of one structure are in a graph, traced once.
-
-    Attributes:
-        kind: the class of the blocks.
-        tape: what they call.
-        entered: for each tensor that a block takes the node that stands for it.
-        made: for each number of the tape the node that makes it.
-        forward: the nodes of forward, in order.
-        likes: by number, tensors like those that it makes.
-        region: of remat, that the block lies in; numbered as in these nodes.
-        results, takes: what has a history among what was traced, by number.
-        backwards: by what is known of the gradients of its results.
-    """
-
-    kind: type
-    tape: BlockTape
-    entered: list[fx.Node]
-    made: dict[int, fx.Node]
-    forward: list[fx.Node]
-    likes: dict[int, FakeTensor] = field(default_factory=dict)
-    region: int = 0
-    results: dict[int, torch.Tensor] = field(default_factory=dict)
-    takes: dict[int, torch.Tensor] = field(default_factory=dict)
-    backwards: dict[Any, BackwardTrace] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return "'a block'"  # as code: it stands among the operands of a node
-
-
-def block_forward(trace: BlockTrace, *taken: Any) -> Any:
-    """What a block makes, by number; stands in a graph until it is inlined."""
-    raise RuntimeError("a block's forward was not put in its place")
-
-
-def block_backward(trace: BackwardTrace, forward: Any, *cotangents: Any) -> Any:
-    """The gradients of what a block took; stands in a graph until it is inlined."""
-    raise RuntimeError("a block's backward was not put in its place")
+__all__ = ["BlockCalls"]
 
 
 class BlockCalls:
@@ -118,7 +59,7 @@ class BlockCalls:
 
         def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if m in self._blocks and HERE.block is None:
-                return self.call(m, forward, args, kwargs)
+                return self.call_block(m, forward, args, kwargs)
             return usual(m, forward, args, kwargs)
 
         if not self._blocks:
@@ -134,7 +75,9 @@ class BlockCalls:
             for wire in self._wires.values():
                 wire.admit_otherwise = None
 
-    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_block(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """`forward(*args, **kwargs)`, the module's own with its hooks."""
         kind = type(module)
         traces = self._traces.setdefault(kind, [])
@@ -143,26 +86,26 @@ class BlockCalls:
         casts = torch.is_autocast_cache_enabled()
         HERE.block = follower
         try:
-            with _apart(self._wires.values()):
+            with _own_paddings(self._wires.values()):
                 torch.set_autocast_cache_enabled(False)  # what it keeps would be of this block
                 try:
                     with follower:
                         out = forward(*args, **kwargs)
                 except Exception as error:  # which the user may catch, and go on
                     raise NotABlock(kind, f"it raises {type(error).__name__}") from error
-                held = follower.end()
+                held = follower.finish_tape()
                 if follower.is_new:
                     traces.append(tracing.finish(follower))
         finally:
             torch.set_autocast_cache_enabled(casts)
             HERE.block = None
         trace = next(t for t in traces if t.tape is follower.tape)
-        self._emit(trace, follower.taken, held)
+        self._emit_call(trace, follower.taken, held)
         return out
 
     # -- calls in the graph ------------------------------------------------------------------------
 
-    def _emit(
+    def _emit_call(
         self, trace: BlockTrace, taken: Sequence[torch.Tensor], held: dict[int, FakeTensor]
     ) -> None:
         """Have the graph call the trace, and what the user holds be what that makes."""
@@ -188,7 +131,7 @@ class BlockCalls:
             become(stand, by_number[number])
         call.note_versions([*taken, *held.values()])
 
-    def node(self, target: Any, *args: Any) -> fx.Node:
+    def add_node(self, target: Any, *args: Any) -> fx.Node:
         """A new node of the graph."""
         node = self.recorder.graph.call_function(target, args)
         self.recorder.note_made(node)
@@ -211,8 +154,8 @@ class _Call:
     _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def forward(self) -> list[FakeTensor]:
-        self.node = self.calls.node(block_forward, self.trace, *self.taken)
-        nodes = [self.calls.node(_at, self.node, n) for n in self.numbers]
+        self.node = self.calls.add_node(block_forward, self.trace, *self.taken)
+        nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
         return self.calls.tensors(nodes, [self.trace.likes[n] for n in self.numbers])
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -238,8 +181,8 @@ class _Call:
         if back is None:
             back = trace.backwards[key] = _differentiated(trace, given, trains, self.calls.recorder)
         cotangents = [_node_of(g, trace.kind) for g in given.values()]
-        node = self.calls.node(block_backward, back, self.node, *cotangents)
-        nodes = [self.calls.node(_at, node, i) for i in back.gradients]
+        node = self.calls.add_node(block_backward, back, self.node, *cotangents)
+        nodes = [self.calls.add_node(block_output, node, i) for i in back.gradients]
         likes = [g.meta["val"] for g in back.gradients.values()]
         made = dict(zip(back.gradients, self.calls.tensors(nodes, likes), strict=True))
         return [made.get(i) for i in trace.takes]
@@ -266,11 +209,6 @@ class _BlockFunction(torch.autograd.Function):
         return None, *ctx.call.backward(grads, ctx.needs_input_grad[1:])
 
 
-def _at(made: Any, number: int) -> Any:
-    """One of what a block's call makes."""
-    raise RuntimeError("a block's call was not put in its place")
-
-
 def _node_of(t: torch.Tensor, kind: type) -> fx.Node:
     node = node_of(t)
     if node is None:
@@ -293,7 +231,7 @@ def _has_hooks(t: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _apart(wires: Iterable[TraceWire]) -> Iterator[None]:
+def _own_paddings(wires: Iterable[TraceWire]) -> Iterator[None]:
     """Within, what wires keep of values is the block's own."""
     wires = list(wires)
     before = [wire.swap_paddings({}) for wire in wires]
@@ -394,102 +332,3 @@ def _differentiated(
         },
         tracing.nodes,
     )
-
-
-# -- inlining --------------------------------------------------------------------------------------
-
-
-def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
-    """Put what calls of blocks stand for in their places.
-
-    Returns:
-        For each structure the class of its blocks, and how many calls of them there are.
-    """
-    calls = [n for n in graph.nodes if n.target in (block_forward, block_backward)]
-    if not calls:
-        return ()
-    moves = max((note_of(n).move for n in graph.nodes), default=0)
-    regions = max((note_of(n).region for n in graph.nodes), default=0)
-    copying = _Copying(graph, count(moves + 1), count(regions + 1))
-    copies: dict[fx.Node, _Copy] = {}
-    for node in calls:
-        trace, *given = node.args
-        if node.target is block_forward:
-            copies[node] = one = _Copy(dict(zip(trace.entered, given, strict=True)))
-            one.regions[trace.region] = note_of(node).region
-            copying.copy(trace.forward, one, node)
-            made: Mapping[int, Any] = trace.made
-        else:
-            # A copy for each backward: there may be several of one forward.
-            one = replace(copies[given[0]], of=dict(copies[given[0]].of))
-            one.of.update(zip(trace.seeds, given[1:], strict=True))
-            copying.copy(trace.nodes, one, node)
-            made = trace.gradients
-        for user in list(node.users):
-            if user.target is _at:
-                inner = made[user.args[1]]
-                user.replace_all_uses_with(one.of.get(inner, inner))
-                graph.erase_node(user)
-    counts = Counter(n.args[0] for n in calls if n.target is block_forward)
-    for node in reversed(calls):
-        graph.erase_node(node)
-    traced = []
-    for trace in counts:
-        traced += [*trace.entered, *trace.forward]
-        for back in trace.backwards.values():
-            traced += back.nodes
-    for node in reversed(traced):
-        if not node.users:  # else it is where a rank is, say, and was remembered for all
-            graph.erase_node(node)
-    return tuple((trace.kind.__name__, n) for trace, n in counts.items())
-
-
-@dataclass
-class _Copy:
-    """What stands for the nodes of a trace in one block, and how its moves and regions count."""
-
-    of: dict[fx.Node, fx.Node]
-    moves: dict[int, int] = field(default_factory=dict)
-    regions: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Copying:
-    graph: fx.Graph
-    moves: Iterator[int]
-    regions: Iterator[int]
-
-    def copy(self, nodes: Sequence[fx.Node], one: _Copy, before: fx.Node) -> None:
-        """Put copies of a trace's nodes before another one."""
-        with self.graph.inserting_before(before):
-            for node in nodes:
-                if node in one.of:
-                    continue
-                if _shows_all(node):
-                    shown: Any = node.args[0]
-                    one.of[node] = one.of.get(shown, shown)
-                    continue
-                copy = self.graph.node_copy(node, lambda n: one.of.get(n, n))
-                one.of[node] = copy
-                copy.meta[NOTE] = self._note(note_of(node), one)
-
-    def _note(self, note: Note, one: _Copy) -> Note:
-        if not note.move and not note.region:
-            return note
-        if note.move and note.move not in one.moves:
-            one.moves[note.move] = next(self.moves)
-        if note.region and note.region not in one.regions:
-            one.regions[note.region] = next(self.regions)
-        return replace(
-            note, move=one.moves.get(note.move, 0), region=one.regions.get(note.region, 0)
-        )
-
-
-def _shows_all(node: fx.Node) -> bool:
-    """Does it show all of what it is given, as that is?"""
-    if node.target is torch.ops.aten.detach.default:
-        return True
-    if node.target is not torch.ops.aten.view.default:
-        return False
-    one, other = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-    return bool(one.shape == other.shape and one.stride() == other.stride())

@@ -30,9 +30,10 @@ from partita.tensor.watch import HERE
 
 from .answers import Asked, Guesses, StepRaises
 from .arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
-from .block_calls import BlockCalls, inline_blocks
+from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
 from .block_tape import NotABlock
+from .block_traces import inline_blocks
 from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
@@ -78,6 +79,14 @@ _ONE_AT_A_TIME = threading.RLock()
 _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _taking_turns() -> Iterator[None]:
+    """Captures of several threads are made one after the other, and no mode of others follows."""
+    with _ONE_AT_A_TIME, without_dispatch_modes():
+        yield
+
+
+@_taking_turns()
 def capture(
     step: Callable[..., Any],
     args: Any,
@@ -97,18 +106,6 @@ def capture(
     Raises:
         CaptureError: the step does what a graph cannot say, naming the user's line.
     """
-    with _ONE_AT_A_TIME, without_dispatch_modes():
-        return _captured(step, args, kwargs, state, guesses, blocks)
-
-
-def _captured(
-    step: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    state: State,
-    guesses: Guesses,
-    blocks: BlockChoice,
-) -> Program:
     # Whether a step reads the gradients that it finds is seen by giving it some to read.
     unmarked: set[int] = set()
     plain, ways = Plain(), guesses

@@ -85,15 +85,24 @@ def _called(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None) ->
     # Private: one number for one storage, as long as it lives.
     known = {}
     for i, t in enumerate(tensors_in((args, kwargs))):
-        known.setdefault(t.untyped_storage()._cdata, i)
+        known.setdefault(_storage_of(t)._cdata, i)
     shows, nbytes = [], []
     for t in tensors_in(value):
-        storage = t.untyped_storage()
+        storage = _storage_of(t)
         if storage._cdata not in known:
             known[storage._cdata] = -1 - len(nbytes)
             nbytes.append(storage.nbytes())
         shows.append(known[storage._cdata])
     return MadeByCall(value, tuple(shows), tuple(nbytes))
+
+
+def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor; of a sparse one that of its values."""
+    if t.layout is torch.strided:
+        return t.untyped_storage()
+    with torch.no_grad():
+        values = t._values() if t.layout is torch.sparse_coo else t.values()
+    return values.untyped_storage()
 
 
 def _alike(t: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

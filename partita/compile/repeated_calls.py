@@ -62,7 +62,9 @@ class RepeatedCalls:
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
         """Remember a call that was traced, if it is one node, which comes behind `first`."""
         node: fx.Node = self._graph._root.prev
-        if node.prev is first and node.target is func and isinstance(out, FakeTensor):
+        if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
+            return
+        if out.layout is torch.strided:  # what else there is to a sparse one is not in the key
             self._known[key] = node.meta["val"]
 
 

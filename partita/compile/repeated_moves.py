@@ -52,7 +52,7 @@ class RepeatedMoves:
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """What `run()` gives, which traces the move of `x` along `wire`."""
-        given = node_of(x) if type(x) is FakeTensor or isinstance(x, FakeTensor) else None
+        given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()
         with Unheard():

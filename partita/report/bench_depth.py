@@ -44,6 +44,7 @@ def depth(options: argparse.Namespace) -> dict[str, Any]:
         for name, by_depth in found.items()
     }
     print(f"\n{options.model}, d={options.width}, ZeRO-3, AdamW, a fake group of 2; seconds of CPU")
+    print("now: compile(step, blocks=True), each structure traced once")
     print(f"{'':<8}{'blocks':>7}{'nodes':>8}" + "".join(f"{c:>10}" for c in _COLUMNS))
     for name, by_depth in medians.items():
         for blocks, one in by_depth.items():

@@ -304,7 +304,7 @@ class DTensor(torch.Tensor):
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
     """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
     if HERE.block is not None:
-        return HERE.block.call(_laid_out_as, x, after, Label(op))  # type: ignore[no-any-return]
+        return HERE.block.call_ours(_laid_out_as, x, after, Label(op))  # type: ignore[no-any-return]
     return _laid_out_as(x, after, op)
 
 

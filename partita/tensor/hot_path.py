@@ -1,9 +1,8 @@
-"""The hot path of dispatch in C (`in_c/`), where it was built and is asked for.
+"""The hot path of dispatch in C (`in_c/`), where it was built.
 
 A key function, `handle` and the methods that skip torch's parser have twins in C, which hand what
 is unusual over to those in Python: both give the same keys, so that they share the plans. Without a
-C compiler the package installs without them. `PARTITA_HOT_PATH=c` asks for them; it is not the
-default, since ranks would compare plain tensors next to DTensors at places of their own.
+C compiler the package installs without them, and `PARTITA_HOT_PATH=python` leaves them aside.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ since they changed, is left aside."""
 
 
 def _load() -> Any:
-    if os.environ.get("PARTITA_HOT_PATH") != "c":
+    if os.environ.get("PARTITA_HOT_PATH") == "python":
         return None
     try:
         from . import _hot_path  # type: ignore[attr-defined]

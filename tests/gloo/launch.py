@@ -32,6 +32,8 @@ import torch.distributed as dist
 __all__ = ["run_ranks"]
 
 _GRACE = 3.0  # seconds that the others get to report once a rank has failed
+_CONNECTING = 60.0  # seconds that ranks get to start and to find each other
+_CONNECTED = b"connected"
 
 
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -40,7 +42,8 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
     Args:
         fn: a function at the top level of an importable module.
         args: anything that pickles.
-        timeout: seconds for the whole run; also the process groups' own timeout.
+        timeout: seconds for the run once the ranks are connected. The process groups' own timeout,
+            which holds for connecting, too, is as long, but at least a minute.
 
     Returns:
         The results in rank order. Tensors are copied.
@@ -54,7 +57,6 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
     context.set_forkserver_preload(
         ["torch", "torch.distributed.device_mesh", "partita", "partita.comm.dcp"]
     )
-    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ends: list[Connection] = []
@@ -69,10 +71,11 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
             ends.append(ours)
             processes.append(process)
         try:
-            return _collect(ends, deadline)
+            return _collect(ends, timeout)
         finally:
+            late = time.monotonic() + _GRACE
             for process in processes:
-                process.join(max(0.1, min(deadline - time.monotonic(), _GRACE)))
+                process.join(max(0.1, late - time.monotonic()))
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -81,7 +84,9 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
                 end.close()
 
 
-def _collect(ends: list[Connection], deadline: float) -> list[Any]:
+def _collect(ends: list[Connection], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + max(timeout, _CONNECTING)
+    connected = 0
     results: dict[int, Any] = {}
     failed: BaseException | None = None
     left = dict(enumerate(ends))
@@ -91,13 +96,19 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
             break
         for rank in [r for r, end in left.items() if end in ready]:
             try:
-                report = left.pop(rank).recv_bytes()
+                report = left[rank].recv_bytes()
             except EOFError:
                 error: BaseException | None = RuntimeError("the process died")
                 text = ""
             else:
+                if report == _CONNECTED:
+                    connected += 1
+                    if connected == len(ends) and failed is None:
+                        deadline = time.monotonic() + timeout
+                    continue
                 value, error, text = torch.load(io.BytesIO(report), weights_only=False)
                 results[rank] = value
+            del left[rank]
             if error is not None and failed is None:
                 error.add_note(f"on Gloo rank {rank} of {len(ends)}\n{text}")
                 failed = error
@@ -118,7 +129,6 @@ def _rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
     torch.set_num_threads(1)
     value, error, text = None, None, ""
     try:
@@ -127,8 +137,10 @@ def _rank(
             store=dist.FileStore(store, n),
             rank=rank,
             world_size=n,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=max(timeout, _CONNECTING)),
         )
+        faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
+        end.send_bytes(_CONNECTED)
         value = fn(rank, *args)
     except BaseException as caught:
         error, text = caught, traceback.format_exc()

@@ -502,3 +502,15 @@ def test_a_capture_that_breaks_off_leaves_everything_as_it_was():
     for p, was in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, was) and p.grad is None
     assert not torch.compiler.is_compiling()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_a_step_may_make_sparse_tensors_that_are_alike():
+    at = torch.tensor([[0, 1], [1, 2]])
+
+    def sums(values, x):
+        one, two = (torch.sparse_coo_tensor(at, v, (3, 3)) for v in (values, values * 2))
+        return one @ x + two @ x + (one * 2).to_dense() + (two * 2).to_dense()
+
+    values, x = torch.randn(2), torch.randn(3, 3)
+    torch.testing.assert_close(pt.compile(sums, backend="graph")(values, x), sums(values, x))

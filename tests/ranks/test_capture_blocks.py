@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from partita.compile.graph import canonical
+from tests.ranks.steps import squares
 
 WIDTH, BLOCKS = 8, 3
 
@@ -195,17 +196,6 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
-def supervised(model, optimizer):
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
 def made(build, step_of, mesh, blocks, stage=3, calls=3):
     """Losses, parameters and the captured step, of a model that `build` makes."""
     torch.manual_seed(0)
@@ -245,13 +235,13 @@ def check(build, step_of, mesh=None, text=True, **more):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_is_the_same_with_its_blocks_traced_once(name):
-    check(lambda: Stack(PROGRAMS[name]), supervised)
+    check(lambda: Stack(PROGRAMS[name]), squares)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_sharded_step_is_the_same_with_its_blocks_traced_once(name):
     with pt.ranks(dp=2) as world:
-        world.run(lambda mesh: check(lambda: Stack(PROGRAMS[name]), supervised, mesh) and None)
+        world.run(lambda mesh: check(lambda: Stack(PROGRAMS[name]), squares, mesh) and None)
 
 
 ONCE = {"Block": 1, "Dropping": 1, "Numbered": 1, "Masked": 1, "WritingInside": 1, "Alternating": 2}
@@ -259,7 +249,7 @@ ONCE = {"Block": 1, "Dropping": 1, "Numbered": 1, "Masked": 1, "WritingInside": 
 
 @pytest.mark.parametrize("name", ONCE)
 def test_each_structure_is_traced_once(name):
-    _, step = made(lambda: Stack(PROGRAMS[name], 4), supervised, None, True)
+    _, step = made(lambda: Stack(PROGRAMS[name], 4), squares, None, True)
     assert step.program.blocks.structures == ((name, 4 // ONCE[name]),) * ONCE[name]
     assert not step.program.blocks.apart
 
@@ -269,7 +259,7 @@ APART = {"WithFunction": "Square", "Hooked": "register_hook", "WritingWhatItTake
 
 @pytest.mark.parametrize("name", APART)
 def test_what_no_call_can_do_is_traced_as_it_runs_and_said(name):
-    _, step = made(lambda: Stack(PROGRAMS[name]), supervised, None, True)
+    _, step = made(lambda: Stack(PROGRAMS[name]), squares, None, True)
     ((kind, reason),) = step.program.blocks.apart
     assert kind == name
     assert APART[name] in reason
@@ -277,7 +267,7 @@ def test_what_no_call_can_do_is_traced_as_it_runs_and_said(name):
 
 
 def test_explain_tells_how_blocks_were_traced():
-    _, step = made(lambda: Stack(Block), supervised, None, True)
+    _, step = made(lambda: Stack(Block), squares, None, True)
     assert f"Block: {BLOCKS} calls, traced once" in step.explain()
 
 
@@ -305,7 +295,7 @@ class Told(Stack):
 
 
 def test_tensors_that_a_block_leaves_elsewhere_have_their_history():
-    step = check(lambda: Told(Telling), supervised)
+    step = check(lambda: Told(Telling), squares)
     assert step.program.blocks.structures == (("Telling", BLOCKS),)
 
 
@@ -333,7 +323,7 @@ class Paired(Stack):
 
 
 def test_a_result_that_nobody_reads_gives_its_parameters_no_gradient():
-    step = check(lambda: Paired(InPairs), supervised)
+    step = check(lambda: Paired(InPairs), squares)
     assert len(step.program.blocks.structures) == 1
 
 
@@ -346,7 +336,7 @@ class PairedAtTheEnd(Paired):
 
 
 def test_the_last_block_may_be_read_otherwise_than_the_others():
-    check(lambda: PairedAtTheEnd(InPairs), supervised)
+    check(lambda: PairedAtTheEnd(InPairs), squares)
 
 
 class Tied(Stack):
@@ -359,7 +349,7 @@ class Tied(Stack):
 
 
 def test_weights_may_be_shared_and_blocks_called_twice():
-    check(lambda: Tied(Block), supervised)
+    check(lambda: Tied(Block), squares)
 
 
 class PartlyFrozen(Stack):
@@ -370,7 +360,7 @@ class PartlyFrozen(Stack):
 
 
 def test_what_trains_in_one_block_may_be_frozen_in_another():
-    step = check(lambda: PartlyFrozen(Block), supervised)
+    step = check(lambda: PartlyFrozen(Block), squares)
     assert [n for _, n in step.program.blocks.structures] == [1, BLOCKS - 1]
 
 
@@ -451,7 +441,7 @@ def test_hooks_of_modules_in_blocks_run():
             block.register_forward_hook(lambda m, args, out: out - 1)
         return model
 
-    check(build, supervised)
+    check(build, squares)
 
 
 def test_an_error_in_a_block_is_the_users_own():
@@ -462,7 +452,7 @@ def test_an_error_in_a_block_is_the_users_own():
             return h
 
     with pytest.raises(KeyError, match="the third"):
-        made(lambda: Stack(Failing), supervised, None, True)
+        made(lambda: Stack(Failing), squares, None, True)
 
 
 class Choosy(Block):
@@ -475,7 +465,7 @@ class Choosy(Block):
 
 
 def test_questions_about_tensors_are_answered_as_ever():
-    step = check(lambda: Stack(Choosy), supervised)
+    step = check(lambda: Stack(Choosy), squares)
     assert len(step.program.blocks.structures) == 1
 
 
@@ -499,21 +489,18 @@ class Asking(Stack):
 def test_what_a_block_asks_of_an_argument_is_asked_in_each_call():
     torch.manual_seed(0)
     model = Asking(AskingAnArgument)
-    step = pt.compile(model, backend="graph")
+    eager = model.forward
+    step = pt.compile(model, backend="graph", blocks=True)
     x = torch.randn(WIDTH, WIDTH)
     for given in (x, x.t(), x):
-        torch.testing.assert_close(step(given), CompiledOnce.eager(model, given))
-
-
-class CompiledOnce:
-    @staticmethod
-    def eager(model, x):
-        return model.forward.step(x)
+        torch.testing.assert_close(step(given), eager(given))
+    assert not step.forward.program.blocks.apart
+    assert len(step.forward.reasons) == 2
 
 
 def test_blocks_may_be_named():
     def structures(blocks):
-        _, step = made(lambda: Stack(Block), supervised, None, blocks)
+        _, step = made(lambda: Stack(Block), squares, None, blocks)
         return step.program.blocks.structures
 
     found = structures([nn.Linear])
@@ -537,7 +524,7 @@ class CheckpointingStack(Stack):
 
 
 def test_blocks_may_be_regions_that_are_made_again():
-    step = check(lambda: CheckpointingStack(Block), supervised)
+    step = check(lambda: CheckpointingStack(Block), squares)
     assert step.program.blocks.structures == (("Block", BLOCKS),)
 
 
@@ -554,7 +541,7 @@ class WritingOutside(Stack):
 
 
 def test_what_a_block_gives_may_be_written():
-    step = check(lambda: WritingOutside(Block), supervised)
+    step = check(lambda: WritingOutside(Block), squares)
     assert "written before backward" in str(step.program.blocks)
 
 
@@ -567,7 +554,7 @@ class Sigmoids(Block):
 
 def test_what_backward_reads_may_not_be_written_as_in_eager():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        made(lambda: WritingOutside(Sigmoids), supervised, None, True)
+        made(lambda: WritingOutside(Sigmoids), squares, None, True)
 
 
 class Iterating(Block):
@@ -597,11 +584,11 @@ class FailingLate(Block):
 
 
 def test_an_error_in_a_block_may_be_caught():
-    check(lambda: Catching(FailingLate), supervised)
+    check(lambda: Catching(FailingLate), squares)
 
 
 def test_rows_of_a_tensor_may_be_gone_through():
-    check(lambda: Stack(Iterating), supervised)
+    check(lambda: Stack(Iterating), squares)
 
 
 def test_a_block_that_is_split_over_ranks_is_traced_once():
@@ -616,7 +603,7 @@ def test_a_block_that_is_split_over_ranks_is_traced_once():
             "blocks.*": pt.Outputs({"tp": pt.Shard(0)}),
         }
         pt.parallelize(model, mesh, plan)
-        step = pt.compile(supervised(model, adam(model)), backend="graph", blocks=blocks)
+        step = pt.compile(squares(model, adam(model)), backend="graph", blocks=blocks)
         torch.manual_seed(1)
         x = torch.randn(4, WIDTH)
         x = pt.distribute_tensor(x, mesh, [pt.Replicate()])

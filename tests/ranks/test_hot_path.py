@@ -7,7 +7,6 @@ own, and whole programs with the same programs under `PARTITA_HOT_PATH=python`.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -153,19 +152,8 @@ def test_programs_do_the_same_with_it_and_without():
     assert in_c["hits"] > 40
 
 
-@pytest.mark.skipif(hot_path.IN_C is not None, reason="it is at work here")
-def test_what_is_said_here_holds_where_it_is_asked_for():
-    if importlib.util.find_spec("partita.tensor._hot_path") is None:
-        pytest.skip("the hot path in C was not built")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "PARTITA_HOT_PATH": "c"},
-        check=True,
-    )
-
-
 def test_a_module_of_older_sources_is_left_aside(monkeypatch):
-    monkeypatch.setenv("PARTITA_HOT_PATH", "c")
+    monkeypatch.delenv("PARTITA_HOT_PATH", raising=False)
     old = SimpleNamespace(FORM=hot_path.FORM - 1)
     monkeypatch.setitem(sys.modules, "partita.tensor._hot_path", old)
     monkeypatch.setattr("partita.tensor._hot_path", old, raising=False)

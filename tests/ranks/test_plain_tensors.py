@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -211,6 +212,22 @@ def test_a_call_site_is_compared_the_first_time_only(exchanges):
     with pt.ranks(dp=2) as world:
         assert all(torch.equal(out, torch.full((8, 4), 10.0)) for out in world.run(body))
     assert sorted(exchanges) == [0, 1]
+
+
+def test_a_call_site_stays_one_when_the_interpreter_has_met_the_call_often():
+    def called():
+        return pt.comm.call_site(sys._getframe(1))
+
+    def rounds(n):
+        return [called() for _ in range(n)]
+
+    def two_of_a_line():
+        return called(), called()
+
+    assert len(set(rounds(200))) == 1
+    assert rounds(1) == rounds(200)[:1]
+    first, second = two_of_a_line()
+    assert first != second
 
 
 def test_each_call_of_a_line_and_each_operand_of_a_call_is_a_site():

@@ -363,7 +363,7 @@ def test_dynamo_asks_a_tensor_for_one_attribute_before_it_traces_it():
 
 
 def told_by_a_group(rank):
-    group = dist.group.WORLD
+    group = dist.new_group(timeout=timedelta(seconds=33))
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
     assert group in dist.distributed_c10d._world.pg_map
     before = group._get_sequence_number_for_group()
@@ -372,7 +372,7 @@ def told_by_a_group(rank):
 
 
 def test_a_group_tells_its_timeout_and_how_many_collectives_it_has_begun():
-    assert run_ranks(told_by_a_group, 1, timeout=33) == [1]
+    assert run_ranks(told_by_a_group, 1) == [1]
 
 
 def test_a_python_number_is_traced_and_what_is_asked_of_it_is_told():

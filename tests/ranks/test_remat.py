@@ -243,6 +243,24 @@ def test_a_gradient_of_a_gradient_goes_through_a_region() -> None:
             torch.testing.assert_close(g, h)
 
 
+class Summing(nn.Module):
+    """Adds tensors in a function of the interpreter's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum([self.linear(x).sin(), x.cos()]).exp()
+
+
+def test_a_call_is_the_same_when_the_interpreter_has_met_it_often() -> None:
+    model = nn.Sequential(*(Summing() for _ in range(20)))
+    pt.remat(model, blocks=list(model))
+    for _ in range(2):
+        model(torch.randn(4, 4)).sum().backward()
+
+
 def test_operators_of_python_are_calls_as_well() -> None:
     def fn(x: Tensor) -> Tensor:
         return (x**2 + 2**x - 1 / (3 + x**2)) @ (1 - x).T

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import first_instruction
 from partita.tensor.dtensor import DTensor, short_dtype
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def site() -> tuple[int, ...]:
         i = id(code)
         if (_codes.get(i) or _seen(code))[1]:
             found.append(i)
-            found.append(frame.f_lasti)
+            found.append(first_instruction(code, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 

@@ -1,0 +1,482 @@
+"""Block followers: run a block's forward along a tape, or write the tape of a new structure.
+
+While a step is captured, the forward of a block runs over tensors that only say what they are. What
+it calls of torch, and on which values, is its tape. A block whose calls are those of a tape is of
+that structure: nothing is traced for it, and the graph gets a call of what was traced before. The
+user's Python runs in every block, so whatever it does besides (a cache that it fills, a counter, a
+branch on its number) is done; only what it asks of torch decides which structure it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
+
+from partita.tensor.engine import saving_hooks
+from partita.tensor.spec import Spec
+from partita.tensor.watch import HERE, Label
+
+from .block_functions import is_closed, is_question, why_refused, writes_first
+from .block_tape import (
+    BlockTape,
+    Made,
+    Named,
+    NotABlock,
+    Same,
+    Taken,
+    TapedCall,
+    contains,
+    with_tensors,
+)
+from .symbolic import is_symbolic
+
+__all__ = ["Follower", "stand_in", "who_hears"]
+
+
+_ALIKE = (Enum, Spec, torch.Generator)
+"""Of what is the same object, or is not the same."""
+_CASTING = ("cpu", "cuda")
+_PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+
+
+def described(t: torch.Tensor) -> tuple[Any, ...]:
+    """What must be alike of tensors that one program is to take."""
+    with Local():
+        return (
+            type(t),
+            tuple(t.shape),
+            t.stride(),
+            t.storage_offset(),
+            t.dtype,
+            t.device,
+            getattr(t, "_spec", None),
+            t.requires_grad,
+            isinstance(t, torch.nn.Parameter),
+            t.is_inference(),
+        )
+
+
+class Follower(TorchFunctionMode):
+    """Follows the forward of one block: along the tapes that it may be of, or writing a new one.
+
+    Args:
+        kind: the block's class.
+        tapes: of blocks of that class.
+        trace: runs a call for a new tape, and what it makes becomes part of the graph.
+        heard: `who_hears()` as the step began.
+
+    Attributes:
+        taken: the tensors from outside, in the order of first use.
+        tape: the one that this block is of, once its forward has ended.
+        inner: for a new tape what it takes and makes, as it is traced.
+    """
+
+    def __init__(self, kind: type, tapes: Sequence[BlockTape], trace: Any, heard: Any):
+        super().__init__()
+        self.kind, self._known, self._trace = kind, tapes, trace
+        self._candidates = list(tapes)
+        self.taken: list[torch.Tensor] = []
+        self._described: list[tuple[Any, ...]] = []
+        self._stands: dict[int, FakeTensor] = {}
+        self._numbers: dict[int, Made | Taken] = {}
+        self._at = 0
+        self.tape: BlockTape | None = None
+        self.inner_taken: list[torch.Tensor] = []
+        self.inner_made: list[torch.Tensor] = []
+        self._inner: dict[int, Made | Taken] = {}
+        self.inside = False
+        self._suspended = False
+        self._regions = HERE.recorder.regions_begun
+        self._heard = heard
+
+    # -- what is asked -----------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended or self.inside:
+            return func(*args, **kwargs)
+        self._refuse_function(func)
+        operands = (self._write_operand(args), self._write_operand(kwargs))
+        around = self._read_modes()
+        if is_question(func) and not contains(operands, Made):
+            # What comes from outside may be an input of the step: it is asked itself.
+            answer = self._ask_outside(func, args, kwargs)
+            call = TapedCall(func, around, operands, self._write_operand(answer))
+            if self._match_call(call, call.result) is None:
+                self._begin_tape()
+                self._append_call(call)
+            return answer
+        self._refuse_write(func, operands)
+        call = TapedCall(func, around, operands, None)
+        found = self._match_call(call, None)
+        if found is not None and not _is_of_tensors(found):
+            self._apply_setting(found, args, kwargs)
+        if found is None:
+            self._begin_tape()
+            found = self._trace_call(call)
+        made = self._likes_of_tape()
+        return with_tensors(
+            found.result, lambda n: self._stand_for(n, made[n]), self.taken.__getitem__
+        )
+
+    def call_ours(self, func: Callable[..., Any], *args: Any) -> Any:
+        """A function of ours that torch does not know, as one of its own."""
+        if self._suspended or self.inside:
+            return func(*args)
+        if _get_current_function_mode() is not self:
+            raise NotABlock(self.kind, "it follows calls by a mode of its own")
+        with _pop_mode_temporarily():
+            return self.__torch_function__(func, (), args)
+
+    def refuse_always(self, reason: str) -> None:
+        """Raise NotABlock, also within a call that is being traced."""
+        if not self._suspended:
+            raise NotABlock(self.kind, reason)
+
+    def refuse(self, reason: str) -> None:
+        """Raise NotABlock, unless what asks is a call that is being traced."""
+        if not (self._suspended or self.inside):
+            raise NotABlock(self.kind, reason)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, what is called is no part of the block."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def _refuse_function(self, func: Any) -> None:
+        if reason := why_refused(func):
+            raise NotABlock(self.kind, reason)
+
+    def _refuse_write(self, func: Any, operands: Any) -> None:
+        name = getattr(func, "__name__", "")
+        (_, *args), (_, *kwargs) = operands
+        written = [v for k, v in kwargs if k == "out"]
+        if writes_first(name):
+            written += args[:1]
+        if any(contains(v, Taken) for v in written):
+            raise NotABlock(self.kind, "it writes into what it takes from outside")
+
+    def _read_modes(self) -> tuple[Any, ...]:
+        if who_hears() != self._heard:
+            raise NotABlock(self.kind, "it follows calls by a mode of its own, or what is saved")
+        region, kept, budget = HERE.recorder.marks
+        if torch._C._is_any_autocast_enabled():
+            casts: Any = tuple(
+                (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _CASTING
+            )
+        else:
+            casts = None
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch._C._is_torch_function_enabled(),
+            torch.get_default_dtype(),
+            _attention_kernels(),
+            casts,
+            region - self._regions if region > self._regions else 0,
+            kept,
+            budget,
+        )
+
+    # -- tensors by number -------------------------------------------------------------------------
+
+    def _write_operand(self, value: Any) -> Any:
+        """An operand as a tape has it."""
+        kind = type(value)
+        if kind is int or kind is bool:
+            return (kind, value)
+        if isinstance(value, torch.Tensor):
+            return self._number_tensor(value)
+        if kind is float:
+            return (kind, value.hex())
+        if kind is Label:
+            return Named(value)
+        if isinstance(value, _PLAIN):
+            return value
+        if kind is tuple or kind is list or kind is torch.Size:
+            return (kind, *map(self._write_operand, value))
+        if kind is dict:
+            return (kind, *((k, self._write_operand(v)) for k, v in value.items()))
+        if kind is slice:
+            return (kind, *map(self._write_operand, (value.start, value.stop, value.step)))
+        if is_symbolic(value):
+            raise NotABlock(self.kind, "it reckons with a number that is an input")
+        if kind is complex or isinstance(value, (*_ALIKE, type)) or is_closed(value):
+            return Same(value)
+        raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
+
+    def _number_tensor(self, t: torch.Tensor) -> Made | Taken:
+        found = self._numbers.get(id(t))
+        if found is not None:
+            return found
+        if not isinstance(t, FakeTensor):
+            raise NotABlock(self.kind, "it reads a tensor for which no other stands")
+        found = self._numbers[id(t)] = Taken(len(self.taken))
+        self.taken.append(t)
+        return found
+
+    # -- along a tape ------------------------------------------------------------------------------
+
+    def _match_call(self, call: TapedCall, result: Any) -> TapedCall | None:
+        """The call of a known tape that this one is, if it is one; a `result` must be equal."""
+        if self.tape is not None:
+            return None
+        described_now = self._describe_taken()
+        kept: list[BlockTape] = []
+        found = None
+        for tape in self._candidates:
+            if self._at >= len(tape.calls):
+                continue
+            one = tape.calls[self._at]
+            if (
+                one.func == call.func
+                and one.around == call.around
+                and one.operands == call.operands
+                and (result is None or one.result == result)
+                and (found is None or one.result == found.result)
+                and tape.taken[: len(described_now)] == described_now
+            ):
+                kept.append(tape)
+                found = found or one
+        if found is not None:
+            self._candidates = kept
+            self._at += 1
+        return found
+
+    def _describe_taken(self) -> list[tuple[Any, ...]]:
+        self._described += map(described, self.taken[len(self._described) :])
+        return self._described
+
+    def _likes_of_tape(self) -> dict[int, FakeTensor]:
+        return (self.tape or self._candidates[0]).made
+
+    def _stand_for(self, number: int, like: FakeTensor) -> torch.Tensor:
+        if number not in self._stands:
+            self._stands[number] = stand = stand_in(like)
+            self._numbers[id(stand)] = Made(number)
+        return self._stands[number]
+
+    def _apply_setting(self, found: TapedCall, args: Any, kwargs: Any) -> None:
+        """A call that sets how torch is set, and has nothing to do with tensors."""
+        if self._write_operand(self._ask_outside(found.func, args, kwargs)) != found.result:
+            raise NotABlock(self.kind, f"{found.func} says something else")
+
+    def _ask_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before, self.inside = HERE.recorder.newest(), True
+        try:
+            answer = func(*args, **kwargs)
+        finally:
+            self.inside = False
+        if HERE.recorder.newest() is not before:
+            raise NotABlock(self.kind, f"{func} computes something of what it is asked of")
+        return answer
+
+    # -- a new tape --------------------------------------------------------------------------------
+
+    def _begin_tape(self) -> None:
+        """From here on what is called is traced; what was called until now is, too."""
+        if self.tape is not None:
+            return
+        prefix = self._candidates[0].calls[: self._at] if self._at else []
+        self.tape = BlockTape()
+        for call in prefix:
+            if not _is_of_tensors(call) or (
+                is_question(call.func) and not contains(call.operands, Made)
+            ):
+                self._append_call(call)
+                continue
+            with _within(call.around, self.kind):
+                self._trace_call(call)
+
+    def _append_call(self, call: TapedCall) -> None:
+        assert self.tape is not None
+        self.tape.calls.append(call)
+
+    def _trace_call(self, call: TapedCall) -> TapedCall:
+        """Run a call over what is traced, as the next of a new tape."""
+        self._enter_taken()
+        args, kwargs = (
+            with_tensors(o, self.inner_made.__getitem__, self.inner_taken.__getitem__)
+            for o in call.operands
+        )
+        self.inside = True
+        try:
+            with self._trace.tracing():
+                out = call.func(*args, **kwargs)
+        except Exception as error:  # which the user may catch; what it left is no part of a block
+            raise NotABlock(self.kind, f"a call of torch raises {type(error).__name__}") from error
+        finally:
+            self.inside = False
+        self._number_results(out)
+        call = replace(call, result=self._write_result(out))
+        self._append_call(call)
+        return call
+
+    def _enter_taken(self) -> None:
+        """Have something to trace for all that was taken from outside until now."""
+        assert self.tape is not None
+        self.inside = True
+        try:
+            for t in self.taken[len(self.inner_taken) :]:
+                inner = self._trace.enter(t)
+                self._inner[id(inner)] = Taken(len(self.inner_taken))
+                self.inner_taken.append(inner)
+        finally:
+            self.inside = False
+        self.tape.taken = list(self._describe_taken())
+
+    def _number_results(self, out: Any) -> None:
+        """Give numbers to the tensors that a call has made."""
+        if isinstance(out, torch.Tensor):
+            if id(out) not in self._inner:
+                self._number_made(out)
+        elif isinstance(out, (tuple, list)):
+            for one in out:
+                self._number_results(one)
+        elif isinstance(out, dict):
+            raise NotABlock(self.kind, "a call of torch gives a dict")
+
+    def _number_made(self, out: torch.Tensor) -> int:
+        assert self.tape is not None
+        if not isinstance(out, FakeTensor):
+            raise NotABlock(self.kind, "it makes a tensor that has memory")
+        if out.is_conj() or out.is_neg() or out.is_inference():
+            raise NotABlock(self.kind, "it makes a tensor that is more than its numbers")
+        number = len(self.inner_made)
+        self._inner[id(out)] = Made(number)
+        self.inner_made.append(out)
+        self.tape.made[number] = out
+        return number
+
+    def _write_result(self, out: Any) -> Any:
+        """What a traced call gives, as a tape has it."""
+        if isinstance(out, torch.Tensor):
+            return self._inner[id(out)]
+        if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
+            return (type(out), *map(self._write_result, out))
+        found = self._write_operand(out)
+        if type(found) is Same:
+            raise NotABlock(self.kind, f"a call of torch gives a {type(out).__name__}")
+        return found
+
+    def admit(self, wire: Any, value: torch.Tensor) -> None:
+        """A plain value that is traced is taken for equal on all ranks."""
+        assert self.tape is not None
+        found = self._inner.get(id(value))
+        if found is None or type(found) is Made:
+            with torch.no_grad(), Local():
+                found = Made(self._number_made(value.clone()))
+        self.tape.admitted.append((wire, found))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def finish_tape(self) -> dict[int, FakeTensor]:
+        """Settle on the tape; what is still held of what the block made, by number.
+
+        What is held must become what the graph makes.
+        """
+        ended = [t for t in self._candidates if len(t.calls) == self._at]
+        self._numbers.clear()
+        held = {}
+        while self._stands:
+            number, stand = self._stands.popitem()
+            if sys.getrefcount(stand) > 2:  # this name, and the call that asks
+                held[number] = stand
+            del stand
+        for stand in held.values():
+            with Local():
+                if stand.grad_fn is not None:
+                    raise NotABlock(self.kind, "a result has a history that torch did not announce")
+        if self.tape is None:
+            self.tape = next((t for t in ended if t.escapes.issuperset(held)), None)
+        if self.tape is None:
+            self._begin_tape()
+        if self.is_new:
+            self._enter_taken()
+            assert self.tape is not None
+            self.tape.escapes = frozenset(held)
+        return dict(sorted(held.items()))
+
+    @property
+    def is_new(self) -> bool:
+        """Was a tape written?"""
+        return self.tape is not None and self.tape not in self._known
+
+
+# -- around what it is asked ----------------------------------------------------------------------
+
+
+def _is_of_tensors(call: TapedCall) -> bool:
+    """Does it take or give any?"""
+    return any(contains(v, k) for v in (call.operands, call.result) for k in (Made, Taken))
+
+
+def who_hears() -> tuple[Any, ...]:
+    """Who is told of each call below torch's functions, and of what is saved for backward."""
+    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """Private torch: which kernels attention may take, as torch asks while it is traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def stand_in(like: FakeTensor) -> FakeTensor:
+    """A tensor that says it is what `like` is, and of which nothing can be computed."""
+    with Unheard():
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            FakeTensor,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
+        )
+        made.fake_device, made.fake_mode = like.fake_device, like.fake_mode
+        spec = like.__dict__.get("_spec")
+        if spec is not None:
+            made.__class__, made._spec = type(like), spec
+    return made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _within(around: tuple[Any, ...], kind: type) -> Iterator[None]:
+    """The modes in which a call of a tape was made."""
+    grad, inference, typed, dtype, kernels, casts, *marks = around
+    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    if inference or not set_alike or any(marks):
+        raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
+    with ExitStack() as stack:
+        if not typed:
+            stack.enter_context(Local())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        now = torch._C._is_any_autocast_enabled()
+        for device, (enabled, dtype) in zip(_CASTING, casts or (), strict=False):
+            if enabled != torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        if now and casts is None:
+            raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
+        yield

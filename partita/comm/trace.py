@@ -107,9 +107,16 @@ class TraceWire(Wire):
                 self.admitted.append(value.clone())
 
     def swap_paddings(self, kept: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Keep masks of padding in `kept` from now on; gives what they were kept in."""
+        """Keep masks of padding, and what calls share, in `kept` from now on; gives what they were
+        kept in."""
         before, self._paddings = self._paddings, kept
         return before
+
+    def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        kept = self._paddings.get(name)
+        if kept is None:
+            kept = self._paddings[name] = make()
+        return kept
 
     # -- where the rank is, as tensors -------------------------------------------------------------
 

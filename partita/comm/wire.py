@@ -8,9 +8,10 @@ none at all (`dry`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -76,6 +77,7 @@ class Wire:
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._groups: dict[Axes, tuple[Axes, tuple[Coordinate, ...]]] = {}
         self._orders: dict[Axes, tuple[Axes, list[int] | None]] = {}
+        self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
     # -- the door --------------------------------------------------------------------------------
 
@@ -301,6 +303,18 @@ class Wire:
     ) -> torch.Tensor:
         """`x` with `value` in what pads it along `dims` (None: all); differentiable."""
         return x
+
+    def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` gives: the tensor that it gave before under this name, if it is kept still.
+
+        Args:
+            name: all that the value depends on but this rank's place.
+        """
+        name = (*name, torch.is_inference_mode_enabled())
+        kept = self._shared.get(name)
+        if kept is None:
+            kept = self._shared[name] = make()
+        return kept
 
     def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         """For each list of axes, is this rank the first along all of them? A bool tensor."""

@@ -64,12 +64,15 @@ class Call:
         shapes: the global shape of each operand (None where absent or a number).
         outputs: this rank's local shape of each output; a size that only the kernel can tell is -1.
         pieces: for each split name `(offset, length, size)` in elements: this rank's piece of it.
+        share: given a name and what makes a tensor, the tensor that was made under that name, as
+            long as somebody keeps it.
     """
 
     run: Kernel
     shapes: tuple[tuple[int, ...] | None, ...]
     outputs: tuple[tuple[int, ...], ...]
     pieces: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    share: Callable[[tuple[Any, ...], Callable[[], Any]], Any] = lambda name, make: make()
 
     def is_split(self, *names: str) -> bool:
         """Is one of `names` split over ranks?"""
@@ -85,10 +88,13 @@ class Said:
         local: given the `Call`, a kernel with the function's own signature that takes and returns
             plain local tensors (it may be `call.run` with other arguments), or None to run the
             function itself.
+        keeps: a name that stays split over an axis that splits it in the first operand, whatever
+            else would cost less.
     """
 
     text: str
     local: Callable[[Call], Kernel | None] | None = None
+    keeps: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def choose(
     itemsizes: Sequence[int],
     mesh: Mesh,
     inplace: bool = False,
+    keeps: str = "",
     considered: list[Considered] | None = None,
 ) -> Choice | None:
     """The cheapest legal way to run an op on operands laid out like this.
@@ -63,6 +64,7 @@ def choose(
             that each placement of them is free.
         itemsizes: bytes per element of each operand.
         inplace: operand 0 must keep its layout, and output 0 must have it too.
+        keeps: a name that stays split by each axis that splits it in operand 0.
         considered: if given, every row looked at is appended.
 
     Returns:
@@ -74,7 +76,7 @@ def choose(
         n = mesh.size(axis)
         current = [None if x is None else x.placement(axis) for x in layouts]
         best, best_price = None, float("inf")
-        for row in bound.rows:
+        for row in _kept(bound, layouts[0], keeps, axis) or bound.rows:
             if inplace and not (row.inputs[0] == current[0] == row.outputs[0]):
                 continue
             if row.split and not bound.can_split(row.split, parts.get(row.split, 1) * n):
@@ -97,6 +99,15 @@ def choose(
         if best.split:
             parts[best.split] = parts.get(best.split, 1) * n
     return _layouts(bound, rows, layouts, mesh, inplace)
+
+
+def _kept(bound: Bound, first: Layout | None, name: str, axis: str) -> list[Row]:
+    """The rows that split `name`, where `axis` splits it in the first operand; else none."""
+    dims = bound.inputs[0]
+    if not name or first is None or dims is None:
+        return []
+    held = any(axis in axes and name in d.names for axes, d in zip(first.shards, dims, strict=True))
+    return [row for row in bound.rows if held and row.split == name]
 
 
 def _price(

@@ -81,7 +81,7 @@ def make_plan(
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
     renews, names = copies_among(tensors), parameters(form)
-    local = None
+    local, kept = None, ""
     if rule.derive is None:
         operands = operands_of_call(form, args, kwargs)
         text = rule.text
@@ -106,7 +106,10 @@ def make_plan(
             plan = _like(form.name, func, wire, args[0]._spec, said)
             plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
             return plan
-        text, local = (said.text, said.local) if isinstance(said, Said) else (said, None)
+        if isinstance(said, Said):
+            text, local, kept = said.text, said.local, said.keeps
+        else:
+            text = said
     paths = {path for path, _ in operands}
     if any(path not in paths for path, _ in tensors):
         return None  # a tensor where the rule declares none: nothing is known of it
@@ -125,7 +128,7 @@ def make_plan(
     plain = [isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in values]
     sizes = [v.element_size() if isinstance(v, torch.Tensor) else 0 for v in values]
     keeps = form.inplace and not form.reshapes
-    choice = choose(bound, layouts, plain, sizes, wire.mesh, inplace=keeps)
+    choice = choose(bound, layouts, plain, sizes, wire.mesh, inplace=keeps, keeps=kept)
     if choice is None or (keeps and choice.inputs[0] != layouts[0]):
         return None
     targets = []
@@ -259,7 +262,7 @@ def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire) -> Call:
             sizes.append(length if length >= 0 else -1)
         outputs.append(tuple(sizes))
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
-    return Call(run, shapes, tuple(outputs), pieces)
+    return Call(run, shapes, tuple(outputs), pieces, wire.share)
 
 
 def _like(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPlan:

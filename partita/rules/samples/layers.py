@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import exceptions
-from ..table.attention import attention
+from ..table.attention import attention, product_by_rows
 from ..table.getitem import picked
 from ..table.pool import resized
 from .values import Part, Sample, b, c, i, u, x
@@ -150,8 +150,11 @@ def ours() -> Part:
                 heads(q, kv, x(2, 4, 7, 3), mask),
                 heads(q, x(2, 2, 7, 3), x(2, 2, 7, 3), x(2, 1, 5, 7), False, True),
                 heads(x(4, 5, 3), x(4, 5, 3), x(4, 5, 3), x(4, 5, 5)),
+                heads(q, kv, x(2, 4, 7, 2), None, True),
+                heads(x(5, 3), x(7, 3), x(7, 2), None, True),
             ],
         ),
+        (product_by_rows, [c(x(2, 5, 3), x(2, 3, 4)), c(x(2, 3, 5, 3), x(3, 3, 4))]),
         (
             exceptions.pending_max,
             [c(x(5, 4), None, False), c(x(5, 4), 0, True, -1), c(numbers, 1, False)],

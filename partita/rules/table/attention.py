@@ -1,4 +1,10 @@
-"""How is attention spread over samples, heads and queries?"""
+"""Attention, spread over samples, heads and queries.
+
+Queries that are split along the sequence stay so, and keys and values are gathered (Llama Team,
+"The Llama 3 Herd of Models", 2024, section 3.3.2): each rank has its share of the work, under any
+mask, and keys and values are the smaller part where heads are grouped. A causal mask is that of the
+rank's own queries, which begin somewhere within the sequence.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ..own_op import op
-from ..rule import Arg, Rewrite, rule
+from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
 
 
 @op
@@ -37,15 +43,44 @@ def _attention(
     is_causal: bool,
     _scale: Any,
     enable_gqa: bool,
-) -> str | None:
-    s = "q!" if is_causal else "q"
+) -> Said | None:
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if grouped and query.ndim != 4:
         return None
     lead, heads = (["b", "(g r)"], "b g") if grouped else (["..."], "...")
-    mask = "" if attn_mask is None else f", {_mask(query, key, attn_mask, [*lead, s, 'k!'])}"
+    mask = "" if attn_mask is None else f", {_mask(query, key, attn_mask, [*lead, 'q', 'k!'])}"
     ours = " ".join(lead)
-    return f"{ours} {s} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {s} e"
+    # Whether a mask may stand beside a causal one, and what both mean, is the kernel's to say.
+    q = "q!" if is_causal and mask else "q"
+    text = f"{ours} {q} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {q} e"
+    return Said(text, _causal if is_causal else None, keeps="q")
+
+
+def _causal(call: Call) -> Kernel | None:
+    """Causal attention of this rank's queries; torch's own where they are the first ones."""
+    first = call.pieces.get("q", (0,))[0]
+    if isinstance(first, int) and first == 0:
+        return None
+
+    def run(
+        query: Any, key: Any, value: Any, _mask: None, _causal: bool, scale: Any, gqa: bool
+    ) -> Any:
+        kind = (query.shape[-2], key.shape[-2], query.dtype, query.device)
+        # One for all layers, which their backward keeps.
+        name = ("causal", first, *kind, type(query))
+        mask = call.share(name, lambda: _after(query, key, first))
+        return call.run(query, key, value, mask, False, scale, gqa)
+
+    return run
+
+
+def _after(query: torch.Tensor, key: torch.Tensor, first: int | torch.Tensor) -> torch.Tensor:
+    """What hides the keys after each of some queries, of which the first is number `first`."""
+    if isinstance(first, torch.Tensor):  # in a captured step, whose graph is one for all ranks
+        first = first.to(query.device)
+    places = torch.arange(query.shape[-2], device=query.device) + first
+    hidden = torch.arange(key.shape[-2], device=query.device) > places.unsqueeze(-1)
+    return torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)
 
 
 def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
@@ -63,6 +98,17 @@ def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
 
 
 # -- with dropout ----------------------------------------------------------------------------------
+
+
+@op
+def product_by_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right`, of whose rows each rank keeps its own."""
+    return left @ right
+
+
+@rule(product_by_rows)
+def _product_by_rows(left: Arg, right: Arg) -> Said:
+    return Said("... m k * ... k n -> ... m n", keeps="m")
 
 
 @rule(F.scaled_dot_product_attention)
@@ -91,7 +137,7 @@ def _attend(
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
     # As torch's own composite computes it: both factors are scaled, to keep within the range.
     root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    scores = product_by_rows(query * root, key.transpose(-2, -1) * root)
     if is_causal:
         square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill(torch.triu(square, 1), -math.inf)
@@ -99,4 +145,5 @@ def _attend(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return torch.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
+    weights = torch.dropout(torch.softmax(scores, -1), dropout_p, True)
+    return product_by_rows(weights, value)

@@ -23,7 +23,13 @@ from .under_way import All, Summed, UnderWay
 if TYPE_CHECKING:
     from .ask import Ask
 
-__all__ = ["SMALL", "start_all_gather", "start_all_reduce", "start_reduce_scatter"]
+__all__ = [
+    "SMALL",
+    "ring_serves",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]
 
 SMALL = 1 << 15
 """Bytes up to which every rank sends its whole share to all: one round instead of two."""
@@ -75,14 +81,21 @@ def start_all_reduce(group: dist.ProcessGroup, x: torch.Tensor, ask: Ask) -> Und
         shares = x.new_empty(n * size)
         exchange = Pending(group._allgather_base(shares, flat), group, ask)
         return Summed(exchange, shares.view(n, size).unbind(), flat)
-    # Of two, a + b is b + a: Gloo's ring gives the same bits, and sends as much. Of more it starts
-    # each piece at another rank, and in a narrow dtype rounds at each.
-    narrow = x.is_floating_point() and x.element_size() < 4
-    if n == 2 or not (narrow or torch.are_deterministic_algorithms_enabled()):
+    if ring_serves(x, n):
         return Pending(group.allreduce([x], dist.ReduceOp.SUM), group, ask)
     whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
     piece = x.new_empty(whole.numel() // n)
     return _Gathering(start_reduce_scatter(group, piece, whole, ask), group, piece, flat, ask)
+
+
+def ring_serves(x: torch.Tensor, n: int) -> bool:
+    """Is Gloo's own ring what sums an `x` of each of `n` ranks?
+
+    Of two, a + b is b + a: it gives the same bits, and sends as much. Of more it starts each piece
+    at another rank, and in a narrow dtype rounds at each.
+    """
+    narrow = x.is_floating_point() and x.element_size() < 4
+    return n == 2 or not (narrow or torch.are_deterministic_algorithms_enabled())
 
 
 class _Gathering:

@@ -3,7 +3,8 @@
 A line for each call, whose targets, constants and collectives are bound once, and a value's name is
 dropped behind the last line that reads it. The collectives are carried by the ranks' wires
 themselves, so that a captured step runs wherever an eager one does: on process groups, on many
-ranks of one process, on a dry mesh.
+ranks of one process, on a dry mesh. An all-reduce is under way until the graph waits for it; what
+else is carried is there when its line has run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm import Ask, Wire
+from partita.comm import Ask, UnderWay, Wire
 from partita.comm.compiled import all_gather, all_to_all
+from partita.comm.gloo import SMALL, ring_serves
 from partita.comm.splits import Splits
 
 from .notes import note_of
@@ -80,6 +82,7 @@ class _Writing:
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._of: dict[Any, str] = {}
         self._names: dict[fx.Node, str] = {}
+        self._begun: set[fx.Node] = set()
         self.nodes: list[fx.Node] = []
 
     def function(self) -> Callable[[Sequence[Any]], Any]:
@@ -107,13 +110,17 @@ class _Writing:
         if node.op == "get_attr":
             return f"{name} = {self._bind(getattr(self._graph, str(target)))}"
         args = [self._text(a) for a in node.args]
-        if target is _WAIT:  # what wires carry is there when they return
-            return f"{name} = {args[0]}"
+        if target is _WAIT:  # what wires carry otherwise is there when they return
+            begun = node.args[0] in self._begun
+            return f"{name} = {self._bind(_wait)}({args[0]})" if begun else f"{name} = {args[0]}"
         if target is operator.getitem:
             return f"{name} = {args[0]}[{args[1]}]"
         carry = _COLLECTIVES.get(target)
         if carry is not None:
             wire, axes = self._groups[str(node.args[-1])]
+            if _may_be_under_way(node, wire, axes):
+                carry = _begin_all_reduce
+                self._begun.add(node)
             target, args = partial(carry, wire, axes, *node.args[1:]), args[:1]
         args += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
         return f"{name} = {self._bind(target)}({', '.join(args)})"
@@ -176,6 +183,32 @@ def _reduce_scatter(
 def _all_reduce(wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor) -> torch.Tensor:
     copy = x.clone(memory_format=torch.contiguous_format)
     return wire.all_reduce(copy, axes, op, Ask("all_reduce", None, name))
+
+
+def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
+    """Is it an all-reduce that is waited for, and that keeps nothing but its result meanwhile?"""
+    value = node.meta["val"]
+    return (
+        node.target is _functional.all_reduce.default
+        and node.args[1] == "sum"
+        and value.dtype in wire.reduced
+        and value.nbytes > SMALL
+        and ring_serves(value, wire.mesh_size(axes))
+        and all(user.target is _WAIT for user in node.users)
+    )
+
+
+def _begin_all_reduce(
+    wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor
+) -> tuple[torch.Tensor, UnderWay]:
+    copy = x.clone(memory_format=torch.contiguous_format)
+    return copy, wire._start_all_reduce(copy, axes, Ask("all_reduce", None, name))
+
+
+def _wait(begun: tuple[torch.Tensor, UnderWay]) -> torch.Tensor:
+    out, under_way = begun
+    under_way.wait()
+    return out
 
 
 def _all_to_all(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import GroupWire, Wire
 from partita.comm.compiled import all_gather
-from partita.comm.gloo import SMALL
+from partita.comm.gloo import SMALL, ring_serves
 
 __all__ = ["staging", "workspace"]
 
@@ -148,7 +148,7 @@ def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compile
     if target is _functional.all_reduce.default and not compiled and args[1] == "sum":
         if x.nbytes <= SMALL:
             return n * x.nbytes  # type: ignore[no-any-return]
-        if n > 2:
+        if not ring_serves(x, n):
             piece = -(-x.numel() // n) * x.element_size()
             padded = n * piece if x.numel() % n else 0
             return piece + n * piece + padded  # type: ignore[no-any-return]

@@ -119,6 +119,9 @@ def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
 
 
 def _buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
+    if HERE.capturing:  # when each gradient is there, and so which go together, its graph will tell
+        yield from ([p] for p in params)
+        return
     bucket: list[DTensor] = []
     size = 0
     for p in params:

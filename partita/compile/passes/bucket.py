@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..notes import note_of
+from ..notes import NOTE, note_of
 from ..program import Program
 from .gathered import Runs
 from .making import Making
+from .packing import packing_of
 
 __all__ = ["bucket"]
 
@@ -20,9 +22,15 @@ _functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 _WAIT = _functional.wait_tensor.default
 _GATHER = _functional.all_gather_into_tensor.default
 _SCATTER = _functional.reduce_scatter_tensor.default
+_REDUCE = _functional.all_reduce.default
 _ZEROS = ("gather", "regather", "persistent", "gradient", "settle", "update")
 """Why ZeRO carries: these travel by blocks."""
 _CHEAP = (_aten.view.default, _aten.reshape.default, _aten._to_copy.default)
+_PARTS = 8
+"""What an optimizer's step reduces travels in about so many collectives: the last of them has no
+backward left to run beside."""
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 25 << 20
+"""Of one of them: less is as slow as nothing, and of more the last takes long."""
 
 
 def bucket(program: Program) -> str:
@@ -30,9 +38,11 @@ def bucket(program: Program) -> str:
 
     Bounded by the block, and by the run in which the step uses it, so that no more is whole at once
     than one block's parameters: on small models a step is as slow as its collectives are many, on
-    large ones as its memory is full.
+    large ones as its memory is full. What an optimizer's step asks for is reduced where backward
+    has made it, and about an eighth of it at a time.
     """
     graph = program.graph.graph
+    _reduce_where_ready(graph)
     groups: dict[Any, list[fx.Node]] = {}
     runs = Runs(graph)
     gathered_for = {one.gather: runs.of(one) for one in runs.found}
@@ -46,28 +56,85 @@ def bucket(program: Program) -> str:
                 run = runs.at(node)
             key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes, run)
             groups.setdefault(key, []).append(node)
+        elif node.target is _REDUCE and note.reason == "settle":
+            key = (node.target, node.args[1:], node.meta["val"].dtype, note.axes)
+            groups.setdefault(key, []).append(node)
+    least = _least_bytes(groups.values())
     joined = made = 0
     for members in groups.values():
-        for part in _joinable(members):
+        for part in _joinable(members, least):
             if len(part) > 1:
-                (_gathers if part[0].target is _GATHER else _scatters)(graph, part)
+                _JOIN[part[0].target](graph, part)
                 joined, made = joined + len(part), made + 1
     return f"{joined} collectives became {made}"
 
 
-def _joinable(members: list[fx.Node]) -> list[list[fx.Node]]:
+def _reduce_where_ready(graph: fx.Graph) -> None:
+    """Bring reductions that an optimizer's step asks for to where backward makes their operands."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in (_SCATTER, _REDUCE) and note_of(node).reason == "settle":
+            packing, made_by = packing_of(node)
+            last = max(made_by, key=place.__getitem__)
+            late = sorted((n for n in packing if place[n] > place[last]), key=place.__getitem__)
+            for one in late:  # of backward, whoever asks for it
+                one.meta[NOTE] = replace(note_of(one), phase=note_of(node).phase)
+            waits = [user for user in node.users if user.target is _WAIT]
+            found.setdefault(last, []).extend([*late, *waits])
+    for last, late in found.items():
+        for node in reversed(dict.fromkeys(late)):
+            last.append(node)
+
+
+def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
+    """Of what a collective carries for an optimizer's step: an eighth of all, within bounds."""
+    settled = [m for members in groups for m in members if note_of(m).reason == "settle"]
+    total = sum(_operand(m).meta["val"].nbytes for m in settled)
+    return min(max(total // _PARTS, _LEAST_BYTES), _MOST_BYTES)
+
+
+def _joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
     """Members that can run at one place: none needs what another gives.
 
-    Gathers run where the first of them does, reductions where the last does.
+    Gathers run where the first of them does, reductions where the last does. What an optimizer's
+    step reduces and gathers is cut into parts of `least` bytes.
     """
+    if note_of(members[0]).reason in ("settle", "update"):
+        parts = _by_size(members, least)
+    else:
+        parts = [members]
+    together = _ready_together if members[0].target is _GATHER else _independent
+    return [found for part in parts for found in together(part)]
+
+
+def _by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
+    """Members, in order, in parts that each but the last carry `least` bytes."""
+    parts: list[list[fx.Node]] = [[]]
+    size = 0
+    for node in members:
+        if size >= least:
+            parts.append([])
+            size = 0
+        parts[-1].append(node)
+        size += max(node.meta["val"].nbytes, _operand(node).meta["val"].nbytes)
+    return parts
+
+
+def _ready_together(members: list[fx.Node]) -> list[list[fx.Node]]:
+    """Gathers, in order, in parts whose operands are there where the first of the part runs."""
     parts: list[list[fx.Node]] = []
-    if members[0].target is _GATHER:
-        for node in members:
-            if parts and _ready(_operand(node), parts[-1][0]):
-                parts[-1].append(node)
-            else:
-                parts.append([node])
-        return parts
+    for node in members:
+        if parts and _ready(_operand(node), parts[-1][0]):
+            parts[-1].append(node)
+        else:
+            parts.append([node])
+    return parts
+
+
+def _independent(members: list[fx.Node]) -> list[list[fx.Node]]:
+    """Members, from behind, in parts of which none needs what another of the part gives."""
+    parts: list[list[fx.Node]] = []
     for node in reversed(members):
         if parts and _reached(node, parts[-1][-1]).isdisjoint(parts[-1]):
             parts[-1].insert(0, node)
@@ -145,6 +212,36 @@ def _scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
         end = pieces[-1]
     _replace(graph, members, pieces)
     _sink(pieces, end)
+
+
+def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
+    op, name = members[0].args[1:]
+    note = note_of(members[-1])
+    note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
+    with graph.inserting_before(members[-1].next):
+        make = Making(graph, note)
+        flats = [make(_aten.reshape.default, _unpacked(m), [-1]) for m in members]
+        whole = make(_WAIT, make(_REDUCE, make(_aten.cat.default, flats), op, name))
+        at, pieces = 0, []
+        for m in members:
+            n, shape = m.meta["val"].numel(), list(m.meta["val"].shape)
+            piece = make(_aten.slice.Tensor, whole, 0, at, at + n)
+            pieces.append(make(_aten.reshape.default, piece, shape))
+            at += n
+        end = pieces[-1]
+    _replace(graph, members, pieces)
+    _sink(pieces, end)
+
+
+def _unpacked(node: fx.Node) -> fx.Node:
+    """What is reduced, without the copy of it that only one collective would need."""
+    operand = _operand(node)
+    if operand.target is _aten.clone.default and len(operand.users) == 1:
+        (operand,) = operand.all_input_nodes
+    return operand
+
+
+_JOIN = {_GATHER: _gathers, _SCATTER: _scatters, _REDUCE: _all_reduces}
 
 
 def _replace(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from partita.comm import GroupWire
 from partita.comm.compiled import all_gather, all_to_all, sum_of_shares
-from partita.comm.gloo import SMALL
+from partita.comm.gloo import SMALL, ring_serves
 
 from ..graph import is_collective
 from ..notes import note_of
@@ -30,12 +30,13 @@ _ADDED = 8
 
 
 def on_gloo(program: Program) -> str:
-    """On Gloo what is gathered is broadcast, and sums are exchanged and added in rank order.
+    """On Gloo what is gathered is broadcast, and shards are exchanged and summed in rank order.
 
     As in eager (`comm/gloo.py`), and for the same reasons: a broadcast takes half the processor's
     time of Gloo's ring, its reduce-scatter is an all-reduce of which most is thrown away, and a sum
-    in rank order is the same bits in every collective. A sum that waits for others is made at once,
-    so that its shares, which are as many times larger as there are ranks, need not wait.
+    in rank order is the same bits in every collective, which of an all-reduce among more than two
+    ranks `torch.use_deterministic_algorithms(True)` asks for. A sum that waits for others is made
+    at once, so that its shares, which are as many times larger as there are ranks, need not wait.
     """
     graph = program.graph.graph
     changed = 0
@@ -53,8 +54,7 @@ def on_gloo(program: Program) -> str:
             continue
         elif node.target is _SCATTER:
             _exchange(graph, node, n, node in waiting)
-        elif n > 2 or node.meta["val"].nbytes <= SMALL:
-            # Of two, a + b is b + a: Gloo's own gives the same bits, and sends as much.
+        elif node.meta["val"].nbytes <= SMALL or not ring_serves(node.meta["val"], n):
             _all_reduce(graph, node, n)
         else:
             continue

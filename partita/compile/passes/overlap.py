@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from ..graph import is_collective
 from ..notes import note_of
 from ..program import Program
 from ..storages import storages_of
-from .gathered import Runs
+from .gathered import Runs, is_backward, only_moves
+from .packing import packing_of
 
 __all__ = ["overlap"]
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_REDUCE = torch.ops._c10d_functional.all_reduce.default
 _COPY = _aten.copy_.default
-_PACKING = (
-    _aten.view.default,
-    _aten.reshape.default,
-    _aten._to_copy.default,
-    _aten.cat.default,
-    _aten.constant_pad_nd.default,
-    _aten.slice.Tensor,
-)
+_FEW = 16
+"""Calls that make what is carried of inputs: those that count a batch's targets, say."""
 _ROOM = 1.05
 """How far prefetching may raise the predicted peak, inputs included."""
 
 
 def overlap(program: Program) -> str:
-    """A gather is under way while the block before computes, a sum while the next one does.
+    """A gather is under way while the block before computes, a sum while the next ones do.
 
     A gather begins when the block before has what it needs and begins to compute, so that no more
-    than two are gathered at once; a reduction is waited for when the next one begins. Each only
-    where the predicted peak of memory, the inputs included, stays within 5 % of what it was: where
-    activations fill the memory, nothing is fetched ahead.
+    than two are gathered at once; a reduction is waited for when the next one begins, and one that
+    an optimizer's step asked for behind backward. What is carried besides begins with the step, if
+    it is made of inputs alone, and is waited for where it is read. Each only where the predicted
+    peak of memory, the inputs included, stays within 5 % of what it was: where activations fill the
+    memory, nothing is fetched ahead.
     """
     order = _Order(program)
     limit = _ROOM * order.peak()
     earlier = sum(_begin_early(order, limit))
     later = sum(_wait_late(order, limit))
+    beside = sum(_carry_beside(order, limit))
     order.apply()
-    return f"{earlier} gathers begin a block earlier, {later} reductions end a block later"
+    return (
+        f"{earlier} gathers begin a block earlier, {later} reductions end a block later, "
+        f"{beside} others are carried beside what is computed"
+    )
 
 
 class _Order:
@@ -64,7 +68,8 @@ class _Order:
     def _read_by(self, node: fx.Node) -> set[int]:
         """The storages that must be there when a node runs."""
         reads = node.all_input_nodes
-        if node.target is _WAIT:  # what is under way reads its operand until it is waited for
+        # What is under way reads its operand until it is waited for; an all-reduce a copy of it.
+        if node.target is _WAIT and reads[0].target is not _REDUCE:
             reads = [*reads, *reads[0].all_input_nodes]
         return {s for read in reads for s in self._storages.of[read]}
 
@@ -138,36 +143,87 @@ def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
             continue
         behind = order.nodes[place[runs.first(number - 1)] - 1]
         if place[behind] < place[one.gather]:
-            needed = _packing(one.gather, place, place[behind])
-            if needed is not None:
-                yield order.try_behind(needed, behind, limit)
-
-
-def _packing(start: fx.Node, place: dict[fx.Node, int], at: int) -> set[fx.Node] | None:
-    """`start` and what packs its operand behind `at`; None where that is more than packing."""
-    found, waiting = {start}, [start]
-    while waiting:
-        for read in waiting.pop().all_input_nodes:
-            if place[read] > at and read not in found:
-                if read.target not in _PACKING:
-                    return None
-                found.add(read)
-                waiting.append(read)
-    return found
+            packing, made_by = packing_of(one.gather)
+            if all(place[node] <= place[behind] for node in made_by):
+                late = {node for node in packing if place[node] > place[behind]}
+                yield order.try_behind(late, behind, limit)
 
 
 def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
-    waits = [n for n in order.nodes if n.target is _WAIT and note_of(n).reason == "gradient"]
-    starts = [w.args[0] for w in waits]
+    """Wait for a collective where the next of its kind begins and then, for a reduction that serves
+    an optimizer's step, behind backward: for the last ones first, whose results are there for the
+    shortest time."""
+    moved: dict[fx.Node, bool] = {}
+    for reasons in (("gradient", "settle"), ("update",)):
+        waits = [n for n in order.nodes if n.target is _WAIT and note_of(n).reason in reasons]
+        starts: list[Any] = [w.args[0] for w in waits]
+        for wait, following in zip(waits, starts[1:], strict=False):
+            moved[wait] = _try_wait_behind(order, wait, following, limit)
+        end = _end_of_backward(order, waits)
+        for wait in reversed(waits):
+            if end is not None and note_of(wait).reason == "settle":
+                moved[wait] = _try_wait_behind(order, wait, end, limit) or moved.get(wait, False)
+    return moved.values()
+
+
+def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
+    """What a step itself asked for begins with the step, where it is made of inputs by little, and
+    is waited for where something is computed of it."""
+    for wait in [n for n in order.nodes if n.target is _WAIT]:
+        if note_of(wait).reason in ("implicit", "explicit"):
+            begun = _try_with_step(order, wait, limit)
+            shown = [wait]
+            readers = []
+            for node in shown:
+                for user in node.users:
+                    (shown if only_moves(user) else readers).append(user)
+            first = min(readers, key=order.place.__getitem__)
+            behind = order.nodes[order.place[first] - 1]
+            late = {n for n in shown if order.place[n] < order.place[first]}
+            waits = behind not in late and order.try_behind(late, behind, limit)
+            yield begun or waits
+
+
+def _try_with_step(order: _Order, wait: fx.Node, limit: float) -> bool:
+    """Begin a collective behind the inputs, if few calls make its operand of them."""
+    made, waiting = set(), [wait.args[0]]
+    while waiting and len(made) <= _FEW:
+        node = waiting.pop()
+        assert isinstance(node, fx.Node)
+        if node not in made and node.op == "call_function":
+            made.add(node)
+            waiting += node.all_input_nodes
+    inputs = [n for n in order.nodes if n.op in ("placeholder", "get_attr")]
+    if len(made) > _FEW or not inputs or any(is_collective(n) for n in made - {wait.args[0]}):
+        return False
+    return order.try_behind(made, inputs[-1], limit)
+
+
+def _try_wait_behind(order: _Order, wait: fx.Node, behind: fx.Node, limit: float) -> bool:
+    late = _made_late(order, wait, behind)
+    return late is not None and order.try_behind(late, behind, limit)
+
+
+def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
+    """The last node of backward that needs none of `waits`."""
+    needing = set(waits)
+    end = None
+    for node in order.nodes:
+        if not needing.isdisjoint(node.all_input_nodes):
+            needing.add(node)
+        elif node not in needing and is_backward(node) and note_of(node).phase == "backward":
+            end = node
+    return end
+
+
+def _made_late(order: _Order, wait: fx.Node, behind: fx.Node) -> set[fx.Node] | None:
+    """What must come behind another node if `wait` does; None where it cannot or does already."""
     place = order.place
-    for wait, following in zip(waits, starts[1:], strict=False):
-        assert isinstance(following, fx.Node)
-        late, reads = {wait}, order.reads[wait]
-        for node in order.nodes[place[wait] + 1 : place[following] + 1]:
-            # What writes into memory that is read late must wait for that too.
-            written = order.written_by(node)
-            if not (late.isdisjoint(node.all_input_nodes) and reads.isdisjoint(written)):
-                late.add(node)
-                reads = reads | order.reads[node]
-        if following not in late and place[wait] < place[following]:
-            yield order.try_behind(late, following, limit)
+    late, reads = {wait}, order.reads[wait]
+    for node in order.nodes[place[wait] + 1 : place[behind] + 1]:
+        # What writes into memory that is read late must wait for that too.
+        written = order.written_by(node)
+        if not (late.isdisjoint(node.all_input_nodes) and reads.isdisjoint(written)):
+            late.add(node)
+            reads = reads | order.reads[node]
+    return late if behind not in late and place[wait] < place[behind] else None

@@ -8,6 +8,7 @@ from .rule import RULES, Arg, Call, Kernel, Like, Rewrite, Rule, Said, rule
 from .sentence import Sentence, SentenceError, parse
 from .table import LOADED
 from .views import resolve, views
+from .work import Work, work_of
 
 __all__ = [
     "EXTREME",
@@ -28,10 +29,12 @@ __all__ = [
     "Said",
     "Sentence",
     "SentenceError",
+    "Work",
     "bind",
     "fills",
     "parse",
     "resolve",
     "rule",
     "views",
+    "work_of",
 ]

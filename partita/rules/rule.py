@@ -90,11 +90,13 @@ class Said:
             function itself.
         keeps: a name that stays split over an axis that splits it in the first operand, whatever
             else would cost less.
+        work: as `work_of` reads it, for an op whose sentence does not show its products.
     """
 
     text: str
     local: Callable[[Call], Kernel | None] | None = None
     keeps: str = ""
+    work: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which of an op's legal rows is cheapest, axis by axis?
+"""The choice of an op's row: the cheapest of the legal ones, axis by axis.
 
 Pure: layouts in, layouts out. The cache stands around it and decides nothing.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partita.layout import Layout, Mesh, Partial, Placement, Replicate
-from partita.redistribute import price
-from partita.rules import Bound, Row
+from partita.layout import Layout, Mesh, Partial, Placement
+from partita.rules import Bound, Row, Work
+
+from .row_price import RowPrice
 
 __all__ = ["Choice", "Considered", "choose"]
-
-_CUT = 1e-8
-"""Seconds, so that of two rows the one that leaves a plain tensor whole wins, all else equal."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ def choose(
     mesh: Mesh,
     inplace: bool = False,
     keeps: str = "",
+    work: Sequence[Work] = (),
     considered: list[Considered] | None = None,
 ) -> Choice | None:
     """The cheapest legal way to run an op on operands laid out like this.
@@ -65,6 +64,7 @@ def choose(
         itemsizes: bytes per element of each operand.
         inplace: operand 0 must keep its layout, and output 0 must have it too.
         keeps: a name that stays split by each axis that splits it in operand 0.
+        work: the op's matrix products.
         considered: if given, every row looked at is appended.
 
     Returns:
@@ -76,12 +76,13 @@ def choose(
         n = mesh.size(axis)
         current = [None if x is None else x.placement(axis) for x in layouts]
         best, best_price = None, float("inf")
+        price = RowPrice(axis, rows, bound, layouts, plain, itemsizes, mesh, work)
         for row in _kept(bound, layouts[0], keeps, axis) or bound.rows:
             if inplace and not (row.inputs[0] == current[0] == row.outputs[0]):
                 continue
             if row.split and not bound.can_split(row.split, parts.get(row.split, 1) * n):
                 continue
-            cost = _price(row, current, layouts, plain, itemsizes, mesh, axis)
+            cost = price(row)
             if considered is not None:
                 considered.append(Considered(axis, row, cost, False))
             if cost < best_price:
@@ -108,34 +109,6 @@ def _kept(bound: Bound, first: Layout | None, name: str, axis: str) -> list[Row]
         return []
     held = any(axis in axes and name in d.names for axes, d in zip(first.shards, dims, strict=True))
     return [row for row in bound.rows if held and row.split == name]
-
-
-def _price(
-    row: Row,
-    current: Sequence[Placement | None],
-    layouts: Sequence[Layout | None],
-    plain: Sequence[bool],
-    itemsizes: Sequence[int],
-    mesh: Mesh,
-    axis: str,
-) -> float:
-    total = 0.0
-    pending = any(isinstance(p, Partial) for p in current)
-    for i, (held, wanted) in enumerate(zip(current, row.inputs, strict=False)):
-        if wanted is None or wanted == held:
-            continue
-        if plain[i]:
-            total += _CUT
-            continue
-        layout = layouts[i]
-        assert layout is not None
-        moved = layout.put(axis, wanted)
-        total += price(layout, moved, mesh, itemsizes[i])
-        if not pending and isinstance(wanted, Partial) and held is not None and held.is_shard():
-            # A piece among zeros is a share of what nobody had to reduce before: somebody has to
-            # now, and sends twice what a gather of the pieces sends.
-            total += price(moved, layout.put(axis, Replicate()), mesh, itemsizes[i])
-    return total
 
 
 def _layouts(

@@ -25,6 +25,7 @@ from partita.rules import (
     SentenceError,
     bind,
     parse,
+    work_of,
 )
 
 from .arguments import (
@@ -81,7 +82,7 @@ def make_plan(
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
     renews, names = copies_among(tensors), parameters(form)
-    local, kept = None, ""
+    local, kept, worked = None, "", ()
     if rule.derive is None:
         operands = operands_of_call(form, args, kwargs)
         text = rule.text
@@ -107,7 +108,7 @@ def make_plan(
             plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
             return plan
         if isinstance(said, Said):
-            text, local, kept = said.text, said.local, said.keeps
+            text, local, kept, worked = said.text, said.local, said.keeps, said.work
         else:
             text = said
     paths = {path for path, _ in operands}
@@ -128,7 +129,8 @@ def make_plan(
     plain = [isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in values]
     sizes = [v.element_size() if isinstance(v, torch.Tensor) else 0 for v in values]
     keeps = form.inplace and not form.reshapes
-    choice = choose(bound, layouts, plain, sizes, wire.mesh, inplace=keeps, keeps=kept)
+    work = work_of(bound, worked)
+    choice = choose(bound, layouts, plain, sizes, wire.mesh, inplace=keeps, keeps=kept, work=work)
     if choice is None or (keeps and choice.inputs[0] != layouts[0]):
         return None
     targets = []

@@ -53,7 +53,9 @@ def _attention(
     # Whether a mask may stand beside a causal one, and what both mean, is the kernel's to say.
     q = "q!" if is_causal and mask else "q"
     text = f"{ours} {q} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {q} e"
-    return Said(text, _causal if is_causal else None, keeps="q")
+    spread = ours.replace("(", "").replace(")", "")
+    work = (f"{spread} q k d", f"{spread} q k e")
+    return Said(text, _causal if is_causal else None, keeps="q", work=work)
 
 
 def _causal(call: Call) -> Kernel | None:

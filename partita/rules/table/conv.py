@@ -13,7 +13,7 @@ from ..pieces import of_none
 from ..rule import Arg, Call, Kernel, Said, rule
 
 
-def _conv(input: Arg, weight: Arg, bias: Any, groups: int, transposed: bool) -> Said:
+def _conv(input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transposed: bool) -> Said:
     spatial = weight.ndim - 2
     n = "n " * (input.ndim == weight.ndim)
     ins, taps, outs = (" ".join(f"{c}{i}!" for i in range(spatial)) for c in "hky")
@@ -23,7 +23,15 @@ def _conv(input: Arg, weight: Arg, bias: Any, groups: int, transposed: bool) -> 
         x, y = f"(g={groups} i)%", "(g o)%"
         w = "(g i)% o" if transposed else "(g o)% i"
     shift = f" + {y}" * (bias is not None)
-    return Said(f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _local)
+    # Each tap is read at each place of the result (transposed: of the input), borders aside.
+    steps = [stride] * spatial if isinstance(stride, int) else [*stride] * spatial
+    places = [
+        size if transposed else -(-size // step)
+        for size, step in zip(input.shape[input.ndim - spatial :], steps, strict=False)
+    ]
+    channels = "i o" if groups == 1 else "g i o"
+    work = f"{n}{channels} {taps.replace('!', '')} {' '.join(map(str, places))}"
+    return Said(f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _local, work=(work,))
 
 
 def _local(call: Call) -> Kernel | None:
@@ -52,7 +60,7 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Said:
-    return _conv(input, weight, bias, groups, transposed=False)
+    return _conv(input, weight, bias, stride, groups, transposed=False)
 
 
 @rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -66,4 +74,4 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Said:
-    return _conv(input, weight, bias, groups, transposed=True)
+    return _conv(input, weight, bias, stride, groups, transposed=True)

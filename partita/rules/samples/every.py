@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .arithmetic import linalg, matmul, pointwise, reduce
+from .experts import experts
 from .layers import losses, nn, ours
 from .places import index, join, shape
 from .values import Sample, begin
@@ -16,7 +17,7 @@ __all__ = ["samples"]
 def samples() -> dict[Callable[..., Any], list[Sample]]:
     """For each function that has a rule and samples: its calls. The same ones every time."""
     out: dict[Callable[..., Any], list[Sample]] = {}
-    for part in (pointwise, matmul, linalg, shape, join, reduce, nn, index, losses, ours):
+    for part in (pointwise, matmul, linalg, shape, join, reduce, nn, index, losses, ours, experts):
         begin()
         for functions, cases in part():
             for f in functions if isinstance(functions, tuple) else (functions,):

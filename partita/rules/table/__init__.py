@@ -7,6 +7,7 @@ LOADED = tuple(
     for name in (
         "pointwise",
         "matmul",
+        "experts",
         "linalg",
         "shape",
         "join",

@@ -7,6 +7,7 @@ each compiles for itself. No rank is left behind: where one fails, all raise the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import sys
@@ -14,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,14 @@ import torch
 from partita.comm import Wire, gather_texts, user_line
 from partita.layout import Fix, LayoutError
 
-from .lower import compiled, load, made_for
+from .constants import with_constants
+from .generated import memory_of_code, memory_of_sections
+from .lower import compiled, load, load_boxed, made_for
+from .memory import Memory
 from .phases import begin_phase
 from .program import Program
+from .section_run import function_of_sections
+from .sections import Section, Sections, sections_of
 from .store import Artifact, Store, default_store
 
 __all__ = ["Built", "build"]
@@ -42,6 +48,8 @@ class Built:
         seconds: that this took, without waiting for other ranks.
         key: of the artifact in the store: of the program and of what it is compiled for.
         metadata: of the artifact: what it is, when, and in how many seconds it was compiled.
+        schedule: reckons its schedule of memory, where that is not in the metadata.
+        sections: the different ones that it calls, where it was cut.
     """
 
     call: Callable[..., Sequence[torch.Tensor]]
@@ -49,25 +57,67 @@ class Built:
     seconds: float
     key: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    schedule: Callable[[], Memory] | None = None
+    sections: tuple[Built, ...] = ()
 
     def __str__(self) -> str:
-        return f"{'loaded' if self.loaded else 'compiled'} in {self.seconds:.1f} s"
+        how = "loaded" if self.loaded else "compiled"
+        if self.sections:
+            many = sum(not one.loaded for one in self.sections)
+            how = f"{len(self.sections)} sections, {many} of them compiled,"
+        return f"{how} in {self.seconds:.1f} s"
 
 
-def build(program: Program, what: str, wires: Iterable[Wire]) -> Built:
+def build(
+    program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
+) -> Built:
     """Compile a program, or load it. All ranks of `wires` call this at the same time.
 
     Args:
         program: the same on all ranks, with its key.
         what: the program, as a person would say it.
         wires: those of the program.
+        sections: whether in sections; None where that is worth it.
 
     Raises:
         LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
     begin_phase("compile")
-    rank = _Rank(program, what)
+    cut = None if sections is False else sections_of(program, always=sections is True)
+    if cut is None:
+        built = _built(_Rank(program, _facts(program, what)), wires)
+        call = with_constants(built.call, program.graph)
+        built = replace(built, call=call)
+    else:
+        built = _built_of_sections(program, cut, what, wires)
+    begin_phase("graph")
+    return built
+
+
+def _built_of_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:
+    """Each section built as a program of its own, and the calls of them all."""
+    facts = _facts(program, what)
+    built = {}
+    for i, section in enumerate(cut.different):
+        mine = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
+        mine["nodes"] = len(section.graph.graph.nodes)
+        built[section] = _built(_RankOfSection(section, facts | mine), wires)
+    calls = {section: one.call for section, one in built.items()}
+    sources = {section: one.metadata["code"] for section, one in built.items()}
+    return Built(
+        function_of_sections(cut, calls),
+        all(one.loaded for one in built.values()),
+        sum(one.seconds for one in built.values()),
+        program.key,
+        facts,
+        functools.cache(lambda: memory_of_sections(sources, cut, program)),
+        tuple(built.values()),
+    )
+
+
+def _built(rank: _Rank, wires: Sequence[Wire]) -> Built:
+    """What a rank has to run, after all ranks of the wires have come by theirs."""
     rank.attempt(rank.load)
     turn = _turn(rank, wires[0]) if wires else 0
     if turn == 0:
@@ -78,7 +128,6 @@ def build(program: Program, what: str, wires: Iterable[Wire]) -> Built:
         rank.attempt(rank.compile)
     rank.raise_together(wires)
     assert rank.built is not None
-    begin_phase("graph")
     return rank.built
 
 
@@ -90,8 +139,8 @@ class _Rank:
         error: what it could not do; then it does nothing more.
     """
 
-    def __init__(self, program: Program, what: str):
-        self.program, self.what = program, what
+    def __init__(self, program: Program | Section, facts: dict[str, Any]):
+        self.program, self.facts = program, facts
         self.built: Built | None = None
         self.error: Exception | None = None
         self.key = ""
@@ -121,7 +170,7 @@ class _Rank:
             return
         begin = time.perf_counter()
         try:
-            call = load(found.payload)
+            call = self.loaded(found.payload)
         except Exception as error:
             path, text = self.store.path(self.key), f"{type(error).__name__}: {error}"
             warnings.warn(f"{path} is compiled again: {text}", RuntimeWarning, stacklevel=2)
@@ -133,12 +182,29 @@ class _Rank:
         """Have the program compiled, for this rank and for the store."""
         assert self.store is not None
         begin = time.perf_counter()
-        call, payload = compiled(self.program)
+        call, payload = compiled(self.program, self.note)
+        call = self.made(call, payload)
         seconds = time.perf_counter() - begin
-        metadata = _facts(self.program, self.what) | {"seconds": seconds, **self.program.metadata}
+        metadata = self.facts | {"seconds": seconds, **self.program.metadata}
         if payload is not None:
             self.store.put(self.key, Artifact(payload, metadata))
         self.built = Built(call, False, seconds, self.key, metadata)
+
+    def loaded(self, payload: bytes) -> Callable[..., Any]:
+        """What runs, of what was compiled in some process."""
+        return load(payload)
+
+    def made(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
+        """What runs, of what was compiled in this one."""
+        return call
+
+    def note(self, code: list[str]) -> None:
+        """Keep beside the program what its code allocates: other ranks only load it."""
+        assert isinstance(self.program, Program)
+        try:
+            self.program.metadata["memory"] = memory_of_code(code, self.program).to_json()
+        except ValueError as error:
+            self.program.metadata["memory_unknown"] = str(error)
 
     # -- with the others ---------------------------------------------------------------------------
 
@@ -156,6 +222,20 @@ class _Rank:
                 reason=text,
                 fixes=(Fix('pt.compile(step, backend="graph")', "runs the graph as it is"),),
             ) from self.error
+
+
+class _RankOfSection(_Rank):
+    """What this rank does to have a section, which is called with a list."""
+
+    def loaded(self, payload: bytes) -> Callable[..., Any]:
+        return load_boxed(payload)
+
+    def made(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
+        return (lambda taken: call(*taken)) if payload is None else load_boxed(payload)
+
+    def note(self, code: list[str]) -> None:
+        """Keep the code: what a section allocates hangs on what its caller still holds."""
+        self.program.metadata["code"] = code
 
 
 def _turn(rank: _Rank, wire: Wire) -> int:

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["constants_as_inputs", "constants_of", "with_constants"]
+__all__ = ["constants_as_inputs", "constants_of", "names_of_constants", "with_constants"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
 
 def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
     """The tensors that a graph holds itself, in the order in which it reads them."""
-    return [getattr(graph, name) for name in _names_of_constants(graph)]
+    return [getattr(graph, name) for name in names_of_constants(graph)]
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
     """Have a graph take its constants behind its inputs."""
     held = graph.graph.find_nodes(op="get_attr")
-    names = _names_of_constants(graph)
+    names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]
     for name in names:
         place = graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before()
@@ -53,6 +53,7 @@ def with_constants(call: Call, graph: fx.GraphModule) -> Call:
     return run
 
 
-def _names_of_constants(graph: fx.GraphModule) -> list[str]:
+def names_of_constants(graph: fx.GraphModule) -> list[str]:
+    """The names under which a graph holds them, in the order in which it reads them."""
     found = graph.graph.find_nodes(op="get_attr", sort=True)
     return list(dict.fromkeys(str(node.target) for node in found))

@@ -29,6 +29,7 @@ def compile(
     keep: int = 8,
     budget: int | None = None,
     blocks: bool | Iterable[nn.Module | type] = False,
+    sections: bool | None = None,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
 
@@ -57,6 +58,9 @@ def compile(
         blocks: modules, or classes of modules, of which one is traced for all that are built
             alike, so that capture costs less; True for those that are found: the outermost of
             which a model has several.
+        sections: compile the graph in sections, of which equal ones are compiled once, or as one;
+            None for sections where the graph has more than 3,000 calls, and at most half of them
+            are left of what is equal.
 
     Returns:
         A `CompiledStep`; of a module the module itself, whose `forward` is one.
@@ -79,6 +83,7 @@ def compile(
         "keep": keep,
         "budget": budget,
         "blocks": blocks if isinstance(blocks, bool) else tuple(blocks),
+        "sections": sections,
     }
     BlockChoice.of(options["blocks"])
     if step is None:

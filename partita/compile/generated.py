@@ -11,24 +11,31 @@ import ast
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .constants import constants_of
+from .constants import constants_of, names_of_constants
+from .graph_modules import lazy_graph_module
 from .memory import Buffer, Memory
 from .notes import Note, note_of
 from .program import Program
-from .storages import held_by, made_at_entry
+from .run import FILE as OUTER_FILE
+from .run import FIRST_LINE
+from .section_run import SectionCall, SectionWriting
+from .sections import Section, Sections
+from .storages import held_by, made_at_entry, opname
 from .workspace import staging, workspace
 
-__all__ = ["code_of", "memory_of_code"]
+__all__ = ["code_of", "memory_of_code", "memory_of_sections"]
 
-_FILE = "<generated>"
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -59,72 +66,158 @@ def memory_of_code(sources: Sequence[str], program: Program) -> Memory:
     Raises:
         ValueError: the code is not as this torch's is known to be.
     """
+    run = _Run(program)
+    call = run.call_of(_the_one(sources), program.graph)
+    constants = constants_of(program.graph)
+    return run.over(lambda inputs: call([*inputs]), constants)
+
+
+def memory_of_sections(
+    sources: Mapping[Section, Sequence[str]], sections: Sections, program: Program
+) -> Memory:
+    """The schedule of a program that runs as sections, each of which runs as generated code.
+
+    Raises:
+        ValueError: the code is not as this torch's is known to be.
+    """
+    run = _Run(program)
+    calls = {s: run.call_of(_the_one(code), s.graph) for s, code in sources.items()}
+    return run.over(run.outer_of(sections, calls), constants_of(sections.outer))
+
+
+def _the_one(sources: Sequence[str]) -> str:
     if len(sources) != 1:
         raise ValueError(f"Inductor generated {len(sources)} programs for one graph")
-    (source,) = sources
-    run = _Run(source, program)
-    try:
-        run.call(program.example())
-    except Exception as error:
-        raise ValueError(f"generated code, line {run.line()}: {error}") from error
-    return run.memory()
+    return sources[0]
 
 
-class _Run(TorchDispatchMode):
-    """One run of generated code over tensors without memory."""
+class _Code:
+    """The function `call` of what was generated of a graph."""
 
-    def __init__(self, source: str, program: Program):
-        super().__init__()
-        self.program, self.lines = program, source.split("\n")
-        self.tree = ast.parse(source)
-        self.notes = {n.name: note_of(n) for n in program.graph.graph.nodes}
-        self.buffers: dict[int, Buffer] = {}
-        self.done: list[Buffer] = []
-        self._kept: dict[int, Any] = {}
-        self._under_way: dict[int, Any] = {}
-        self._last = 0
-
-    def call(self, examples: Sequence[torch.Tensor]) -> None:
-        function, first = self._function()
-        mode = next(m for x in examples if (m := getattr(x, "fake_mode", None)) is not None)
-        inputs = [*examples, *map(mode.from_tensor, constants_of(self.program.graph))]
-        self._ours = {id(x.untyped_storage()) for x in inputs}
-        with torch.no_grad(), mode, self:
-            out = function(*first, inputs)
-        self._last = self._end
-        del out
-
-    def line(self) -> int:
-        """The line that runs now, from 1; after the run the last."""
-        frame: Any = sys._getframe()
-        while frame is not None:
-            if frame.f_code.co_filename == _FILE:
-                self._last = frame.f_lineno
-                return int(frame.f_lineno)
-            frame = frame.f_back
-        return self._last
-
-    def memory(self) -> Memory:
-        """The schedule, a place for each line of the function."""
-        buffers = sorted([*self.done, *self.buffers.values()], key=lambda b: b.birth)
-        places = [self.lines[i].strip()[:80] for i in range(self._begin, self._end)]
-        first = made_at_entry(self.program, len(places))
-        return Memory(tuple(places), (*first, *buffers), tuple(held_by(self.program)))
-
-    # -- the code ----------------------------------------------------------------------------------
-
-    def _function(self) -> tuple[Callable[..., Any], list[Any]]:
-        """Its `call`, alone, among names that stand for what the code imports and compiles."""
-        defs = [n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)]
+    def __init__(self, source: str, graph: fx.GraphModule):
+        self.file = f"<generated {id(self)}>"
+        self.lines = source.split("\n")
+        self.notes = {n.name: note_of(n) for n in graph.graph.nodes}
+        defs = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
         called = [n for n in defs if n.name == "call"]
         if len(called) != 1:
             raise ValueError("generated code has no one function `call`")
-        (made,) = called
-        self._begin, self._end = made.lineno, made.end_lineno or made.lineno
-        module = ast.Module([made], [])
-        names = _Names(self)
-        exec(compile(module, _FILE, "exec"), names)
-        return names["call"], [None] * (len(made.args.args) - 1)
+        (self._def,) = called
+        self.begin, self.end = self._def.lineno, self._def.end_lineno or self._def.lineno
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        """It, alone, among names that stand for what the code imports and compiles."""
+        names = _Names()
+        exec(compile(ast.Module([self._def], []), self.file, "exec"), names)
+        first = [None] * (len(self._def.args.args) - 1)
+        return partial(names["call"], *first)
+
+    @property
+    def places(self) -> list[str]:
+        """What runs, a line each."""
+        return [self.lines[i].strip()[:80] for i in range(self.begin, self.end)]
+
+    def name_at(self, line: int) -> str:
+        """What a line, counted from 1, makes."""
+        return self.lines[line - 1].strip().split(" ", 1)[0]
+
+    def note_at(self, line: int) -> Note:
+        """Of the graph's nodes that the code says it does next, the last."""
+        for text in (*self.lines[line - 1 :][:3], *reversed(self.lines[max(0, line - 4) : line])):
+            found = re.search(r"Source Nodes: \[([^]]*)\]", text)
+            if found:
+                names = [name.strip() for name in found[1].split(",")]
+                return next((self.notes[n] for n in reversed(names) if n in self.notes), _NONE)
+        return _NONE
+
+
+_NONE = Note(phase="")
+
+
+class _Run(TorchDispatchMode):
+    """One run of generated code over tensors without memory.
+
+    Attributes:
+        places: what has run so far, or is in the code that is called now.
+    """
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self.program = program
+        self.places: list[str] = []
+        self.buffers: dict[int, Buffer] = {}
+        self.done: list[Buffer] = []
+        self._codes: dict[str, tuple[_Code, int]] = {}  # by file, with the place where it begins
+        self._outer: dict[int, fx.Node] = {}  # by line
+        self._outer_line = 0
+        self._kept: dict[int, Any] = {}
+        self._under_way: dict[int, Any] = {}
+
+    def over(
+        self, call: Callable[[Sequence[Any]], Any], constants: Sequence[torch.Tensor]
+    ) -> Memory:
+        """The schedule of a call over the program's inputs, and then its constants."""
+        examples = self.program.example()
+        mode = next(m for x in examples if (m := getattr(x, "fake_mode", None)) is not None)
+        inputs = [*examples, *map(mode.from_tensor, constants)]
+        self._ours = {id(x.untyped_storage()) for x in inputs}
+        try:
+            with torch.no_grad(), mode, self:
+                out = call(inputs)
+        except Exception as error:
+            raise ValueError(f"generated code, at {self.places[-1:]}: {error}") from error
+        end = len(self.places)
+        left = [replace(buffer, death=end) for buffer in self.buffers.values()]
+        self._kept.clear()
+        del out
+        buffers = sorted([*self.done, *left], key=lambda b: b.birth)
+        first = made_at_entry(self.program, end)
+        return Memory(tuple(self.places), (*first, *buffers), tuple(held_by(self.program)))
+
+    # -- the code ----------------------------------------------------------------------------------
+
+    def call_of(self, source: str, graph: fx.GraphModule) -> SectionCall:
+        """The code, to be called any number of times, each at a place of its own."""
+        code = _Code(source, graph)
+        function = code.function()
+
+        def call(taken: list[Any]) -> Any:
+            self._codes[code.file] = code, len(self.places)
+            self.places += code.places
+            return function(taken)
+
+        return call
+
+    def outer_of(
+        self, sections: Sections, calls: Mapping[Section, SectionCall]
+    ) -> Callable[[Sequence[Any]], Any]:
+        """What calls sections, over inputs and then constants."""
+        names = names_of_constants(sections.outer)
+
+        def call(inputs: Sequence[Any]) -> Any:
+            given, held = len(inputs) - len(names), torch.nn.Module()
+            for name, constant in zip(names, inputs[given:], strict=True):
+                setattr(held, name, constant)
+            outer = lazy_graph_module(held, sections.outer.graph)
+            written = SectionWriting(replace(sections, outer=outer), calls)
+            run = written.function()
+            self._outer = dict(enumerate(written.nodes, FIRST_LINE))
+            return run(inputs[:given])
+
+        return call
+
+    def _at(self) -> tuple[_Code | fx.Node | None, int, int]:
+        """What runs now, its line, and its place."""
+        frame: Any = sys._getframe()
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file in self._codes:
+                code, begin = self._codes[file]
+                return code, frame.f_lineno, begin + frame.f_lineno - code.begin - 1
+            if file == OUTER_FILE and self._outer:
+                return self._outer.get(frame.f_lineno), frame.f_lineno, len(self.places)
+            frame = frame.f_back
+        return None, 0, len(self.places)
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -142,9 +235,7 @@ class _Run(TorchDispatchMode):
             ):  # it reads them until it is waited for
                 self._under_way[id(out.untyped_storage())] = args
         if extra:
-            at = self.line() - self._begin - 1
-            note = self._note(str(getattr(func, "_opname", func)))
-            self.done.append(self._buffer(extra, at, at + 1, str(func), note, passing=True))
+            self.done.append(self._buffer(extra, str(func), passing=True))
         return out
 
     def made(self, value: Any, by: str) -> int:
@@ -155,29 +246,34 @@ class _Run(TorchDispatchMode):
                 storage = t.untyped_storage()
                 key = id(storage)
                 if key not in self._kept and key not in self._ours:
-                    at = self.line() - self._begin - 1
                     self._kept[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
-                    self.buffers[key] = self._buffer(
-                        storage.nbytes(), at, self._end - self._begin, by, self._note(by)
-                    )
+                    self.buffers[key] = self._buffer(storage.nbytes(), by)
                     count += 1
         return count
 
     def _gone(self, key: int) -> None:
-        self._kept.pop(key)
-        found = self.buffers.pop(key)
-        at = max(self.line() - self._begin - 1, found.birth)
-        self.done.append(Buffer(**{**vars(found), "death": at}))
+        if self._kept.pop(key, None) is not None:
+            found = self.buffers.pop(key)
+            self.done.append(replace(found, death=max(self._at()[2], found.birth)))
 
-    def _buffer(
-        self, nbytes: int, birth: int, death: int, by: str, note: Note, passing: bool = False
-    ) -> Buffer:
-        name = self.lines[self.line() - 1].strip().split(" ", 1)[0]
+    def _buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
+        """One that is made now, and is gone with the line."""
+        what, line, at = self._at()
+        if isinstance(what, fx.Node):
+            name, note = what.name, note_of(what)
+            if line != self._outer_line:
+                self.places.append(f"{name} {opname(what)}")
+                self._outer_line = line
+            at = len(self.places) - 1
+        elif what is not None:
+            name, note = what.name_at(line), what.note_at(line)
+        else:
+            name, note = "", _NONE
         return Buffer(
             name,
             nbytes,
-            birth,
-            death,
+            at,
+            at + 1,
             (),
             by,
             note.source,
@@ -187,27 +283,11 @@ class _Run(TorchDispatchMode):
             passing,
         )
 
-    def _note(self, by: str) -> Note:
-        """Of the graph's nodes that the code says it does next, the last."""
-        for line in self.lines[self.line() - 1 :][:3]:
-            found = re.search(r"Source Nodes: \[([^]]*)\]", line)
-            if found:
-                return self._noted(found)
-        for line in reversed(self.lines[max(0, self.line() - 4) : self.line()]):
-            found = re.search(r"Source Nodes: \[([^]]*)\]", line)
-            if found:
-                return self._noted(found)
-        return Note(phase="")
-
-    def _noted(self, found: re.Match[str]) -> Note:
-        names = [name.strip() for name in found[1].split(",")]
-        return next((self.notes[n] for n in reversed(names) if n in self.notes), Note(phase=""))
-
 
 class _Names(dict[str, Any]):
     """The globals of generated code. What it compiled, and what it only checks, does nothing."""
 
-    def __init__(self, run: _Run):
+    def __init__(self) -> None:
         super().__init__(
             torch=torch,
             aten=torch.ops.aten,

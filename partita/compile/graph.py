@@ -8,7 +8,7 @@ nothing of the process that captured it, so that equal programs are equal texts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from partita.tensor.dtensor import short_dtype
 from .notes import note_of
 from .program import Program
 
-__all__ = ["Graph", "canonical", "is_collective", "nbytes_of"]
+__all__ = ["Graph", "canonical", "is_collective", "line_of", "nbytes_of"]
 
 
 class Graph:
@@ -118,10 +118,7 @@ def canonical(program: Program) -> list[str]:
         elif node.op == "output":
             text = f"output {_said(node.args[0], number)}"
         else:
-            given_by_name = {k: _said(v, number) for k, v in sorted(node.kwargs.items())}
-            args = [_said(a, number) for a in node.args]
-            args += [f"{k}={v}" for k, v in given_by_name.items()]
-            text = f"{_name(node.target)}({', '.join(args)})"
+            text = _called(node, number)
         lines.append(f"%{i} = {text}{_made(node.meta.get('val'))}")
     for output in program.outputs:
         spec = output.spec
@@ -131,13 +128,31 @@ def canonical(program: Program) -> list[str]:
     return lines
 
 
+def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+    """A call, an input or an output as text that is equal where it is the same.
+
+    Args:
+        number: how the nodes that it reads are named.
+    """
+    if node.op == "output":
+        return f"output {_said(node.args[0], number)}"
+    text = _called(node, number) if node.op == "call_function" else node.op
+    return f"{text}{_made(node.meta.get('val'))}"
+
+
+def _called(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+    args = [_said(a, number) for a in node.args]
+    args += [f"{k}={_said(v, number)}" for k, v in sorted(node.kwargs.items())]
+    return f"{_name(node.target)}({', '.join(args)})"
+
+
 def _name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return str(getattr(target, "__name__", target))
 
 
-def _said(value: Any, number: dict[fx.Node, str]) -> str:
+def _said(value: Any, number: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return number[value]
     if isinstance(value, (list, tuple)):

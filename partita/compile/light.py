@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,8 +46,11 @@ def lighter(saved: bytes) -> bytes:
 
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
+def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Iterator[None]:
     """Within, a result is loaded without what torch does for its own tests of its cache.
+
+    Args:
+        loaded: is given Inductor's object of each.
 
     Private torch: for these it imports the compiler. With Triton's kernels that is imported anyway.
     """
@@ -59,9 +62,12 @@ def without_compiler() -> Iterator[None]:
     def ready(code: Any, info: Any, constants: Any) -> Any:
         bundle = code._triton_bundle
         if bundle is not None and bundle.kernel_artifacts:
-            return whole(code, info, constants)
-        code.after_deserialization(constants)
-        return code, info
+            found = whole(code, info, constants)
+        else:
+            code.after_deserialization(constants)
+            found = code, info
+        loaded(code)
+        return found
 
     FxGraphCache.cache_hit_post_compile = staticmethod(ready)  # type: ignore[method-assign]
     try:

@@ -32,14 +32,16 @@ from torch._guards import TracingContext, tracing
 from partita.comm.compiled import all_to_all
 
 from .constants import constants_as_inputs, constants_of
-from .generated import code_of, memory_of_code
+from .generated import code_of
 from .light import lighter, without_compiler
 from .notes import NOTE
 from .program import Program
+from .section_run import SectionCall
+from .sections import Section
 from .trust import Untrusted, check_folder
 from .unfinished import without_unfinished
 
-__all__ = ["CONFIG", "compiled", "load", "made_for"]
+__all__ = ["CONFIG", "compiled", "load", "load_boxed", "made_for"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
@@ -64,7 +66,7 @@ _FORMAT = 3  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
 _PARTS = (
     *("lower.py", "constants.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
-    *("generated.py", "workspace.py"),
+    *("generated.py", "workspace.py", "sections.py"),
 )
 # Settings that say where and how fast something is compiled, not what.
 _ELSEWHERE = re.compile(
@@ -72,10 +74,15 @@ _ELSEWHERE = re.compile(
 )
 
 
-def compiled(program: Program) -> tuple[Call, bytes | None]:
+def compiled(
+    program: Program | Section, noted: Callable[[list[str]], None]
+) -> tuple[Call, bytes | None]:
     """A function of the program's inputs and constants that gives its outputs; what `load` takes.
 
     The latter is None, with a warning, where this torch cannot say it.
+
+    Args:
+        noted: is given what Inductor generated.
 
     Raises:
         Exception: whatever Inductor does where it cannot compile.
@@ -119,7 +126,7 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
         artifact: Any = torch._inductor.standalone_compile(
             graph, examples, dynamic_shapes="from_tracing_context", aot=True
         )
-        _note_memory(program, code())
+        noted(code())
         try:
             parts = _FORMAT, lighter(artifact.serialize()), libraries()
         except Exception as error:
@@ -129,18 +136,27 @@ def compiled(program: Program) -> tuple[Call, bytes | None]:
     return artifact, zlib.compress(pickle.dumps(parts), 1)
 
 
-def _note_memory(program: Program, code: list[str]) -> None:
-    """Keep beside the program what its code allocates: other ranks only load it."""
-    try:
-        program.metadata["memory"] = memory_of_code(code, program).to_json()
-    except ValueError as error:
-        program.metadata["memory_unknown"] = str(error)
+def load_boxed(payload: bytes) -> SectionCall:
+    """As `load`, but a function of a list, which it empties.
+
+    So what it reads last can be gone when it has read that. Private torch: the function that
+    Inductor generated is called itself, not by what would give outputs that are views of inputs,
+    or inputs that are written, their places in autograd. Sections have none.
+    """
+    seen: list[Any] = []
+    load(payload, seen.append)
+    (code,) = seen
+    call: SectionCall = code.current_callable
+    return call
 
 
-def load(payload: bytes) -> Call:
+def load(payload: bytes, loaded: Callable[[Any], None] = lambda code: None) -> Call:
     """What `compiled` has made, maybe in another process, from what it gave.
 
     The payload is run: it must come from where only the user can have put it.
+
+    Args:
+        loaded: is given Inductor's own object.
 
     Raises:
         Exception: any, where it is not for this torch or this machine.
@@ -152,7 +168,7 @@ def load(payload: bytes) -> Call:
     with ExitStack() as stack:
         _quiet(stack)
         stack.enter_context(_provided(libraries))
-        stack.enter_context(without_compiler())
+        stack.enter_context(without_compiler(loaded))
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
         call: Call = AOTCompiledArtifact.deserialize(result)

@@ -10,7 +10,7 @@ else is carried is there when its line has run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from partita.comm.splits import Splits
 
 from .notes import note_of
 
-__all__ = ["function_of"]
+__all__ = ["FILE", "FIRST_LINE", "Groups", "Writing", "function_of", "run_with_places"]
 
 _functional = torch.ops._c10d_functional
 _WAIT = _functional.wait_tensor.default
@@ -39,7 +39,11 @@ def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence
     An error of a call is noted with the node and with the user's line from which it comes, and
     keeps none of the values that were there.
     """
-    written = _Writing(graph, groups)
+    return run_with_places(Writing(graph, groups))
+
+
+def run_with_places(written: Writing) -> Callable[..., Sequence[torch.Tensor]]:
+    """The function that was written; an error of it says where it comes from."""
     run, nodes = written.function(), written.nodes
 
     def call(*inputs: Any) -> Sequence[torch.Tensor]:
@@ -60,107 +64,119 @@ def _note_place(error: BaseException, code: CodeType, nodes: Sequence[fx.Node]) 
         at = at.tb_next
     if at is None:
         return
-    node = nodes[at.tb_lineno - _FIRST]
+    node = nodes[at.tb_lineno - FIRST_LINE]
     source = note_of(node).source
     if source and isinstance(error, Exception):
         error.add_note(f"in {node.name} of the captured step, from {source}")
     at.tb_frame.clear()
 
 
-_FIRST = 3  # the line of the first node
+FILE = "<captured step>"
+FIRST_LINE = 3
+"""The line of the first node."""
 
 
-class _Writing:
+class Writing:
     """The code of one graph: one line a node, behind two that begin it.
+
+    Args:
+        groups: of the graph's collectives; None for torch to carry these.
 
     Attributes:
         nodes: by line.
     """
 
-    def __init__(self, graph: fx.GraphModule, groups: Groups):
-        self._graph, self._groups = graph, groups
+    def __init__(self, graph: fx.GraphModule, groups: Groups | None):
+        self.graph, self.groups = graph, groups
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._of: dict[Any, str] = {}
-        self._names: dict[fx.Node, str] = {}
+        self.names: dict[fx.Node, str] = {}
         self._begun: set[fx.Node] = set()
         self.nodes: list[fx.Node] = []
 
     def function(self) -> Callable[[Sequence[Any]], Any]:
         """It takes its inputs as one sequence."""
-        nodes = self._graph.graph.nodes
+        nodes = self.graph.graph.nodes
         inputs = [n for n in nodes if n.op == "placeholder"]
-        self._names = {n: f"v{i}" for i, n in enumerate(nodes)}
-        given = "".join(f"{self._names[n]}, " for n in inputs)
+        self.names = {n: f"v{i}" for i, n in enumerate(nodes)}
+        given = "".join(f"{self.names[n]}, " for n in inputs)
         lines = ["def run(inputs):", f" {given}= inputs" if given else " pass"]
-        dropped = _last_read(nodes)
+        dropped = self._last_read(nodes)
         for node in nodes:
             if node.op != "placeholder":
-                gone = "".join(f"; del {self._names[n]}" for n in dropped.get(node, ()))
-                lines.append(f" {self._line(node)}{gone}")
+                lines.append(f" {self.statements(node, dropped.get(node, ()))}")
                 self.nodes.append(node)
-        exec(compile("\n".join(lines), "<captured step>", "exec"), self._bound)
+        exec(compile("\n".join(lines), FILE, "exec"), self._bound)
         run: Callable[[Sequence[Any]], Any] = self._bound.pop("run")
         return run
 
-    def _line(self, node: fx.Node) -> str:
+    def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
+        """What a node does, in one line, and the end of the names that it is the last to read."""
+        return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
+
+    def reads(self, node: fx.Node) -> Iterable[fx.Node]:
+        """What has to be there until a node has run."""
+        return node.all_input_nodes
+
+    def line(self, node: fx.Node) -> str:
         target: Any = node.target
         if node.op == "output":
-            return f"return {self._text(node.args[0])}"
-        name = self._names[node]
+            return f"return {self.text(node.args[0])}"
+        name = self.names[node]
         if node.op == "get_attr":
-            return f"{name} = {self._bind(getattr(self._graph, str(target)))}"
-        args = [self._text(a) for a in node.args]
-        if target is _WAIT:  # what wires carry otherwise is there when they return
-            begun = node.args[0] in self._begun
-            return f"{name} = {self._bind(_wait)}({args[0]})" if begun else f"{name} = {args[0]}"
+            return f"{name} = {self.bind(getattr(self.graph, str(target)))}"
+        args = [self.text(a) for a in node.args]
         if target is operator.getitem:
             return f"{name} = {args[0]}[{args[1]}]"
-        carry = _COLLECTIVES.get(target)
-        if carry is not None:
-            wire, axes = self._groups[str(node.args[-1])]
-            if _may_be_under_way(node, wire, axes):
-                carry = _begin_all_reduce
-                self._begun.add(node)
-            target, args = partial(carry, wire, axes, *node.args[1:]), args[:1]
-        args += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-        return f"{name} = {self._bind(target)}({', '.join(args)})"
+        if self.groups is not None:
+            if target is _WAIT:  # what wires carry otherwise is there when they return
+                begun = node.args[0] in self._begun
+                return f"{name} = {self.bind(_wait)}({args[0]})" if begun else f"{name} = {args[0]}"
+            carry = _COLLECTIVES.get(target)
+            if carry is not None:
+                wire, axes = self.groups[str(node.args[-1])]
+                if _may_be_under_way(node, wire, axes):
+                    carry = _begin_all_reduce
+                    self._begun.add(node)
+                target, args = partial(carry, wire, axes, *node.args[1:]), args[:1]
+        args += [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
+        return f"{name} = {self.bind(target)}({', '.join(args)})"
 
-    def _text(self, value: Any) -> str:
+    def _last_read(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
+        """What each node is the last to read; itself where nobody reads it. Inputs are others'."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if node.op == "output":
+                seen.update(node.all_input_nodes)
+            elif node.op == "call_function":
+                if not node.users:
+                    found.setdefault(node, []).append(node)
+                for read in self.reads(node):
+                    if read not in seen:
+                        seen.add(read)
+                        if read.op != "placeholder":
+                            found.setdefault(node, []).append(read)
+        return found
+
+    def text(self, value: Any) -> str:
         """An operand, as the code names it."""
         if isinstance(value, fx.Node):
-            return self._names[value]
+            return self.names[value]
         if isinstance(value, (list, tuple)):
-            inner = "".join(f"{self._text(v)}, " for v in value)
+            inner = "".join(f"{self.text(v)}, " for v in value)
             return f"[{inner}]" if isinstance(value, list) else f"({inner})"
         if value is None or type(value) in (int, bool, float, str):
             return repr(value)
-        return self._bind(value)
+        return self.bind(value)
 
-    def _bind(self, value: Any) -> str:
+    def bind(self, value: Any) -> str:
         """The name under which the code finds an object."""
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"
             self._bound[name] = value  # which keeps it, and its identity its own
         return name
-
-
-def _last_read(nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
-    """What each node reads as the last; itself where nobody reads it. Inputs are the caller's."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if node.op == "output":
-            seen.update(node.all_input_nodes)
-        elif node.op == "call_function":
-            if not node.users:
-                found.setdefault(node, []).append(node)
-            for read in node.all_input_nodes:
-                if read not in seen:
-                    seen.add(read)
-                    if read.op != "placeholder":
-                        found.setdefault(node, []).append(read)
-    return found
 
 
 # -- collectives -----------------------------------------------------------------------------------

@@ -55,11 +55,12 @@ class CompiledStep(Last):
         keep: int,
         budget: int | None = None,
         blocks: bool | Iterable[nn.Module | type] = False,
+        sections: bool | None = None,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
         self.without, self.passes, self.keep = without, passes, max(1, keep)
-        self.budget = budget
+        self.budget, self.sections = budget, sections
         self.blocks = blocks if isinstance(blocks, bool) else tuple(blocks)
         self._history = History(self.title)
         # By signature, and a number that tells programs of one signature apart.
@@ -369,22 +370,23 @@ class CompiledStep(Last):
             "keep": self.keep,
             "budget": self.budget,
             "blocks": self.blocks,
+            "sections": self.sections,
         }
 
     def _options(self) -> list[str]:
         """What of how it is compiled makes another program of it."""
-        return [f"backend {self.backend}", f"without {sorted(self.without)}"]
+        how = [] if self.sections is None else [f"sections {self.sections}"]
+        return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
 
     def _call_of(self, program: Program, wires: list[Wire]) -> Any:
-        from .constants import with_constants
         from .run import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
         if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .build import build
 
-            program.built = build(program, self._what, wires)
-            return with_constants(program.built.call, program.graph)
+            program.built = build(program, self._what, wires, self.sections)
+            return program.built.call
         return function_of(program.graph, program.groups)
 
     @property

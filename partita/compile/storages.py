@@ -115,6 +115,8 @@ def scheduled(program: Program) -> Memory:
     """
     if program.built is None:
         return memory_of(program)
+    if program.built.schedule is not None:
+        return program.built.schedule()
     found = program.built.metadata
     if "memory" not in found:
         raise ValueError(found.get("memory_unknown", "nothing was noted of its memory"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .build import Built
     from .graph import Graph
     from .guards import History
     from .memory import Memory
     from .passes import Passes
     from .program import Program
+    from .turns import Built
 
 __all__ = ["Last"]
 

@@ -66,7 +66,7 @@ _FORMAT = 3  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
 _PARTS = (
     *("lower.py", "constants.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
-    *("generated.py", "workspace.py", "sections.py"),
+    *("generated.py", "workspace.py", "sections.py", "cut.py"),
 )
 # Settings that say where and how fast something is compiled, not what.
 _ELSEWHERE = re.compile(

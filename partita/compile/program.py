@@ -29,11 +29,11 @@ from .state import Slot
 from .uneven import Border, border_of
 
 if TYPE_CHECKING:
-    from .build import Built
     from .compared import Compared
     from .explained import AsCaptured
     from .guards import Guards, Write
     from .sharing import Sharing
+    from .turns import Built
 
 __all__ = ["Input", "Output", "Place", "Program", "written_inputs"]
 

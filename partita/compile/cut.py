@@ -38,10 +38,14 @@ of a deep one, and a call of a section costs some microseconds."""
 _LEFT = 0.5
 """The part of a deep graph that may be left of what is equal, for it to be cut."""
 
+_LONG = 600
+"""Calls between two collectives above which they are cut although others do the same: how many
+layers stand there may hang on how many there are."""
+
 _PIECES = 0.5
 """The part of a value that a section reads, at most, to be given only that."""
 
-_LEAST = 48
+_LEAST = 24
 """Calls in what is cut out of a part that repeats itself."""
 
 
@@ -75,7 +79,8 @@ class _Cutting:
     def __init__(self, program: Program):
         self.program = program
         self.storages = storages_of(program)
-        self.order = with_early_writes(program.graph.graph, self.storages)
+        order = with_early_writes(program.graph.graph, self.storages)
+        self.order = [node for node in order if not self._shows(node)]
         self.of: dict[fx.Node, int] = {}  # the part in which a call stands
         self.known: dict[str, Section] = {}
         self.calls = 0
@@ -113,7 +118,7 @@ class _Cutting:
     # -- which calls are together ------------------------------------------------------------------
 
     def _parts(self) -> Iterator[list[fx.Node]]:
-        """What stands between collectives; and of what does only once what it does each repeat."""
+        """What stands between collectives; of what is long, or stands there once, each repeat."""
         runs: list[list[fx.Node]] = [[]]
         for node in self.order:
             if _is_sent(node):
@@ -123,7 +128,7 @@ class _Cutting:
         said = [tuple(map(_said, run)) for run in runs]
         times = Counter(said)
         for run, text in zip(runs, said, strict=True):
-            if times[text] == 1:
+            if times[text] == 1 or len(run) > _LONG:
                 yield from self._repeats(run)
             elif run:
                 yield run
@@ -139,9 +144,9 @@ class _Cutting:
         second = [i for i in part[period : 2 * period] if not _is_piece(run[i])]
         cut = min(second, key=lambda i: alive[i]) - period  # where the least is handed over
         yield from self._repeats(run[:cut])
-        while cut + period <= part.stop:
-            yield run[cut : cut + period]
-            cut += period
+        while (end := cut + period) <= part.stop and not (run[end:] and _is_piece(run[end])):
+            yield run[cut:end]
+            cut = end
         yield from self._repeats(run[cut:])
 
     def _alive(self, run: list[fx.Node]) -> list[int]:
@@ -178,7 +183,7 @@ class _Cutting:
         """The values of parts that others read, or the graph gives."""
         found: dict[fx.Node, None] = {}
         for node in self.program.graph.graph.nodes:
-            if node in self.of and self._shows(node):
+            if self._shows(node):
                 continue
             for read in node.all_input_nodes:
                 for owner in self._owners(read):
@@ -246,13 +251,12 @@ class _Part:
         self.takes: list[fx.Node] = []
         self._of: dict[fx.Node, fx.Node] = {}
         self._first: fx.Node | None = None
-        kept = [n for n in part if not cutting._shows(n)]
-        self._pieces = self._pieces_of_more(kept, set(part))
-        for node in kept:
+        self._pieces = self._pieces_of_more(part)
+        for node in part:
             self._have_operands(node)
             self._of[node] = self._add(node)
-        self.gives = [n for n in kept if n in cutting._read]
-        self.does_something = bool(self.gives) or any(has_effect(n) for n in kept)
+        self.gives = [n for n in part if n in cutting._read]
+        self.does_something = bool(self.gives) or any(has_effect(n) for n in part)
         self.graph.output([self._of[n] for n in self.gives])
 
     def _add(self, node: fx.Node) -> fx.Node:
@@ -270,21 +274,22 @@ class _Part:
             else:
                 self._of[read] = self._take(read)
 
-    def _pieces_of_more(self, kept: Sequence[fx.Node], part: set[fx.Node]) -> set[fx.Node]:
+    def _pieces_of_more(self, part: Sequence[fx.Node]) -> set[fx.Node]:
         """What is taken as a piece of what others made, of which the part reads little.
 
         Which piece of a bucket of gradients it is would else be in its text.
         """
         pieces: dict[fx.Node, set[fx.Node]] = {}
         seen: set[fx.Node] = set()
-        waiting = [read for node in kept for read in node.all_input_nodes]
+        inside = set(part)
+        waiting = [read for node in part for read in node.all_input_nodes]
         while waiting:
             node = waiting.pop()
             if node in seen or not self._cutting._shows(node):
                 continue
             seen.add(node)
             owners = [*self._cutting._owners(node)]
-            if len(owners) == 1 and owners[0] not in part and _size(node) < _size(owners[0]):
+            if len(owners) == 1 and owners[0] not in inside and _size(node) < _size(owners[0]):
                 source = node
                 while _size(node := source.all_input_nodes[0]) < _size(owners[0]):  # type: ignore[arg-type]
                     source = node

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 __all__ = ["repeats_of"]
 
 _PERIODS = 16
-"""How many periods are tried: the distances at which calls are most often met again."""
+"""How many of the distances at which calls are met again most often are tried."""
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
@@ -26,12 +26,15 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
         The places of the part, at least two repeats long; None where there is no such part.
     """
     before: dict[Hashable, int] = {}
-    distances: Counter[int] = Counter()
+    often: Counter[int] = Counter()
+    seen: set[tuple[Hashable, int]] = set()
     for i, call in enumerate(calls):
         if call in before:
-            distances[i - before[call]] += 1
+            often[i - before[call]] += 1
+            seen.add((call, i - before[call]))
         before[call] = i
-    common = [d for d, _ in distances.most_common(_PERIODS)]
+    of_many = Counter(distance for _, distance in seen)  # of calls that are not alike
+    common = [d for count in (often, of_many) for d, _ in count.most_common(_PERIODS)]
     # What stands several times in each repeat is met again at a part of the period.
     periods = {d * -(-least // d) for d in common} | {
         a + b for a in common for b in common if a + b >= least

@@ -61,7 +61,8 @@ def test_sections_are_compiled_by_turns_and_serve_a_deeper_model(stage, tmp_path
         assert abs(predicted - taken) <= 0.01 * taken
         first, deep = parts
         assert all(deep[key] for key in first.keys() & deep.keys())
-        assert len(first.keys() & deep.keys()) >= len(deep) / 2
+        # Without shards, how much of backward stands between two reductions hangs on the depth.
+        assert len(first.keys() & deep.keys()) >= len(deep) / (2 if stage else 3)
         assert said.startswith(f"{len(deep)} sections, ")
     one, other = ([*parts[0].values()] for *_, parts, _ in per_rank)
     assert all(mine != yours for mine, yours in zip(one, other, strict=True))  # each by one rank

@@ -34,46 +34,111 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
         made: what it gives.
     """
     packet = getattr(target, "overloadpacket", None)
-    if packet not in _BY_NUMBERS and target not in _MEASURED:
+    if packet not in _OF_TWO and target not in _MEASURED:
         return 0
     tensors = [t for t in (*args, made) if isinstance(t, torch.Tensor)]
     if any(t.device.type != "cpu" for t in tensors):
         return 0  # what cuDNN takes depends on what it finds fastest
-    if packet in _BY_NUMBERS:
-        return _of_a_number(args, made)
+    if packet in _OF_TWO:
+        return _cast_operands(packet, args, made)
+    if sum(t.nbytes for t in tensors) > _LARGEST:
+        return 0
     try:
         return _measured(target, tuple(map(_signature, args)))
     except _Profiled:
         return 0
 
 
+_LARGEST = 1 << 29
+"""Bytes of operands up to which a call is made to see what it takes; a plan must not need them."""
+
 # oneDNN reorders a convolution's weights and unfolds its images in memory of its own, and how much
 # of it depends on the shapes, the strides and the processor. A loss is there for every element
-# before it is summed.
+# before it is summed. Norms sum by thread, and what is not contiguous is made so by many.
 _MEASURED = {
     _aten.convolution.default,
     _aten.convolution_backward.default,
     _aten.binary_cross_entropy.default,
+    _aten.binary_cross_entropy_backward.default,
+    _aten.binary_cross_entropy_with_logits.default,
     _aten.huber_loss.default,
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
     _aten.soft_margin_loss.default,
+    _aten.soft_margin_loss_backward.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.native_group_norm_backward.default,
+    _aten.native_batch_norm.default,
+    _aten.native_batch_norm_backward.default,
+    _aten.batch_norm_backward.default,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten.native_dropout_backward.default,
+    _aten.embedding_dense_backward.default,
+    _aten._softmax_backward_data.default,
+    _aten._log_softmax_backward_data.default,
+    _aten.gelu_backward.default,
+    _aten.logsumexp.default,
+    _aten.mean.default,
+    _aten.mean.dim,
+    _aten.std.correction,
+    _aten.var.correction,
+    _aten.sort.default,
+    _aten.sort.stable,
+    _aten.avg_pool2d_backward.default,
+    _aten.avg_pool3d_backward.default,
+    _aten._adaptive_avg_pool2d_backward.default,
+    _aten.max_pool2d_with_indices_backward.default,
+    _aten.max_pool3d_with_indices_backward.default,
+    _aten.adaptive_max_pool2d_backward.default,
+    _aten.upsample_nearest1d.default,
+    _aten.upsample_nearest1d_backward.default,
+    _aten.upsample_linear1d.default,
+    _aten.upsample_linear1d_backward.default,
+    _aten.upsample_bilinear2d.default,
+    _aten.upsample_bilinear2d_backward.default,
+    _aten.upsample_bicubic2d.default,
+    _aten.upsample_bicubic2d_backward.default,
+    _aten.reflection_pad1d_backward.default,
+    _aten.replication_pad1d_backward.default,
+    _aten.replication_pad2d_backward.default,
+    _aten.repeat.default,
+    _aten.count_nonzero.default,
+    _aten.exp2.default,
 }
 
-# A number that is added or multiplied becomes a tensor, and that one of the other operand's dtype;
-# a mean divides by one.
-_BY_NUMBERS = {
+# Operands of another dtype than the kernel computes in are cast, each as a whole; a number becomes
+# a tensor first.
+_OF_TWO = {
     *(_aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.remainder, _aten.fmod),
-    *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.mean),
+    *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge),
 }
 
 
-def _of_a_number(args: Sequence[Any], made: Any) -> int:
-    operands = [a for a in args[:2] if isinstance(a, torch.Tensor)]
-    if len(operands) == 2 and all(a.ndim for a in operands):
-        return 0
-    shown = [*operands, made] if isinstance(made, torch.Tensor) else operands
-    return 8 + max(a.element_size() for a in shown)
+def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
+    """Bytes of operands that an elementwise kernel of two casts."""
+    common = torch.result_type(*args[:2])
+    if packet is _aten.div and not (common.is_floating_point or common.is_complex):
+        common = made.dtype
+    extra = 0
+    for operand in args[:2]:
+        if isinstance(operand, torch.Tensor):
+            dtype, count = operand.dtype, operand.numel()
+        else:
+            dtype, count = _DTYPES[type(operand)], 1
+            extra += dtype.itemsize
+        if dtype is not common:
+            extra += count * common.itemsize
+    return extra
+
+
+_DTYPES = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
 
 
 class _Profiled(Exception):

@@ -1,0 +1,146 @@
+"""Is any budget of a compiled step kept, and does more of it never cost more, or keep less?
+
+Random models under random budgets, from the least that can be kept to what is taken without one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import partita as pt
+from partita.compile.graph import nbytes_of
+from partita.compile.notes import note_of
+from partita.compile.passes.recompute import flops_of
+from partita.train.allocated import counted
+
+aten = torch.ops.aten
+WIDTHS = st.sampled_from([4, 8, 32, 64])
+
+
+class Around(nn.Module):
+    """What a module makes is added to what it is given."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@st.composite
+def models(draw):
+    """A model, and rows for it."""
+    width = first = draw(WIDTHS)
+    layers = [nn.Linear(width, width)]  # so that there is a gradient
+    for kind in draw(st.lists(st.sampled_from("linear around norm tanh softmax drop".split()))):
+        hidden = draw(WIDTHS)
+        layers.append(
+            {
+                "linear": lambda w=width, h=hidden: nn.Linear(w, h),
+                "around": lambda w=width, h=hidden: Around(w, h),
+                "norm": lambda w=width: nn.LayerNorm(w),
+                "tanh": nn.Tanh,
+                "softmax": lambda: nn.Softmax(-1),
+                "drop": lambda: nn.Dropout(0.1),
+            }[kind]()
+        )
+        width = hidden if kind == "linear" else width
+    return nn.Sequential(*layers), torch.randn(draw(st.sampled_from([1, 7, 256])), first)
+
+
+def compiled(model, x, budget):
+    """A compiled step, and the gradients that it gives."""
+
+    def gradients():
+        return torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+
+    step = pt.compile(gradients, backend="graph", budget=budget)
+    torch.manual_seed(0)
+    return step, step()
+
+
+def least_budget(model, x):
+    with pytest.raises(pt.CaptureError, match="cannot be kept") as caught:
+        compiled(model, x, 1)
+    return int(caught.value.fixes[0].write.removeprefix("budget="))
+
+
+def cost(step):
+    """Operations and bytes that are made again."""
+    again = [n for n in step.graph.nodes if note_of(n).again]
+    return sum(map(flops_of, again)), sum(map(nbytes_of, again))
+
+
+def kept_for_backward(step):
+    """Bytes that are there when backward begins."""
+    begin = min(b.birth for b in step.memory.buffers if b.phase == "backward")
+    return sum(b.nbytes for b in step.memory.at(begin))
+
+
+@settings(max_examples=8, deadline=None)
+@given(models(), st.lists(st.floats(0, 1), min_size=2, max_size=2))
+def test_a_budget_is_kept_and_more_never_costs_more_or_keeps_less(case, shares):
+    model, x = case
+    without, wanted = compiled(model, x, None)
+    least, most = least_budget(model, x), without.memory.peak
+    budgets = sorted({least, most, *(least + int(s * (most - least)) for s in shares)})
+    steps = []
+    for budget in budgets:
+        step, found = compiled(model, x, budget)
+        assert counted(step) == step.memory.peak <= budget
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        steps.append(step)
+    for less, more in pairwise(steps):
+        assert all(a >= b for a, b in zip(cost(less), cost(more), strict=True))
+        assert kept_for_backward(less) <= kept_for_backward(more)
+    assert cost(steps[-1]) == (0, 0)
+
+
+# -- what kernels take for themselves --------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+
+
+def operands():
+    """Pairs for an operator of two: tensors, tensors without dimensions, numbers."""
+    tensors = [torch.ones(8, 4, dtype=d) for d in DTYPES]
+    scalars = [torch.ones((), dtype=d) for d in DTYPES]
+    yield from ((x, n) for x in tensors for n in (2, 2.0, True))
+    yield from ((x, y) for x in tensors for y in (*tensors, *scalars))
+
+
+def taken(target, args):
+    made = target(*args)
+    return counted(lambda: target(*args)) - made.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "div", "lt"])
+def test_what_an_operator_of_two_casts_is_known(name):
+    workspace = importlib.import_module("partita.compile.workspace").workspace
+    for x, y in operands():
+        kind = "Tensor" if isinstance(y, torch.Tensor) else "Scalar"
+        target, args = getattr(getattr(aten, name), kind), (x, y)
+        assert workspace(target, args, target(*args)) == taken(target, args), args
+
+
+def test_what_norms_take_for_their_gradients_is_known():
+    torch.manual_seed(0)
+    x = torch.randn(64, 8, 16)
+    norms = [nn.LayerNorm(16), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)]
+    for norm in norms:
+
+        def gradients(norm=norm):
+            loss = torch.tanh(norm(x)).square().sum()
+            return torch.autograd.grad(loss, list(norm.parameters()))
+
+        step = pt.compile(gradients, backend="graph")
+        step()
+        assert counted(step) == step.memory.peak

@@ -1,4 +1,4 @@
-"""What was carried, how many bytes, and why?"""
+"""The ledger: what was carried, how many bytes, and why; and the work that ranks repeat."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
-__all__ = ["Ledger", "Record", "Scope", "ledger", "recomputing", "scope"]
+__all__ = ["Ledger", "Record", "RepeatedWork", "Scope", "ledger", "recomputing", "scope"]
+
+_WORTH_SAYING = 0.01
+"""The share of a rank's operations from which on work that is repeated is named."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,52 @@ class Record:
     after: str = ""
 
 
+@dataclass(frozen=True)
+class RepeatedWork:
+    """Matrix products that each rank along some axes does, all of them the same or of its share.
+
+    Attributes:
+        op: the operation, such as "linear".
+        source: the user's "file:line", or "" where there is none.
+        axes: the mesh axes along which it is repeated.
+        share: its part of all operations of matrix products that a rank did in forward.
+    """
+
+    op: str
+    source: str
+    axes: tuple[str, ...]
+    share: float
+
+
 class Ledger:
     """The moves noted while it was open, in order. Printing it gives a table."""
 
     def __init__(self) -> None:
         self.moves: list[Record] = []
+        self._work: dict[tuple[int, str, str, tuple[str, ...]], float] = {}
+
+    def note_work(
+        self, rank: int, op: str, source: str, axes: tuple[str, ...], operations: float
+    ) -> None:
+        """Note that `rank` did so many operations, and every other rank along `axes` as well."""
+        name = (rank, op, source, axes)
+        self._work[name] = self._work.get(name, 0.0) + operations
+
+    @property
+    def repeated(self) -> list[RepeatedWork]:
+        """Where ranks repeat each other's work: each op and place that makes up more than 1 % of
+        the operations of a rank, the largest first. Of what a captured step does nothing."""
+        everything: dict[int, float] = {}
+        for (rank, *_), operations in self._work.items():
+            everything[rank] = everything.get(rank, 0.0) + operations
+        shares: dict[tuple[str, str, tuple[str, ...]], float] = {}
+        for (rank, op, source, axes), operations in self._work.items():
+            if axes:
+                share = operations / everything[rank]
+                shares[op, source, axes] = max(shares.get((op, source, axes), 0.0), share)
+        found = [RepeatedWork(*name, share) for name, share in shares.items()]
+        found = [work for work in found if work.share > _WORTH_SAYING]
+        return sorted(found, key=lambda work: -work.share)
 
     @property
     def bytes(self) -> int:
@@ -60,10 +105,15 @@ class Ledger:
         )
 
     def to_json(self) -> str:
-        """`{"bytes": int, "moves": [{"kind": ..., "axes": [...], "nbytes": ..., ...}]}`."""
-        return json.dumps({"bytes": self.bytes, "moves": [asdict(m) for m in self.moves]})
+        """`{"bytes": int, "moves": [{"kind": ..., "axes": [...], "nbytes": ..., ...}],
+        "repeated": [{"op": ..., "source": ..., "axes": [...], "share": ...}]}`."""
+        moves, repeated = ([asdict(one) for one in all] for all in (self.moves, self.repeated))
+        return json.dumps({"bytes": self.bytes, "moves": moves, "repeated": repeated})
 
     def __str__(self) -> str:
+        return "\n".join([self._table(), *map(_sentence, self.repeated)])
+
+    def _table(self) -> str:
         if not self.moves:
             return "no moves: nothing was carried"
         many = len({m.rank for m in self.moves}) > 1
@@ -83,6 +133,13 @@ class Ledger:
         return "\n".join([*lines, total + (" by all ranks together" if many else "")])
 
     __repr__ = __str__
+
+
+def _sentence(work: RepeatedWork) -> str:
+    return (
+        f"repeated by each rank along {' '.join(work.axes)}: {work.op} at {work.source or '-'}, "
+        f"{work.share:.0%} of the operations"
+    )
 
 
 def human(nbytes: int) -> str:
@@ -106,6 +163,11 @@ def _line(row: list[str], widths: list[int], right: set[int]) -> str:
 # -- who listens on this rank --------------------------------------------------------------------
 
 
+class Listener(Protocol):
+    def listen(self, on: bool) -> None:
+        """From now on there are ledgers to tell, or are none."""
+
+
 class Scope:
     """What one rank's moves must be told to or checked against.
 
@@ -113,19 +175,32 @@ class Scope:
     for the same rank as the main thread does.
     """
 
-    __slots__ = ("busy", "check", "ledgers", "recomputing", "strict")
+    __slots__ = ("busy", "check", "ledgers", "listeners", "recomputing", "strict")
 
     def __init__(self) -> None:
         self.ledgers: tuple[Ledger, ...] = ()
+        self.listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self.strict = False
         self.recomputing = False
         self.check: Any = None
         self.busy = False  # one look per move tells whether any of the above is set
 
     def set(self, **changes: Any) -> None:
+        told = bool(self.ledgers)
         for name, value in changes.items():
             setattr(self, name, value)
         self.busy = bool(self.ledgers) or self.strict or self.check is not None
+        if told != bool(self.ledgers):
+            for reference in self.listeners.valuerefs():  # a list: another thread may add one
+                listener = reference()
+                if listener is not None:
+                    listener.listen(not told)
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell it, as long as there is one, when ledgers are opened and closed; and now."""
+        self.listeners[id(listener)] = listener
+        if self.ledgers:
+            listener.listen(True)
 
     def copy_from(self, other: Scope) -> None:
         self.set(ledgers=other.ledgers, strict=other.strict, check=other.check)

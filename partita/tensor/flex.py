@@ -3,7 +3,8 @@
 `flex_attention` asks no class what it means, and goes by way of Dynamo even where nobody compiles
 it. So the function that torch has, whoever holds it by now, gets code that asks first. What score
 and mask functions are told of samples and heads is shifted to the global place, and of a block mask
-a rank takes its part. Queries, keys and values are not split along their sequence.
+a rank takes its part. Queries, keys and values are not split along their sequence: pieces of it are
+exchanged for samples or heads.
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ def _sentence(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) 
         times = query.shape[1] // key.shape[1]
         return _kernel(rows[:2], (some[0] * times, some[1] * times))
 
-    return Said(f"{terms} -> {', '.join(results)}", local)
+    spread = heads.strip("()")
+    work = (f"b {spread} q k d", f"b {spread} q k e")
+    return Said(f"{terms} -> {', '.join(results)}", local, work=work)
 
 
 class _Piece(torch.autograd.Function):

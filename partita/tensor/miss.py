@@ -55,6 +55,7 @@ from .shared import (
 )
 from .spec import Spec, spec_of
 from .view_writes import reshaped, written_through
+from .work import work_of_plan
 
 __all__ = ["make_plan"]
 
@@ -167,7 +168,7 @@ def make_plan(
         may_copy = False
         if may_differ(args[0]._spec):
             kernel = copying_as_one_device(kernel or form.local or func, func, args[0]._spec)
-    return CallPlan(
+    plan = CallPlan(
         form.name,
         wire,
         targets=tuple(targets),
@@ -181,6 +182,10 @@ def make_plan(
         renews=renews,
         names=names,
     )
+    if work:
+        plan.work = work_of_plan(form.name, wire, work, choice, kernel, form.local or func)
+        wire.scope.add_listener(plan)
+    return plan
 
 
 def _bare(

@@ -23,6 +23,7 @@ from .plain import admit
 from .spec import Spec, spec_of
 from .tensor_state import MovedValue, own_state, state_of
 from .view_writes import mark_copies
+from .work import PlanWork
 
 __all__ = ["CallPlan", "Path", "Target", "at_path", "path_here", "replaced", "tensors_of"]
 
@@ -42,7 +43,7 @@ class Target:
     plain: Spec | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class CallPlan:
     """How calls of one key are run.
 
@@ -63,6 +64,7 @@ class CallPlan:
         may_copy: the op copies or not, as the strides are, and a piece's do not tell it.
         renews: the operands that are such results, and may have to be taken again.
         names: of the arguments that may be given by place or by name, in order.
+        work: the matrix products of a call, for ledgers.
         fresh: called with a result, gives its spec anew each time (shapes that depend on data).
         hits: calls that found this plan.
     """
@@ -84,8 +86,15 @@ class CallPlan:
     may_copy: bool = False
     renews: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
+    work: PlanWork | None = None
     fresh: Callable[[torch.Tensor], Spec] | None = None
     hits: int = field(default=0)
+
+    def listen(self, on: bool) -> None:
+        """Note the work of calls or, from now on, do not. Calls know nothing of it, so that they
+        cost nothing more while no ledger is open."""
+        assert self.work is not None
+        self.kernel = self.work.noting if on else self.work.kernel
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do what was decided, and tag what comes out."""

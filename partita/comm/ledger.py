@@ -77,9 +77,14 @@ class Ledger:
         self._work[name] = self._work.get(name, 0.0) + operations
 
     @property
+    def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
+        """What `note_work` was told, without the ranks."""
+        return [(*place, operations) for (_, *place), operations in self._work.items()]
+
+    @property
     def repeated(self) -> list[RepeatedWork]:
         """Where ranks repeat each other's work: each op and place that makes up more than 1 % of
-        the operations of a rank, the largest first. Of what a captured step does nothing."""
+        the operations of a rank, the largest first."""
         everything: dict[int, float] = {}
         for (rank, *_), operations in self._work.items():
             everything[rank] = everything.get(rank, 0.0) + operations
@@ -175,10 +180,11 @@ class Scope:
     for the same rank as the main thread does.
     """
 
-    __slots__ = ("busy", "check", "ledgers", "listeners", "recomputing", "strict")
+    __slots__ = ("busy", "captured", "check", "ledgers", "listeners", "recomputing", "strict")
 
     def __init__(self) -> None:
         self.ledgers: tuple[Ledger, ...] = ()
+        self.captured: Ledger | None = None
         self.listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self.strict = False
         self.recomputing = False
@@ -186,20 +192,26 @@ class Scope:
         self.busy = False  # one look per move tells whether any of the above is set
 
     def set(self, **changes: Any) -> None:
-        told = bool(self.ledgers)
+        told = bool(self.told_of_work)
         for name, value in changes.items():
             setattr(self, name, value)
         self.busy = bool(self.ledgers) or self.strict or self.check is not None
-        if told != bool(self.ledgers):
+        if told != bool(self.told_of_work):
             for reference in self.listeners.valuerefs():  # a list: another thread may add one
                 listener = reference()
                 if listener is not None:
                     listener.listen(not told)
 
+    @property
+    def told_of_work(self) -> tuple[Ledger, ...]:
+        """Who is told of work: the ledgers; or while a step is captured the one that its calls
+        tell from."""
+        return self.ledgers if self.captured is None else (self.captured,)
+
     def add_listener(self, listener: Listener) -> None:
         """Tell it, as long as there is one, when ledgers are opened and closed; and now."""
         self.listeners[id(listener)] = listener
-        if self.ledgers:
+        if self.told_of_work:
             listener.listen(True)
 
     def copy_from(self, other: Scope) -> None:

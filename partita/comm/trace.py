@@ -23,7 +23,7 @@ from .ask import Ask
 from .compiled import all_to_all
 from .cuts import cuts_of, ends_last, is_restack, span
 from .groups import GroupWire
-from .ledger import Scope
+from .ledger import Ledger, Scope
 from .padded import is_uneven, padded_step, padding, uneven
 from .pieces import neutral, prepare
 from .source import user_line
@@ -70,7 +70,7 @@ class TraceWire(Wire):
 
     def __init__(self, real: Wire, coordinate: dict[str, torch.Tensor]):
         scope = Scope()
-        scope.set(strict=real.scope.strict)
+        scope.set(strict=real.scope.strict, captured=Ledger())
         super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
         self.real, self.coordinate = real, coordinate
         self.noting: Noting = _no_noting
@@ -117,6 +117,11 @@ class TraceWire(Wire):
         if kept is None:
             kept = self._paddings[name] = make()
         return kept
+
+    @property
+    def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
+        """The matrix products so far, as ledgers are told of them."""
+        return [] if self.scope.captured is None else self.scope.captured.work
 
     # -- where the rank is, as tensors -------------------------------------------------------------
 

@@ -276,6 +276,8 @@ class _Capture:
             program = self._trace().program(made)
         program.answers = self.asked.given
         program.blocks = BlocksTraced(structures, self._blocks.told)
+        if not structures:
+            program.work = [work for wire in self.wires.values() for work in wire.work]
         self.numbers.env.forget()
         return program
 

@@ -178,6 +178,7 @@ class Program:
         writes: what the step changes of Python, the same in each call.
         answers: what it takes for granted of the values that torch asks for.
         blocks: how its blocks were traced.
+        work: its matrix products, as ledgers are told of them; none where blocks are traced once.
     """
 
     graph: fx.GraphModule
@@ -200,6 +201,7 @@ class Program:
     writes: list[Write] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
+    work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
     carried: list[Record] | None = field(init=False, default=None)
     captured: AsCaptured | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)

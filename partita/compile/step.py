@@ -210,7 +210,7 @@ class CompiledStep(Last):
 
     def _tell(self, program: Program, tensors: list[Any]) -> None:
         """Let ledgers, `strict()` and `check_ranks()` know what is going to run."""
-        from .told import tell
+        from .told import tell, tell_work
 
         assert program.scope is not None
         if program.scope.check is not None:
@@ -218,6 +218,7 @@ class CompiledStep(Last):
                 wire.check(f"compiled {self.title} runs {program.key[:16]} at {user_line()}")
             program.compare(tensors)
         tell(program.runs)
+        tell_work(program)
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         refused, self._runs_eagerly = self._runs_eagerly, None
@@ -329,7 +330,7 @@ class CompiledStep(Last):
         program.compare(tensors)
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1
-        key, guards = (signature, self._made), program.guards
+        key, guards, work = (signature, self._made), program.guards, program.work
         what = described(state, tensors, names, (args, kwargs))
         self._history.captured(why or reason, key, what, guards, self.keep)
         while len(self._programs) >= self.keep:
@@ -337,7 +338,7 @@ class CompiledStep(Last):
         call_of = functools.partial(self._call_of, wires=program.wires)
         writes = program.writes
         program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
-        program.guards, program.writes = guards, writes
+        program.guards, program.writes, program.work = guards, writes, work
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
             self._tell(program, tensors)

@@ -16,7 +16,7 @@ from .graph import is_collective
 from .notes import Note, note_of
 from .program import Program
 
-__all__ = ["carried", "tell"]
+__all__ = ["carried", "tell", "tell_work"]
 
 
 def carried(program: Program) -> list[Record]:
@@ -73,6 +73,14 @@ def tell(program: Program) -> None:
                 raise _forbidden(move)
     for log in scope.ledgers:
         log.moves += program.carried
+
+
+def tell_work(program: Program) -> None:
+    """Tell the ledgers which matrix products a program is going to do, and who repeats them."""
+    assert program.scope is not None
+    for log in program.scope.ledgers:
+        for op, source, axes, operations in program.work:
+            log.note_work(program.wires[0].rank, op, source, axes, operations)
 
 
 def _forbidden(move: Record) -> LayoutError:

@@ -35,7 +35,7 @@ class PlanWork:
         scope = self.wire.scope
         if not scope.recomputing:
             place = user_line()
-            for log in scope.ledgers:
+            for log in scope.told_of_work:
                 for operations, axes in self.products:
                     log.note_work(self.wire.rank, self.op, place, axes, operations)
         return self.run(*args, **kwargs)

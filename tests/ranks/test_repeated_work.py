@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import partita as pt
 from partita import Replicate, Shard
 from partita.tensor.dispatch import OPS
+from tests.ranks.test_attention_of_split_sequences import double, losses
 
 R = Replicate()
 
@@ -114,3 +116,56 @@ def test_what_is_recomputed_counts_once():
 
     with pt.ranks(dp=2) as world:
         assert world.run(run, True) == world.run(run, False) == [[pytest.approx(2 / 3)]] * 2
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.inner(x).relu()
+
+
+def train(mesh, plan, way):
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer(), Layer())
+    pt.parallelize(model, mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = spread(mesh, 8, 16, placements=[R])
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = step if way is None else pt.compile(step, backend="graph", **way)
+    run(x)
+    with pt.ledger() as log:
+        run(x)
+    return [(work.op, work.axes, work.share, work.source.split("/")[-1]) for work in log.repeated]
+
+
+def test_a_captured_step_says_what_the_eager_one_does():
+    with pt.ranks(tp=2) as world:
+        plan = {"0.inner.*": {"tp": Shard(0)}}
+        eager, fast = world.run(train, plan, None), world.run(train, plan, {})
+    assert eager == fast
+    ((op, axes, share, _),) = eager[0]
+    assert (op, axes, share) == ("linear", ("tp",), 0.5)  # two layers half, and one whole
+
+
+def test_where_blocks_are_traced_once_nothing_is_said():
+    def run(mesh):
+        _, _, step = losses(mesh, "blocks")
+        x = pt.distribute_tensor(double(4, 8, 8), mesh, [Shard(0), R])
+        step(x)
+        with pt.ledger() as log:
+            step(x)
+        return len(step.program.blocks.structures), len(log.moves) > 0, log.repeated
+
+    with pt.ranks(dp=1, cp=2) as world:
+        for structures, told, repeated in world.run(run):
+            assert structures and told and repeated == []

@@ -34,8 +34,9 @@ class Candidate:
 def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
     """Which to keep within `room` bytes: the most operations, and then the most bytes written.
 
-    More room never means more recomputed operations: the first of two knapsacks, over operations
-    alone, is solved exactly, in steps of bytes that do not depend on the room.
+    More room never means more recomputed operations, nor, of as many, more bytes written: the first
+    of two knapsacks, over operations alone, is solved exactly, in steps of bytes that do not depend
+    on the room, and of what is worth the same takes what leaves the second the most.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
@@ -73,7 +74,8 @@ def _knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
         if need <= capacity:
             torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
         takes.append(best > without)
-    found, left = [], capacity
+    # Of those worth as much, what needs the least room: the same for any that has more.
+    found, left = [], int(torch.searchsorted(best, best[-1:]))
     for i in reversed(range(len(items))):
         if takes[i][left]:
             found.append(i)

@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import partita as pt
 from partita.compile.graph import nbytes_of
+from partita.compile.knapsack import Candidate, chosen
 from partita.compile.notes import note_of
 from partita.compile.passes.recompute import flops_of
 from partita.train.allocated import counted
@@ -102,6 +103,23 @@ def test_a_budget_is_kept_and_more_never_costs_more_or_keeps_less(case, shares):
         assert all(a >= b for a, b in zip(cost(less), cost(more), strict=True))
         assert kept_for_backward(less) <= kept_for_backward(more)
     assert cost(steps[-1]) == (0, 0)
+
+
+@example([(30, 0, 3), (11, 4, 1), (5, 4, 1), (4, 0, 4)], [10, 11])
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0, 0, 1, 4, 9]), st.integers(1, 30))),
+    st.lists(st.integers(0, 200), min_size=2),
+)
+def test_what_is_worth_keeping_fits_and_is_never_less_with_more_room(candidates, rooms):
+    """Operations first and, of choices that save as many, bytes that need not be written again."""
+    some = [Candidate(*one) for one in candidates]
+    before = (0, 0)
+    for room in sorted(rooms):
+        kept = [some[i] for i in chosen(some, room)]
+        assert sum(c.nbytes for c in kept) <= room
+        worth = sum(c.flops for c in kept), sum(c.written for c in kept if not c.flops)
+        assert worth >= before
+        before = worth
 
 
 # -- what kernels take for themselves --------------------------------------------------------------

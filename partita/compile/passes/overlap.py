@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import is_collective
+from ..graph import is_collective, nbytes_of
 from ..notes import note_of
 from ..program import Program
 from ..storages import storages_of
@@ -21,8 +21,8 @@ _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _REDUCE = torch.ops._c10d_functional.all_reduce.default
 _COPY = _aten.copy_.default
-_FEW = 16
-"""Calls that make what is carried of inputs: those that count a batch's targets, say."""
+_FEW, _SMALL = 16, 1 << 15
+"""Calls that make what is carried of inputs, and its bytes: a count of the batch's targets, say."""
 _ROOM = 1.05
 """How far prefetching may raise the predicted peak, inputs included."""
 
@@ -154,6 +154,7 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
     an optimizer's step, behind backward: for the last ones first, whose results are there for the
     shortest time."""
     moved: dict[fx.Node, bool] = {}
+    place = order.place
     for reasons in (("gradient", "settle"), ("update",)):
         waits = [n for n in order.nodes if n.target is _WAIT and note_of(n).reason in reasons]
         starts: list[Any] = [w.args[0] for w in waits]
@@ -161,17 +162,21 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
             moved[wait] = _try_wait_behind(order, wait, following, limit)
         end = _end_of_backward(order, waits)
         for wait in reversed(waits):
-            if end is not None and note_of(wait).reason == "settle":
-                moved[wait] = _try_wait_behind(order, wait, end, limit) or moved.get(wait, False)
+            if end is None or note_of(wait).reason != "settle" or place[wait] > place[end]:
+                continue
+            if not _try_wait_behind(order, wait, end, limit):
+                break  # those before it would be there for longer still
+            moved[wait] = True
     return moved.values()
 
 
 def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
-    """What a step itself asked for begins with the step, where it is made of inputs by little, and
-    is waited for where something is computed of it."""
+    """What a step itself asked for is waited for where something is computed of it, and begins with
+    the step where it is small and made of inputs by little: then it costs no time but the way."""
+    inputs = [n for n in order.nodes if n.op in ("placeholder", "get_attr")]
     for wait in [n for n in order.nodes if n.target is _WAIT]:
         if note_of(wait).reason in ("implicit", "explicit"):
-            begun = _try_with_step(order, wait, limit)
+            begun = bool(inputs) and _try_with_step(order, wait, inputs[-1], limit)
             shown = [wait]
             readers = []
             for node in shown:
@@ -184,19 +189,21 @@ def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
             yield begun or waits
 
 
-def _try_with_step(order: _Order, wait: fx.Node, limit: float) -> bool:
-    """Begin a collective behind the inputs, if few calls make its operand of them."""
-    made, waiting = set(), [wait.args[0]]
+def _try_with_step(order: _Order, wait: fx.Node, inputs: fx.Node, limit: float) -> bool:
+    """Begin a collective right behind the inputs, if few calls make its operand of them."""
+    made: set[fx.Node] = set()
+    waiting = [wait.args[0]]
     while waiting and len(made) <= _FEW:
         node = waiting.pop()
         assert isinstance(node, fx.Node)
         if node not in made and node.op == "call_function":
             made.add(node)
             waiting += node.all_input_nodes
-    inputs = [n for n in order.nodes if n.op in ("placeholder", "get_attr")]
-    if len(made) > _FEW or not inputs or any(is_collective(n) for n in made - {wait.args[0]}):
+    if len(made) > _FEW or any(is_collective(n) for n in made - {wait.args[0]}):
         return False
-    return order.try_behind(made, inputs[-1], limit)
+    if nbytes_of(wait) > _SMALL:
+        return False
+    return order.try_behind(made, inputs, limit)
 
 
 def _try_wait_behind(order: _Order, wait: fx.Node, behind: fx.Node, limit: float) -> bool:

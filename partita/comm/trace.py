@@ -141,7 +141,7 @@ class TraceWire(Wire):
         cut = [a for a in axes if self.mesh.size(a) > 1]
         return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
 
-    def region(self, layout: Layout) -> Region:
+    def region(self, layout: Layout, *, beyond: bool = False) -> Region:
         region: list[tuple[Any, Any]] = []
         longest = layout.local_shape(self.mesh, self.at)
         for size, axes, length in zip(layout.shape, layout.shards, longest, strict=True):
@@ -150,7 +150,7 @@ class TraceWire(Wire):
                 region.append((0, size))
             elif size % self.mesh_size(axes) == 0:
                 region.append((self.place(axes) * length, length))
-            elif ends_last(size, parts):  # else padding would be where the next piece is
+            elif beyond or ends_last(size, parts):  # else padding would be where the next piece is
                 region.append((span(size, parts, places)[0], length))
             else:
                 raise uneven(f"{layout.brief()} is cut unevenly twice, and a kernel asks where")

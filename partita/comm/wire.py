@@ -291,8 +291,12 @@ class Wire:
             n *= self.mesh.size(axis)
         return n
 
-    def region(self, layout: Layout) -> tuple[tuple[int, int], ...]:
-        """`(offset, length)` of this rank's piece of a tensor so laid out, for each dimension."""
+    def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:
+        """`(offset, length)` of this rank's piece of a tensor so laid out, for each dimension.
+
+        Args:
+            beyond: may what pads a piece be taken for what stands behind it?
+        """
         return layout.local_region(self.mesh, self.at)
 
     def show_piece(self, layout: Layout, to: str) -> None:

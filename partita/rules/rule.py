@@ -90,12 +90,14 @@ class Said:
             function itself.
         keeps: a name that stays split over an axis that splits it in the first operand, whatever
             else would cost less.
+        beyond: may the kernel take what pads a piece, in a captured step, for what is behind it?
         work: as `work_of` reads it, for an op whose sentence does not show its products.
     """
 
     text: str
     local: Callable[[Call], Kernel | None] | None = None
     keeps: str = ""
+    beyond: bool = False
     work: tuple[str, ...] = ()
 
 

@@ -83,7 +83,7 @@ def make_plan(
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
     renews, names = copies_among(tensors), parameters(form)
-    local, kept, worked = None, "", ()
+    local, kept, worked, beyond = None, "", (), False
     if rule.derive is None:
         operands = operands_of_call(form, args, kwargs)
         text = rule.text
@@ -110,6 +110,7 @@ def make_plan(
             return plan
         if isinstance(said, Said):
             text, local, kept, worked = said.text, said.local, said.keeps, said.work
+            beyond = said.beyond
         else:
             text = said
     paths = {path for path, _ in operands}
@@ -148,7 +149,7 @@ def make_plan(
     if form.writes and {t.path for t in targets} & written_places(form, args, kwargs):
         return None  # what is written keeps its layout
     if local is not None:
-        kernel = local(_call(form.local or func, bound, choice, wire))
+        kernel = local(_call(form.local or func, bound, choice, wire, beyond))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
             if not gives_view(form, args):
@@ -252,12 +253,12 @@ def _layout(value: Any) -> Layout | None:
     return Layout(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
 
-def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire) -> Call:
+def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool) -> Call:
     pieces = {}
     for name, axes in choice.splits.items():
         if name in bound.sizes and any(wire.mesh.size(a) > 1 for a in axes):
             one = Layout((bound.sizes[name],), (axes,))
-            ((offset, length),) = wire.region(one)
+            ((offset, length),) = wire.region(one, beyond=beyond)
             pieces[name] = (offset, length, bound.sizes[name])
     outputs = []
     for dims in bound.outputs:

@@ -309,3 +309,26 @@ def test_a_graph_has_one_causal_mask_for_all_layers():
             lines = str(step.graph).splitlines()
             assert sum("flash_attention_for_cpu.default" in line for line in lines) == 3
             assert sum(line.startswith("masked_fill") for line in lines) == 1
+
+
+@pytest.mark.parametrize("s", [5, 9])
+def test_a_sequence_that_two_axes_cut_unevenly_is_captured(s):
+    def run(mesh):
+        torch.manual_seed(0)
+        x, direction = double(2, 2, s, 8), torch.cos(torch.arange(8.0, dtype=torch.float64))
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [Shard(2), Shard(2)])
+        x = x.requires_grad_()
+
+        def step(x):
+            out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            loss = (out.square() * direction).sum()
+            (grad,) = torch.autograd.grad(loss, x)
+            return loss, grad.square().sum()
+
+        run = step if mesh is None else pt.compile(step, backend="graph")
+        return [value.item() for value in run(x)]
+
+    with pt.ranks(a=2, b=2) as world:
+        for found in world.run(run):
+            assert found == pytest.approx(run(None), rel=1e-12)

@@ -55,7 +55,7 @@ def _attention(
     text = f"{ours} {q} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {q} e"
     spread = ours.replace("(", "").replace(")", "")
     work = (f"{spread} q k d", f"{spread} q k e")
-    return Said(text, _causal if is_causal else None, keeps="q", work=work)
+    return Said(text, _causal if is_causal else None, keeps="q", beyond=True, work=work)
 
 
 def _causal(call: Call) -> Kernel | None:

@@ -39,6 +39,7 @@ from .graph_modules import lazy_graph_module
 from .notes import NOTE
 from .scalars import Scalar
 from .symbolic import is_symbolic
+from .views_in_place import without_views_in_place
 
 __all__ = ["UnsureOfWrites", "rewrite_without_writes"]
 
@@ -52,6 +53,7 @@ def rewrite_without_writes(graph: fx.GraphModule) -> fx.GraphModule:
     Raises:
         UnsureOfWrites: the graph has to be traced once more.
     """
+    without_views_in_place(graph.graph)
     return lazy_graph_module(graph, _Rewrite(graph).graph_without_writes())
 
 

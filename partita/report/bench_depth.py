@@ -31,7 +31,7 @@ def depth(options: argparse.Namespace) -> dict[str, Any]:
         checkouts["before"] = Path(options.before).resolve()
     depths = options.blocks
     found: dict[str, dict[int, list[dict[str, float]]]] = {}
-    with _workers(checkouts, options.model, options.width) as workers:
+    with _workers(checkouts, options.model, options.width, options.cold) as workers:
         for _ in range(options.times):
             for blocks in depths:
                 for name, worker in workers.items():
@@ -45,6 +45,8 @@ def depth(options: argparse.Namespace) -> dict[str, Any]:
     }
     print(f"\n{options.model}, d={options.width}, ZeRO-3, AdamW, a fake group of 2; seconds of CPU")
     print("now: compile(step, blocks=True), each structure traced once")
+    if options.cold:
+        print("first: compiled by Inductor, one job at a time, with an empty store and no cache")
     print(f"{'':<8}{'blocks':>7}{'nodes':>8}" + "".join(f"{c:>10}" for c in _COLUMNS))
     for name, by_depth in medians.items():
         for blocks, one in by_depth.items():
@@ -68,7 +70,7 @@ def _print_ratios(title: str, one: dict[str, float], other: dict[str, float]) ->
 
 @contextmanager
 def _workers(
-    checkouts: dict[str, Path], model: str, width: int
+    checkouts: dict[str, Path], model: str, width: int, cold: bool
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """A process for each checkout, that answers `_ask`."""
     source = (Path(__file__).parent / "bench_depth_worker.py").read_text()
@@ -76,7 +78,7 @@ def _workers(
     try:
         for name, path in checkouts.items():
             found[name] = subprocess.Popen(
-                [sys.executable, "-c", source, model, str(width)],
+                [sys.executable, "-c", source, model, str(width), "inductor" if cold else "graph"],
                 cwd=path,
                 env={**os.environ, "PYTHONPATH": str(path)},
                 stdin=subprocess.PIPE,
@@ -112,5 +114,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", choices=("gpt", "llama"), default="gpt", help="of `depth`")
     parser.add_argument("--width", type=int, default=32, help="of the model of `depth`")
+    parser.add_argument(
+        "--cold", action="store_true", help="compile what `depth` captures, with nothing in a cache"
+    )
     parser.add_argument("--times", type=int, default=1, help="each is measured")
     parser.add_argument("--before", metavar="PATH", help="a checkout beside which `depth` measures")

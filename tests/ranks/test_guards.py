@@ -465,3 +465,20 @@ def test_dictionaries_with_ways_of_their_own_stay_as_they_are():
     assert torch.equal(fast(torch.ones(3)), step(torch.ones(3)))
     assert [f() for f in made.values()] == [1.0, 2.0]
     assert len(list(model._forward_hooks.values())) == 1
+
+
+def test_a_dictionary_that_is_taken_whole_may_have_keys_that_are_no_names():
+    def look(name):
+        return getattr(look, name, None), vars(look), [_by_kind[kind] for kind in _by_kind]
+
+    def step(x):
+        return x * look("one" + str(len(_by_kind)))[-1][0]
+
+    compiled = pt.compile(step, backend="graph")
+    x = torch.ones(2)
+    for value in (2.0, 5.0):
+        _by_kind[int] = value
+        assert torch.equal(compiled(x), step(x))
+
+
+_by_kind = {int: 1.0, "a": 3.0}

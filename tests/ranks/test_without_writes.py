@@ -9,6 +9,7 @@ from torch import nn
 
 import partita as pt
 
+CHANNELS_LAST = torch.channels_last
 functional = importlib.import_module("partita.compile.functional")
 
 
@@ -93,6 +94,14 @@ def by_its_transpose(x, y):
     return x
 
 
+def shown_otherwise(x, y):
+    z = (x * 2).t_().unsqueeze_(0)
+    z[:, 1] += y[0]
+    pooled = F.adaptive_avg_pool2d(torch.stack([x, y])[None].to(memory_format=CHANNELS_LAST), 1)
+    x.add_((y * 3).transpose_(0, 1)).mul_(pooled.sum())
+    return z.squeeze_(0), pooled
+
+
 def a_part_of_a_part(x, y):
     x = x * 1
     row, part = x[1], x[1:].t()
@@ -112,6 +121,7 @@ def under_a_split(x, y):
 REWRITTEN = (
     *(flat_view, transposed_first, of_itself, narrower, signs_of_zero, lists, by_indices),
     *(drawn, argument, other_strides, slice_of, by_its_transpose, a_part_of_a_part),
+    *(shown_otherwise,),
 )
 TRACED = (under_a_split,)
 

@@ -94,7 +94,7 @@ def take_whole(record: Record, space: Any, name: str) -> None:
     if isinstance(space, type):
         if not is_of_users(space.__module__):
             return
-        for key in [key for key in vars(space) if not key.startswith("__")]:
+        for key in [key for key in vars(space) if not _is_pythons(key)]:
             record.read_of_class(space, key)
         for key in _OF_CLASSES:
             get = functools.partial(getattr, space, key, None)
@@ -102,7 +102,7 @@ def take_whole(record: Record, space: Any, name: str) -> None:
     elif isinstance(space, (types.ModuleType, types.FunctionType, dict)):
         held = variables_of(space)
         users = not isinstance(space, types.ModuleType) or is_of_users(space.__name__)
-        for key in [key for key in held if not key.startswith("__")]:
+        for key in [key for key in held if not _is_pythons(key)]:
             record.read_at(places.entry(f"{name}.{key}", held, key), held[key], alone=not users)
         if isinstance(space, types.FunctionType):
             for key in _OF_FUNCTIONS:
@@ -114,6 +114,11 @@ def take_whole(record: Record, space: Any, name: str) -> None:
     record.read_at(Place(f"the names in {name}", space, "()", names), names(), alone=True)
 
 
+def _is_pythons(key: Any) -> bool:
+    """Is it a name of the language's own? A dictionary may have keys that are no names at all."""
+    return isinstance(key, str) and key.startswith("__")
+
+
 def names_asked_by(getter: Any) -> set[str]:
     """What `attrgetter("a.b")` or `methodcaller("c")` asks an object for, in C."""
     _, given = getter.__reduce__()[:2]
@@ -121,8 +126,8 @@ def names_asked_by(getter: Any) -> set[str]:
     return {name for text in texts for name in text.split(".")}
 
 
-def _names(space: Any) -> tuple[str, ...]:
-    return tuple([key for key in variables_of(space) if not key.startswith("__")])
+def _names(space: Any) -> tuple[Any, ...]:
+    return tuple([key for key in variables_of(space) if not _is_pythons(key)])
 
 
 def read_modules(record: Record, code: CodeType) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,7 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
         return _cast_operands(packet, args, made)
     if sum(t.nbytes for t in tensors) > _LARGEST:
         return 0
-    try:
-        return _measured(target, tuple(map(_signature, args)))
-    except _Profiled:
-        return 0
+    return _measured(target, tuple(map(_signature, args)))
 
 
 _LARGEST = 1 << 29
@@ -141,31 +138,46 @@ _DTYPES = {
 }
 
 
-class _Profiled(Exception):
-    """The user's own profiler is on, so that nothing can be measured now."""
-
-
 @functools.lru_cache(maxsize=1024)
 def _measured(target: Any, signature: tuple[Any, ...]) -> int:
     """What a call with such arguments takes above what it gives, seen by making one."""
-    from torch.profiler import ProfilerActivity, profile
-
     # Private torch: whoever asks does so while tensors have no memory, and these must have some.
     with _disable_current_modes(), torch.no_grad():
         args = [_real(s) for s in signature]
-        target(*args)
-        found = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         try:
-            found.start()
-        except RuntimeError as error:  # there can be only one
-            raise _Profiled from error
-        made = target(*args)
-        found.stop()
+            target(*args)
+        except RuntimeError:
+            return 0  # what has no memory is not always said to be what it is
+        return _taken_by(lambda: target(*args))
+
+
+def _taken_by(call: Callable[[], Any]) -> int:
+    """Bytes that a call takes at most, above those of what it gives."""
+    # Private torch: its older profiler. The one of today is one for all, and may be the user's now;
+    # and it tells whoever reads the terminal that it starts.
+    start, stop = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # type: ignore[attr-defined]
+    try:
+        start(_legacy_config())
+    except RuntimeError:  # of that, too, there is one
+        return 0
+    made = None
+    try:
+        made = call()
+    finally:
+        threads = stop()
         del made
-    events = found.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    live = list(itertools.accumulate(nbytes for _, nbytes in changes))
+    (begin,) = (e for events in threads for e in events if e.name() == "__start_profile")
+    found = [e for events in threads for e in events if e.kind() == "memory_alloc"]
+    found.sort(key=begin.cpu_elapsed_us)
+    live = list(itertools.accumulate(e.cpu_memory_usage() for e in found))
     return max(0, max(live, default=0) - (live[-1] if live else 0))
+
+
+def _legacy_config() -> Any:
+    """Of memory on the CPU alone."""
+    inner = torch._C._profiler._ExperimentalConfig()
+    state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
+    return torch.autograd.ProfilerConfig(state, False, True, False, False, False, inner)  # type: ignore[attr-defined]
 
 
 def _signature(value: Any) -> Any:

@@ -173,7 +173,7 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
 def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
     """What a step itself asked for is waited for where something is computed of it, and begins with
     the step where it is small and made of inputs by little: then it costs no time but the way."""
-    inputs = [n for n in order.nodes if n.op in ("placeholder", "get_attr")]
+    inputs = [n for n in order.nodes if n.op == "placeholder"]
     for wait in [n for n in order.nodes if n.target is _WAIT]:
         if note_of(wait).reason in ("implicit", "explicit"):
             begun = bool(inputs) and _try_with_step(order, wait, inputs[-1], limit)
@@ -196,7 +196,7 @@ def _try_with_step(order: _Order, wait: fx.Node, inputs: fx.Node, limit: float) 
     while waiting and len(made) <= _FEW:
         node = waiting.pop()
         assert isinstance(node, fx.Node)
-        if node not in made and node.op == "call_function":
+        if node not in made and node.op != "placeholder":  # a constant stands where it is read
             made.add(node)
             waiting += node.all_input_nodes
     if len(made) > _FEW or any(is_collective(n) for n in made - {wait.args[0]}):

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from partita.tensor import tensor_state
 from partita.tensor.tensor_state import OURS
 
 from .arguments import flatten_call
@@ -225,6 +226,8 @@ class State:
         for slot in self.slots:
             t = slot.value
             if isinstance(t, torch.Tensor):
+                if (rest := tensor_state.state_of(t).gathered_from) is not None:
+                    t, _ = rest  # what is gathered is another one in each step, and has what it has
                 named = functools.partial(attributes_of, t)
                 yield Place(f"the attributes of {slot.name}", t, "attributes", named)
                 if t.is_leaf and t.requires_grad:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
+from partita.train import released
 
 from .steps import squares
 
@@ -662,3 +663,23 @@ def test_a_region_takes_plain_tensors_beside_dtensors_and_shards_over_two_axes()
                 found, (wanted.detach(), sign, *(t.grad for t in leaves)), strict=True
             ):
                 close(one, other)
+
+
+def test_a_region_holds_no_gathered_weight_from_one_step_to_the_next(monkeypatch):
+    searched = []
+    views_of = released._views_of
+    monkeypatch.setattr(released, "_views_of", lambda *args: searched.append(1) or views_of(*args))
+
+    def body(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)))
+        pt.zero(model, mesh, stage=3)
+        for block in model:
+            compiled(block)
+        for _ in range(3):
+            x = pt.distribute_tensor(torch.randn(4, 4), mesh, [pt.Shard(0)])
+            model(x).square().sum().backward()
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+    assert not searched  # what holds one has to be looked for among all objects

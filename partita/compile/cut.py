@@ -10,6 +10,7 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,18 +73,17 @@ class _Uncut(Exception):
 class _Cutting:
     """The cutting of one graph."""
 
-    _outer: fx.Graph
-    _values: dict[fx.Node, fx.Node]
-    _read: dict[fx.Node, None]
-
     def __init__(self, program: Program):
         self.program = program
         self.storages = storages_of(program)
         order = with_early_writes(program.graph.graph, self.storages)
         self.order = [node for node in order if not self._shows(node)]
         self.of: dict[fx.Node, int] = {}  # the part in which a call stands
-        self.known: dict[str, Section] = {}
+        self.known: dict[tuple[str, frozenset[torch.device]], Section] = {}
         self.calls = 0
+        self._outer = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}  # in the outer graph
+        self._read: dict[fx.Node, None] = {}  # by other parts
 
     def sections(self) -> Sections | None:
         try:
@@ -95,7 +95,6 @@ class _Cutting:
         parts = [*self._parts()]
         for i, part in enumerate(parts):
             self.of.update(dict.fromkeys(part, i))
-        self._outer, self._values = fx.Graph(), {}
         self._read = self._read_from_outside()
         if any(not isinstance(n.meta.get("val"), torch.Tensor) for n in self._read):
             raise _Uncut
@@ -195,7 +194,7 @@ class _Cutting:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         copy = self._outer.node_copy(node, lambda n: self._values[n])
-        copy.meta = {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
+        copy.meta = _meta_of(node)
         return copy
 
     def _have_operands(self, node: fx.Node) -> None:
@@ -221,11 +220,11 @@ class _Cutting:
         made = _Part(self, part)
         if not made.does_something:
             return
-        key = made.key()
-        section = self.known.get(key)
+        key = made.key()  # which does not say on which GPU, as that differs between ranks
+        section = self.known.get((key, made.devices))
         if section is None:
             graph = lazy_graph_module(torch.nn.Module(), made.graph)
-            section = self.known[key] = Section(graph, key)
+            section = self.known[key, made.devices] = Section(graph, key)
         self._check_owned(made.gives)
         self.calls += 1
         for node in made.takes:
@@ -235,7 +234,7 @@ class _Cutting:
         call.meta = {NOTE: part[0].meta.get(NOTE)}
         for i, node in enumerate(made.gives):
             self._values[node] = piece = self._outer.call_function(operator.getitem, (call, i))
-            piece.meta = {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
+            piece.meta = _meta_of(node)
 
 
 class _Part:
@@ -250,7 +249,6 @@ class _Part:
         self.graph = fx.Graph()
         self.takes: list[fx.Node] = []
         self._of: dict[fx.Node, fx.Node] = {}
-        self._first: fx.Node | None = None
         self._pieces = self._pieces_of_more(part)
         for node in part:
             self._have_operands(node)
@@ -261,7 +259,7 @@ class _Part:
 
     def _add(self, node: fx.Node) -> fx.Node:
         copy = self.graph.node_copy(node, lambda n: self._of[n])
-        copy.meta = {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
+        copy.meta = _meta_of(node)
         return copy
 
     def _have_operands(self, node: fx.Node) -> None:
@@ -304,20 +302,19 @@ class _Part:
         }
 
     def _take(self, node: fx.Node) -> fx.Node:
-        inputs = self.graph.find_nodes(op="placeholder")
-        first = next(iter(self.graph.nodes), None)
-        place = (
-            self.graph.inserting_after(inputs[-1])
-            if inputs
-            else self.graph.inserting_before(first)
-            if first is not None
-            else self.graph.inserting_before()
-        )
-        with place:
+        last = self._of[self.takes[-1]] if self.takes else None
+        graph = self.graph
+        with graph.inserting_after(last) if last is not None else graph.inserting_before():
             given = self.graph.placeholder(f"in_{len(self.takes)}")
-        given.meta = {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
+        given.meta = _meta_of(node)
         self.takes.append(node)
         return given
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """Of all that it computes with."""
+        values = [n.meta["val"] for n in self.graph.nodes if n.op != "output"]
+        return frozenset(t.device for value in values for t in tensors_in(value))
 
     def key(self) -> str:
         """Of its text: equal where it does the same."""
@@ -335,10 +332,14 @@ def _is_sent(node: fx.Node) -> bool:
     return node.target is _WAIT or is_collective(node)
 
 
+def _meta_of(node: fx.Node) -> dict[str, Any]:
+    """What is known of a node, for its copy: other entries are of its own graph."""
+    return {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
+
+
 def _size(node: fx.Node) -> int:
     """Elements of a tensor, or of all that a call gives."""
-    value = node.meta["val"]
-    return sum(t.numel() for t in tensors_in(value))
+    return sum(t.numel() for t in tensors_in(node.meta["val"]))
 
 
 def _is_piece(node: fx.Node) -> bool:

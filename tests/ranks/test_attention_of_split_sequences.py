@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
 from partita import Replicate, Shard
+from tests.ranks.steps import squares
 
 B, H, D = 2, 4, 6
 TWICE = {"all_gather": 2, "reduce_scatter": 2}
@@ -279,13 +280,7 @@ def losses(mesh, way="eager"):
         x = pt.distribute_tensor(x, mesh, [Shard(0), Shard(1)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = squares(model, optimizer)
     ways = {"graph": {}, "blocks": {"blocks": True}}
     run = step if way == "eager" else pt.compile(step, backend="graph", **ways[way])
     with pt.ledger() as log:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import partita as pt
 from partita import Replicate, Shard
 from partita.tensor.dispatch import OPS
+from tests.ranks.steps import squares
 from tests.ranks.test_attention_of_split_sequences import double, losses
 
 R = Replicate()
@@ -134,13 +135,7 @@ def train(mesh, plan, way):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = spread(mesh, 8, 16, placements=[R])
 
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = squares(model, optimizer)
     run = step if way is None else pt.compile(step, backend="graph", **way)
     run(x)
     with pt.ledger() as log:

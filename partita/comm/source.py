@@ -20,13 +20,14 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _OURS_TO_SHOW = (os.path.join(_PARTITA, "train") + os.sep,)
 
 
-def user_line(frame: FrameType | None = None) -> str:
+def user_line(frame: FrameType | None = None, here: str = "") -> str:
     """`"file:line"` of the innermost frame outside partita, torch, numpy and Python's library.
 
     Walks the stack, so call it only when somebody will read the answer.
 
     Args:
         frame: where to begin; the caller where None.
+        here: the working directory, where the caller knows it: to ask for it takes long.
 
     Returns:
         The line, or the innermost line of partita's own training code where no user is above it,
@@ -39,9 +40,9 @@ def user_line(frame: FrameType | None = None) -> str:
         name = frame.f_code.co_filename
         if name.startswith(_PARTITA):
             if not fallback and name.startswith(_OURS_TO_SHOW):
-                fallback = f"{_short(name)}:{frame.f_lineno}"
+                fallback = f"{_short(name, here)}:{frame.f_lineno}"
         elif not _is_plumbing(frame):
-            return f"{_short(name)}:{frame.f_lineno}"
+            return f"{_short(name, here)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
 
@@ -105,7 +106,7 @@ def _is_plumbing(frame: FrameType) -> bool:
     return name.startswith(_STDLIB) and "site-packages" not in name
 
 
-def _short(name: str) -> str:
+def _short(name: str, here: str) -> str:
     """The path from here where that is shorter; the whole path otherwise."""
-    here = os.getcwd() + os.sep
+    here = (here or os.getcwd()) + os.sep
     return name[len(here) :] if name.startswith(here) else name

@@ -22,14 +22,22 @@ from partita.tensor.dtensor import DTensor
 
 from .errors import not_captured
 
-__all__ = ["classes_of_call", "flatten_call", "is_taken_apart", "refuse_closed", "unflatten_call"]
+__all__ = [
+    "LEAVES",
+    "classes_of_call",
+    "flatten_call",
+    "is_taken_apart",
+    "refuse_closed",
+    "unflatten_call",
+]
 
 _NUMBERS = (int, float, bool, str, bytes, complex, type(None))
 _DATA = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Size, range, slice)
 _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # what stands for numbers
 _LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
 _SIMPLE = frozenset(_NUMBERS)
-_LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
+LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
+"""Types of which each value is a leaf as it is."""
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """What an object is made as, that has no `__new__` of its own."""
 _DEPTH = 32  # of objects in one another; each costs frames of Python's stack
@@ -44,7 +52,7 @@ def flatten_call(
         stays: of which objects none is made anew.
     """
     leaves, structure = pytree.tree_flatten(call)
-    if _LEAVES.issuperset(map(type, leaves)):
+    if LEAVES.issuperset(map(type, leaves)):
         return leaves, structure
     opener = _Opener()
     opened = [leaf if stays and stays(leaf) else opener.open(leaf) for leaf in leaves]

@@ -15,17 +15,29 @@ import torch
 from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
 from partita.comm import TraceWire
 from partita.tensor.dtensor import tagged
+from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
-from .block_follower import Follower, stand_in, who_hears
-from .block_tape import Made, NotABlock
-from .block_traces import BackwardTrace, BlockTrace, block_backward, block_forward, block_output
+from .block_choice import BlockChoice
+from .block_follower import Follower, stand_in
+from .block_modes import modes_now, who_hears
+from .block_tape import Made, NotABlock, NumbersRead
+from .block_traces import (
+    BackwardTrace,
+    BlockTrace,
+    block_backward,
+    block_forward,
+    block_number,
+    block_output,
+)
 from .differentiate import differentiate
 from .notes import Recorder
+from .symbolic import BlockNumberRead
 from .traced_tensors import become, node_of, tensors_of
 
 __all__ = ["BlockCalls"]
@@ -38,7 +50,8 @@ class BlockCalls:
         recorder: of the nodes.
         mode: of the tensors without memory.
         wires: that trace.
-        blocks: the modules that are blocks.
+        choice: which modules are blocks.
+        models: the models of the step.
     """
 
     def __init__(
@@ -46,9 +59,11 @@ class BlockCalls:
         recorder: Recorder,
         mode: FakeTensorMode,
         wires: Mapping[Any, TraceWire],
-        blocks: set[nn.Module],
+        choice: BlockChoice,
+        models: Iterable[nn.Module],
     ):
-        self.recorder, self._mode, self._wires, self._blocks = recorder, mode, wires, blocks
+        self.recorder, self._mode, self._wires = recorder, mode, wires
+        self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
         self._heard = who_hears()
 
@@ -81,8 +96,9 @@ class BlockCalls:
         """`forward(*args, **kwargs)`, the module's own with its hooks."""
         kind = type(module)
         traces = self._traces.setdefault(kind, [])
-        tracing = _Tracing(self.recorder)
-        follower = Follower(kind, [t.tape for t in traces], tracing, self._heard)
+        tracing = _Tracing(self.recorder, self._mode.shape_env)
+        varying = kind not in self._choice.constants
+        follower = Follower(kind, [t.tape for t in traces], tracing, self._heard, varying)
         casts = torch.is_autocast_cache_enabled()
         HERE.block = follower
         try:
@@ -100,19 +116,24 @@ class BlockCalls:
             torch.set_autocast_cache_enabled(casts)
             HERE.block = None
         trace = next(t for t in traces if t.tape is follower.tape)
-        self._emit_call(trace, follower.taken, held)
+        numbers = trace.tape.numbers(follower.operands)
+        self._emit_call(trace, [*numbers.values()], follower.taken, held)
         return out
 
     # -- calls in the graph ------------------------------------------------------------------------
 
     def _emit_call(
-        self, trace: BlockTrace, taken: Sequence[torch.Tensor], held: dict[int, FakeTensor]
+        self,
+        trace: BlockTrace,
+        floats: Sequence[float],
+        taken: Sequence[torch.Tensor],
+        held: dict[int, FakeTensor],
     ) -> None:
         """Have the graph call the trace, and what the user holds be what that makes."""
         numbers = [*held]
         admitted = [(w, a) for w, a in trace.tape.admitted]
         numbers += [a.number for _, a in admitted if type(a) is Made and a.number not in held]
-        call = _Call(self, trace, numbers, [_node_of(t, trace.kind) for t in taken])
+        call = _Call(self, trace, numbers, floats, [_node_of(t, trace.kind) for t in taken])
         if any(_has_hooks(taken[i]) for i in trace.takes):
             raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
         with Local():
@@ -137,6 +158,16 @@ class BlockCalls:
         self.recorder.note_made(node)
         return node
 
+    def differentiated(
+        self, trace: BlockTrace, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
+    ) -> BackwardTrace:
+        """The backward of a block, traced, for gradients like those given of its results."""
+        try:
+            tracing = _Tracing(self.recorder, self._mode.shape_env)
+            return _differentiated(trace, given, trains, tracing)
+        except BlockNumberRead as error:
+            raise NumbersRead(trace.kind) from error
+
     def tensors(self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]) -> list[FakeTensor]:
         """Tensors without memory, that the nodes make."""
         return tensors_of(nodes, likes, self._mode)
@@ -144,17 +175,23 @@ class BlockCalls:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a trace."""
+    """One call of a trace.
+
+    Attributes:
+        numbers: of the tensors that it gives.
+        floats: what differs between blocks.
+    """
 
     calls: BlockCalls
     trace: BlockTrace
     numbers: list[int]
+    floats: Sequence[float]
     taken: list[fx.Node]
     node: fx.Node | None = None
     _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def forward(self) -> list[FakeTensor]:
-        self.node = self.calls.add_node(block_forward, self.trace, *self.taken)
+        self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)
         nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
         return self.calls.tensors(nodes, [self.trace.likes[n] for n in self.numbers])
 
@@ -176,10 +213,10 @@ class _Call:
     ) -> list[FakeTensor | None]:
         trace = self.trace
         given = {n: g for n, g in zip(self.numbers, grads, strict=True) if g is not None}
-        key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains
+        key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains, modes_now()
         back = trace.backwards.get(key)
         if back is None:
-            back = trace.backwards[key] = _differentiated(trace, given, trains, self.calls.recorder)
+            back = trace.backwards[key] = self.calls.differentiated(trace, given, trains)
         cotangents = [_node_of(g, trace.kind) for g in given.values()]
         node = self.calls.add_node(block_backward, back, self.node, *cotangents)
         nodes = [self.calls.add_node(block_output, node, i) for i in back.gradients]
@@ -246,33 +283,83 @@ def _own_paddings(wires: Iterable[TraceWire]) -> Iterator[None]:
 
 
 class _Tracing:
-    """Which nodes of the graph are those of a block that is traced."""
+    """Which nodes of the graph are those of a block that is traced.
 
-    def __init__(self, recorder: Recorder):
-        self._recorder = recorder
+    Attributes:
+        symbols: what stands for its numbers.
+        numbers: their nodes.
+    """
+
+    def __init__(self, recorder: Recorder, env: Any):
+        self.recorder, self._env = recorder, env
         self._region = recorder.marks[0]
         self.nodes: list[fx.Node] = []
+        self.symbols: list[Any] = []
+        self.numbers: list[fx.Node] = []
+        self._new: list[fx.Node] = []
         self._entered: list[fx.Node] = []
         self._versions: list[int] = []
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        first = self._recorder.newest()
+        first = self.recorder.newest()
         try:
             yield
         finally:
-            new = []
-            node = self._recorder.newest()
+            self._new = []
+            node = self.recorder.newest()
             while node is not first:
-                new.append(node)
+                self._new.append(node)
                 node = node.prev
-            self.nodes += reversed(new)
+            self.nodes += reversed(self._new)
+
+    def enter_number(self, value: float) -> None:
+        """Have something stand for a float that differs between blocks."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        number = len(self.numbers)
+        symbol = self._env.symbolic(f"number {number} of a block", value)
+        self._env.of_blocks.add(str(symbol.node.expr))
+        node = self.recorder.graph.call_function(block_number, (number,))
+        self.recorder.note_made(node)
+        node.meta["val"] = symbol
+        track_tensor_tree(symbol, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
+        self.symbols.append(symbol)
+        self.numbers.append(node)
+
+    def discard(self, kind: type) -> None:
+        """Take away what the last call has left, which asked what a number is."""
+        for node in self._new:
+            if node.users or facts_of(node.target).writes:
+                raise NumbersRead(kind)
+            self.nodes.remove(node)
+            self.recorder.erase(node)
+
+    def pass_numbers(self, kind: type, func: Any, out: Any, values: Mapping[int, float]) -> None:
+        """Have the last call take its numbers, for which it could be traced only with these values.
+
+        It is one call below, of the same name, which takes each number where it stands, and which
+        nothing goes back through: only then is it sure what becomes of another number.
+        """
+        with Local():
+            graded = not isinstance(out, torch.Tensor) or out.requires_grad
+        name = getattr(func, "__name__", "")
+        if graded or len(self._new) != 1 or getattr(self._new[0].target, "_opname", "") != name:
+            raise NumbersRead(kind)
+        (node,) = self._new
+        args = list(node.args)
+        for number, value in values.items():
+            at = [i for i, a in enumerate(args) if type(a) is float and a.hex() == value.hex()]
+            if len(at) != 1:
+                raise NumbersRead(kind)
+            args[at[0]] = self.numbers[number]
+        node.args = tuple(args)
 
     def enter(self, t: torch.Tensor) -> torch.Tensor:
         """What is traced for a tensor from outside: it begins here."""
         with Local(), torch.no_grad():
             inner = t.detach()
-        self._entered.append(self._recorder.newest())
+        self._entered.append(self.recorder.newest())
         spec = getattr(t, "_spec", None)
         with Local(), torch.enable_grad():
             inner.requires_grad_(t.requires_grad)
@@ -299,6 +386,7 @@ class _Tracing:
         forward, self.nodes = self.nodes, []
         nodes = {n: _node_of(t, follower.kind) for n, t in enumerate(made)}
         trace = BlockTrace(follower.kind, tape, self._entered, nodes, forward, region=self._region)
+        trace.numbers = self.numbers
         trace.likes = {n: stand_in(t) for n, t in enumerate(made)}
         with Local():
             trace.results = {n: made[n] for n in sorted(tape.escapes) if made[n].requires_grad}
@@ -311,14 +399,15 @@ def _differentiated(
     trace: BlockTrace,
     given: Mapping[int, torch.Tensor],
     trains: Sequence[bool],
-    recorder: Recorder,
+    tracing: _Tracing,
 ) -> BackwardTrace:
-    """The backward of a block, traced, for gradients like those given of some of its results."""
-    tracing = _Tracing(recorder)
     wanted = [i for i, trains_too in zip(trace.takes, trains, strict=True) if trains_too]
     with tracing.tracing():
         found = differentiate(
-            [trace.results[n] for n in given], [trace.takes[i] for i in wanted], recorder, given
+            [trace.results[n] for n in given],
+            [trace.takes[i] for i in wanted],
+            tracing.recorder,
+            given,
         )
     assert found is not None
     seeds, gradients = found

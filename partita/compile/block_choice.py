@@ -14,6 +14,8 @@ __all__ = ["BlockChoice", "BlocksTraced"]
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _FEW = 2
 """Parameters of a module that is a layer rather than a block: to trace it costs next to nothing."""
+_MANY = 6
+"""Blocks that are alike and are traced once, if nobody has said whether: fewer are traced soon."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,18 @@ class BlockChoice:
         named: modules, and classes of modules, that the user has named; None where they are found:
             the outermost of which a model has several, alike in class and in the names and shapes
             of their parameters.
+        least: how many must be alike, where they are found.
+        constants: classes of modules in which floats are constants: what they call hangs on them.
         apart: classes of modules that do what no call of a block can do for them, and what that is.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
+    least: int = 2
     apart: tuple[tuple[type, str], ...] = ()
+    constants: frozenset[type] = frozenset()
 
     @classmethod
-    def of(cls, blocks: bool | Iterable[nn.Module | type]) -> BlockChoice:
+    def of(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
         """As the argument of `pt.compile` says it.
 
         Raises:
@@ -57,6 +63,8 @@ class BlockChoice:
         """
         if blocks is True:
             return cls()
+        if blocks is None:
+            return cls(least=_MANY)
         named = tuple(blocks) if blocks else ()
         for one in named:
             if not isinstance(one, nn.Module) and not (
@@ -64,6 +72,10 @@ class BlockChoice:
             ):
                 raise ValueError(f"compile: a block is a module or a class of them, not {one!r}")
         return cls(named)
+
+    def with_constants(self, kind: type) -> BlockChoice:
+        """The same, but that blocks of this class whose floats differ are of two structures."""
+        return replace(self, constants=self.constants | {kind})
 
     def leaving(self, kind: type, reason: str) -> BlockChoice:
         """The same, but for modules of this class."""
@@ -98,7 +110,7 @@ class BlockChoice:
     ) -> Iterator[nn.Module]:
         for child in module.children():
             kind = kinds[child]
-            if counts[kind] > 1 and len(kind[1]) > _FEW and self._may(child):
+            if counts[kind] >= self.least and len(kind[1]) > _FEW and self._may(child):
                 yield child
             else:
                 yield from self._outermost(child, kinds, counts)

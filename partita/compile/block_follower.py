@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -26,11 +26,11 @@ from torch.overrides import (
     _pop_mode_temporarily,
 )
 
-from partita.tensor.engine import saving_hooks
 from partita.tensor.spec import Spec
 from partita.tensor.watch import HERE, Label
 
 from .block_functions import is_closed, is_question, why_refused, writes_first
+from .block_modes import modes_now, who_hears, within_modes
 from .block_tape import (
     BlockTape,
     Made,
@@ -40,16 +40,17 @@ from .block_tape import (
     Taken,
     TapedCall,
     contains,
+    number_floats,
+    numbers_of,
     with_tensors,
 )
-from .symbolic import is_symbolic
+from .symbolic import BlockNumberRead, is_symbolic
 
-__all__ = ["Follower", "stand_in", "who_hears"]
+__all__ = ["Follower", "stand_in"]
 
 
 _ALIKE = (Enum, Spec, torch.Generator)
 """Of what is the same object, or is not the same."""
-_CASTING = ("cpu", "cuda")
 _PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
@@ -78,17 +79,23 @@ class Follower(TorchFunctionMode):
         tapes: of blocks of that class.
         trace: runs a call for a new tape, and what it makes becomes part of the graph.
         heard: `who_hears()` as the step began.
+        varying: may floats differ between blocks of one structure?
 
     Attributes:
         taken: the tensors from outside, in the order of first use.
+        operands: of each call, with the floats that this block has.
         tape: the one that this block is of, once its forward has ended.
         inner: for a new tape what it takes and makes, as it is traced.
     """
 
-    def __init__(self, kind: type, tapes: Sequence[BlockTape], trace: Any, heard: Any):
+    def __init__(
+        self, kind: type, tapes: Sequence[BlockTape], trace: Any, heard: Any, varying: bool
+    ):
         super().__init__()
-        self.kind, self._known, self._trace = kind, tapes, trace
+        self.kind, self._known, self._trace, self._varying = kind, tapes, trace, varying
         self._candidates = list(tapes)
+        self._beside: BlockTape | None = None
+        self.operands: list[Any] = []
         self.taken: list[torch.Tensor] = []
         self._described: list[tuple[Any, ...]] = []
         self._stands: dict[int, FakeTensor] = {}
@@ -117,8 +124,8 @@ class Follower(TorchFunctionMode):
             answer = self._ask_outside(func, args, kwargs)
             call = TapedCall(func, around, operands, self._write_operand(answer))
             if self._match_call(call, call.result) is None:
-                self._begin_tape()
-                self._append_call(call)
+                self._begin_tape(call)
+                self._append_call(call, call.operands)
             return answer
         self._refuse_write(func, operands)
         call = TapedCall(func, around, operands, None)
@@ -126,7 +133,7 @@ class Follower(TorchFunctionMode):
         if found is not None and not _is_of_tensors(found):
             self._apply_setting(found, args, kwargs)
         if found is None:
-            self._begin_tape()
+            self._begin_tape(call)
             found = self._trace_call(call)
         made = self._likes_of_tape()
         return with_tensors(
@@ -178,23 +185,8 @@ class Follower(TorchFunctionMode):
         if who_hears() != self._heard:
             raise NotABlock(self.kind, "it follows calls by a mode of its own, or what is saved")
         region, kept, budget = HERE.recorder.marks
-        if torch._C._is_any_autocast_enabled():
-            casts: Any = tuple(
-                (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _CASTING
-            )
-        else:
-            casts = None
-        return (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch._C._is_torch_function_enabled(),
-            torch.get_default_dtype(),
-            _attention_kernels(),
-            casts,
-            region - self._regions if region > self._regions else 0,
-            kept,
-            budget,
-        )
+        begun = region - self._regions if region > self._regions else 0
+        return (*modes_now(), begun, kept, budget)
 
     # -- tensors by number -------------------------------------------------------------------------
 
@@ -259,6 +251,7 @@ class Follower(TorchFunctionMode):
         if found is not None:
             self._candidates = kept
             self._at += 1
+            self.operands.append(call.operands)
         return found
 
     def _describe_taken(self) -> list[tuple[Any, ...]]:
@@ -291,44 +284,98 @@ class Follower(TorchFunctionMode):
 
     # -- a new tape --------------------------------------------------------------------------------
 
-    def _begin_tape(self) -> None:
-        """From here on what is called is traced; what was called until now is, too."""
+    def _begin_tape(self, call: TapedCall | None = None) -> None:
+        """From here on what is called is traced; what was called until now is, too.
+
+        Where a known tape has a call that differs from `call` only by floats, it is followed
+        further: what it has otherwise are numbers of the new one.
+        """
         if self.tape is not None:
             return
-        prefix = self._candidates[0].calls[: self._at] if self._at else []
-        self.tape = BlockTape()
-        for call in prefix:
-            if not _is_of_tensors(call) or (
-                is_question(call.func) and not contains(call.operands, Made)
+        alike = (t for t in self._candidates if call is not None and self._varies_from(t, call))
+        self._beside = next(alike, None)
+        known = self._beside or (self._candidates[0] if self._at else None)
+        prefix = zip(known.calls[: self._at] if known else (), self.operands, strict=True)
+        self.tape, self.operands = BlockTape(), []
+        for one, operands in list(prefix):
+            if not _is_of_tensors(one) or (
+                is_question(one.func) and not contains(one.operands, Made)
             ):
-                self._append_call(call)
+                self._append_call(one, operands)
                 continue
-            with _within(call.around, self.kind):
-                self._trace_call(call)
+            with within_modes(one.around, self.kind):
+                self._trace_call(replace(one, operands=operands))
 
-    def _append_call(self, call: TapedCall) -> None:
+    def _varies_from(self, tape: BlockTape, call: TapedCall) -> bool:
+        at = len(self.operands)
+        if not self._varying or at >= len(tape.calls):
+            return False
+        one = tape.calls[at]
+        return (
+            one.func == call.func
+            and one.around == call.around
+            and number_floats(call.operands, one.operands, int) is not None
+        )
+
+    def _append_call(self, call: TapedCall, operands: Any) -> None:
         assert self.tape is not None
         self.tape.calls.append(call)
+        self.operands.append(operands)
 
     def _trace_call(self, call: TapedCall) -> TapedCall:
         """Run a call over what is traced, as the next of a new tape."""
         self._enter_taken()
-        args, kwargs = (
-            with_tensors(o, self.inner_made.__getitem__, self.inner_taken.__getitem__)
-            for o in call.operands
-        )
+        numbered, values = self._number_floats(call)
         self.inside = True
         try:
-            with self._trace.tracing():
-                out = call.func(*args, **kwargs)
+            out = self._run_traced(numbered, values)
+        except NotABlock:
+            raise
         except Exception as error:  # which the user may catch; what it left is no part of a block
             raise NotABlock(self.kind, f"a call of torch raises {type(error).__name__}") from error
         finally:
             self.inside = False
         self._number_results(out)
-        call = replace(call, result=self._write_result(out))
-        self._append_call(call)
-        return call
+        numbered = replace(numbered, result=self._write_result(out))
+        self._append_call(numbered, call.operands)
+        return numbered
+
+    def _number_floats(self, call: TapedCall) -> tuple[TapedCall, dict[int, float]]:
+        """A call with numbers for floats that differ from the tape's beside, and their values."""
+        tape, at = self.tape, len(self.operands)
+        assert tape is not None
+        if self._beside is None or not self._varies_from(self._beside, call):
+            self._beside = None
+            return call, {}
+        numbers = range(len(self._trace.numbers), sys.maxsize)
+        operands = number_floats(
+            call.operands, self._beside.calls[at].operands, iter(numbers).__next__
+        )
+        values = dict(numbers_of(operands, call.operands))
+        if values:
+            tape.numbered.append(at)
+        return replace(call, operands=operands), values
+
+    def _run_traced(self, call: TapedCall, values: dict[int, float]) -> Any:
+        """What a call gives over what is traced, with numbers in the place of `values`."""
+
+        def operands(number: Callable[[int], Any]) -> Any:
+            made, taken = self.inner_made.__getitem__, self.inner_taken.__getitem__
+            return (with_tensors(o, made, taken, number) for o in call.operands)
+
+        for value in values.values():
+            self._trace.enter_number(value)
+        args, kwargs = operands(self._trace.symbols.__getitem__)
+        try:
+            with self._trace.tracing():
+                return call.func(*args, **kwargs)
+        except BlockNumberRead:
+            self._trace.discard(self.kind)
+        args, kwargs = operands(values.__getitem__)
+        with self._trace.tracing():
+            out = call.func(*args, **kwargs)
+        self._trace.pass_numbers(self.kind, call.func, out, values)
+        return out
 
     def _enter_taken(self) -> None:
         """Have something to trace for all that was taken from outside until now."""
@@ -429,21 +476,6 @@ def _is_of_tensors(call: TapedCall) -> bool:
     return any(contains(v, k) for v in (call.operands, call.result) for k in (Made, Taken))
 
 
-def who_hears() -> tuple[Any, ...]:
-    """Who is told of each call below torch's functions, and of what is saved for backward."""
-    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
-
-
-def _attention_kernels() -> tuple[bool, ...]:
-    """Private torch: which kernels attention may take, as torch asks while it is traced."""
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    )
-
-
 def stand_in(like: FakeTensor) -> FakeTensor:
     """A tensor that says it is what `like` is, and of which nothing can be computed."""
     with Unheard():
@@ -460,23 +492,3 @@ def stand_in(like: FakeTensor) -> FakeTensor:
         if spec is not None:
             made.__class__, made._spec = type(like), spec
     return made  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _within(around: tuple[Any, ...], kind: type) -> Iterator[None]:
-    """The modes in which a call of a tape was made."""
-    grad, inference, typed, dtype, kernels, casts, *marks = around
-    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
-    if inference or not set_alike or any(marks):
-        raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
-    with ExitStack() as stack:
-        if not typed:
-            stack.enter_context(Local())
-        stack.enter_context(torch.set_grad_enabled(grad))
-        now = torch._C._is_any_autocast_enabled()
-        for device, (enabled, dtype) in zip(_CASTING, casts or (), strict=False):
-            if enabled != torch.is_autocast_enabled(device) or enabled:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        if now and casts is None:
-            raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
-        yield

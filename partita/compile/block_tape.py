@@ -6,7 +6,8 @@ two blocks are equal where they call the same of torch, on values that come abou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,15 @@ __all__ = [
     "Made",
     "Named",
     "NotABlock",
+    "Number",
+    "NumbersRead",
     "Same",
     "Taken",
     "TapedCall",
     "contains",
+    "is_varying",
+    "number_floats",
+    "numbers_of",
     "with_tensors",
 ]
 
@@ -35,6 +41,13 @@ class NotABlock(BaseException):
     def __init__(self, kind: type, reason: str):
         super().__init__(f"{kind.__name__}: {reason}")
         self.kind, self.reason = kind, reason
+
+
+class NumbersRead(NotABlock):
+    """A float that differs between blocks of a class decides what they call: it is a constant."""
+
+    def __init__(self, kind: type):
+        super().__init__(kind, "a number that differs between its blocks is read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,31 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A float that differs between blocks of one structure, under this number: any other one that
+    can be reckoned with in the same way is as good."""
+
+    number: int
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Number or is_varying(other)
+
+    def __hash__(self) -> int:
+        return hash(float)
+
+
+def is_varying(written: Any) -> bool:
+    """Is it a float, as a tape has it, that may be another in another block?
+
+    Not zero, nor infinite: with these numbers are reckoned otherwise.
+    """
+    if type(written) is not tuple or len(written) != 2 or written[0] is not float:
+        return False
+    value = float.fromhex(written[1])
+    return value != 0 and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +142,7 @@ class BlockTape:
         made: by number, tensors like those that it makes.
         escapes: the numbers of those that were still held when its forward had returned.
         admitted: plain values that were taken for equal on all ranks of a wire.
+        numbered: the places of the calls in whose operands there is a `Number`.
     """
 
     calls: list[TapedCall] = field(default_factory=list)
@@ -111,11 +150,54 @@ class BlockTape:
     made: dict[int, FakeTensor] = field(default_factory=dict)
     escapes: frozenset[int] = frozenset()
     admitted: list[tuple[Any, Made | Taken]] = field(default_factory=list)
+    numbered: list[int] = field(default_factory=list)
+
+    def numbers(self, operands: Sequence[Any]) -> dict[int, float]:
+        """Its numbers in a block that is of this structure, whose calls have these `operands`."""
+        found: dict[int, float] = {}
+        for place in self.numbered:
+            found.update(numbers_of(self.calls[place].operands, operands[place]))
+        return found
 
 
-def with_tensors(value: Any, made: Callable[[int], Any], taken: Callable[[int], Any]) -> Any:
-    """What a tape has written, with these tensors."""
+def number_floats(written: Any, beside: Any, number: Callable[[], int]) -> Any:
+    """Operands in which floats that differ from those `beside` are `Number`s.
+
+    None where something else differs, or a float that cannot vary.
+    """
+    if type(beside) is Number:
+        return Number(number()) if is_varying(written) else None
+    if type(written) is not tuple or type(beside) is not tuple:
+        return written if written == beside else None
+    if is_varying(written) and is_varying(beside):
+        return written if written == beside else Number(number())
+    if len(written) != len(beside):
+        return None
+    parts = tuple(number_floats(w, b, number) for w, b in zip(written, beside, strict=True))
+    same = (p is not None or w is None for p, w in zip(parts, written, strict=True))
+    return parts if all(same) else None
+
+
+def numbers_of(operands: Any, written: Any) -> Iterator[tuple[int, float]]:
+    """The values that `written` has where `operands` have `Number`s."""
+    if type(operands) is Number:
+        yield operands.number, float.fromhex(written[1])
+    elif type(operands) is tuple:
+        for one, other in zip(operands, written, strict=True):
+            yield from numbers_of(one, other)
+
+
+def with_tensors(
+    value: Any,
+    made: Callable[[int], Any],
+    taken: Callable[[int], Any],
+    number: Callable[[int], Any] | None = None,
+) -> Any:
+    """What a tape has written, with these tensors, and these numbers."""
     kind = type(value)
+    if kind is Number:
+        assert number is not None
+        return number(value.number)
     if kind is Made:
         return made(value.number)
     if kind is Taken:
@@ -130,8 +212,8 @@ def with_tensors(value: Any, made: Callable[[int], Any], taken: Callable[[int], 
     if of is float:
         return float.fromhex(rest[0])
     if of is dict:
-        return {k: with_tensors(v, made, taken) for k, v in rest}
-    parts = [with_tensors(v, made, taken) for v in rest]
+        return {k: with_tensors(v, made, taken, number) for k, v in rest}
+    parts = [with_tensors(v, made, taken, number) for v in rest]
     if of is slice:
         return slice(*parts)
     if of is tuple or of is list or of is torch.Size:

@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .block_tape import BlockTape
 from .notes import NOTE, Note, note_of
+from .symbolic import is_symbolic
 
 __all__ = [
     "BackwardTrace",
     "BlockTrace",
     "block_backward",
     "block_forward",
+    "block_number",
     "block_output",
     "inline_blocks",
 ]
@@ -59,6 +61,7 @@ class BlockTrace:
         forward: the nodes of forward, in order.
         likes: by number, tensors like those that it makes.
         region: of remat, that the block lies in; numbered as in these nodes.
+        numbers: the nodes of what differs between its blocks.
         results, takes: what has a history among what was traced, by number.
         backwards: by what is known of the gradients of its results.
     """
@@ -70,6 +73,7 @@ class BlockTrace:
     forward: list[fx.Node]
     likes: dict[int, FakeTensor] = field(default_factory=dict)
     region: int = 0
+    numbers: list[fx.Node] = field(default_factory=list)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
     backwards: dict[Any, BackwardTrace] = field(default_factory=dict)
@@ -78,7 +82,12 @@ class BlockTrace:
         return "'a block'"  # as code: it stands among the operands of a node
 
 
-def block_forward(trace: BlockTrace, *taken: Any) -> Any:
+def block_number(number: int) -> Any:
+    """A float that differs between blocks; stands in a trace until that is inlined."""
+    raise RuntimeError("a block's number was not put in its place")
+
+
+def block_forward(trace: BlockTrace, numbers: Sequence[float], *taken: Any) -> Any:
     """What a block makes, by number; stands in a graph until it is inlined."""
     raise RuntimeError("a block's forward was not put in its place")
 
@@ -110,16 +119,17 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
     copying = _Copying(graph, count(moves + 1), count(regions + 1))
     copies: dict[fx.Node, _Copy] = {}
     for node in calls:
-        trace, *given = node.args
+        trace, known, *given = node.args
         if node.target is block_forward:
             copies[node] = one = _Copy(dict(zip(trace.entered, given, strict=True)))
+            one.of.update(zip(trace.numbers, known, strict=True))
             one.regions[trace.region] = note_of(node).region
             copying.copy(trace.forward, one, node)
             made: Mapping[int, Any] = trace.made
         else:
             # A copy for each backward: there may be several of one forward.
-            one = replace(copies[given[0]], of=dict(copies[given[0]].of))
-            one.of.update(zip(trace.seeds, given[1:], strict=True))
+            one = replace(copies[known], of=dict(copies[known].of))
+            one.of.update(zip(trace.seeds, given, strict=True))
             copying.copy(trace.nodes, one, node)
             made = trace.gradients
         for user in list(node.users):
@@ -132,7 +142,7 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
         graph.erase_node(node)
     traced = []
     for trace in counts:
-        traced += [*trace.entered, *trace.forward]
+        traced += [*trace.entered, *trace.numbers, *trace.forward]
         for back in trace.backwards.values():
             traced += back.nodes
     for node in reversed(traced):
@@ -145,7 +155,7 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
 class _Copy:
     """What stands for the nodes of a trace in one block, and how its moves and regions count."""
 
-    of: dict[fx.Node, fx.Node]
+    of: dict[fx.Node, Any]
     moves: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
 
@@ -165,6 +175,10 @@ class _Copying:
                 if _shows_all(node):
                     shown: Any = node.args[0]
                     one.of[node] = one.of.get(shown, shown)
+                    continue
+                if is_symbolic(node.meta.get("val")):
+                    operands = fx.node.map_arg(node.args, lambda n: one.of.get(n, n))
+                    one.of[node] = node.target(*operands)  # type: ignore[operator]
                     continue
                 copy = self.graph.node_copy(node, lambda n: one.of.get(n, n))
                 one.of[node] = copy

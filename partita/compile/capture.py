@@ -32,7 +32,7 @@ from .answers import Asked, Guesses, StepRaises
 from .arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
 from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
-from .block_tape import NotABlock
+from .block_tape import NotABlock, NumbersRead
 from .block_traces import inline_blocks
 from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
@@ -63,6 +63,7 @@ from .repeated_moves import RepeatedMoves
 from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 from .tensor_facts import Facts
+from .verify import SPACES
 
 __all__ = ["capture"]
 
@@ -114,6 +115,9 @@ def capture(
         run = _Capture(step, args, kwargs, state, unmarked, plain, ways, blocks)
         try:
             program = _run(run)
+        except NumbersRead as no:
+            blocks = blocks.with_constants(no.kind)
+            continue
         except NotABlock as no:
             blocks = blocks.leaving(no.kind, no.reason)
             continue
@@ -207,6 +211,19 @@ def _check_constants(graph: fx.Graph) -> None:
                 raise not_an_input(note_of(user).source)
 
 
+def _check_operators(graph: fx.Graph) -> None:
+    """Raise CaptureError if the step calls an operator that is not torch's own."""
+    for node in graph.nodes:
+        space = getattr(node.target, "namespace", "aten")
+        if node.op == "call_function" and space not in (*SPACES, "profiler"):
+            raise not_captured(
+                f"the step calls {node.target}, an operator of a library of its own",
+                "what it writes, draws or sends no schema says for sure, and a graph must know",
+                Fix("call it outside the step", "before or after, or between compiled regions"),
+                place=note_of(node).source,
+            )
+
+
 class _Capture:
     """One run of a step over tensors without memory."""
 
@@ -261,6 +278,7 @@ class _Capture:
                 raise
             raise told from error
         _check_constants(made.graph)
+        _check_operators(made.graph)
         made_inputs(made.graph, self.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)
@@ -323,9 +341,7 @@ class _Capture:
             stack.enter_context(compiling())
             stack.enter_context(call_by_call(self.modules))
             stack.enter_context(unseen())
-            calls = BlockCalls(
-                recorder, self.inputs.mode, self.wires, self._blocks.find(self.modules)
-            )
+            calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)
             stack.enter_context(calls.intercepting(mode.tracer))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(exclusive(self._holders()))
@@ -556,8 +572,10 @@ class _Capture:
     def _read_out(self, result: Any) -> list[torch.Tensor]:
         """The tensors that the graph returns; `self.outputs` says what each is."""
         values: list[torch.Tensor] = []
+        places: dict[int, int] = {}
 
         def out(kind: str, value: torch.Tensor, **more: Any) -> None:
+            more["tensor"] = places.setdefault(id(value), len(values))
             spec = more.pop("spec", None) or getattr(value, "_spec", None)
             if kind != "gradient" and has_history(value):
                 more["number"] = len(self.differentiable)

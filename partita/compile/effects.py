@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-__all__ = ["NORMS", "drop_unused", "has_effect"]
+from partita.tensor.op_facts import facts_of
 
-_aten = torch.ops.aten
-NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
-"""Which write running statistics, and their schemas do not say so."""
+__all__ = ["drop_unused", "has_effect"]
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -23,8 +20,7 @@ def has_effect(node: fx.Node) -> bool:
     """Does it do something though nobody reads its value: does it write, or draw a number?"""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    if node.target in NORMS:  # whose schemas do not say that they write running statistics
+    facts = facts_of(node.target)
+    if facts.statistics:
         return bool(node.args[3] is not None and node.args[5])
-    schema = getattr(node.target, "_schema", None)
-    writes = schema is not None and schema.is_mutable
-    return writes or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return bool(facts.writes) or facts.draws or facts.checks

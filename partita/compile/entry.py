@@ -28,7 +28,7 @@ def compile(
     passes: Passes = (),
     keep: int = 8,
     budget: int | None = None,
-    blocks: bool | Iterable[nn.Module | type] = False,
+    blocks: bool | Iterable[nn.Module | type] | None = None,
     sections: bool | None = None,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
@@ -57,7 +57,7 @@ def compile(
             cheapest to make again for backward is not kept until then.
         blocks: modules, or classes of modules, of which one is traced for all that are built
             alike, so that capture costs less; True for those that are found: the outermost of
-            which a model has several.
+            which a model has several; None for those of which it has six or more; False for none.
         sections: compile the graph in sections, of which equal ones are compiled once, or as one;
             None for sections where the graph has more than 3,000 calls, and at most half of them
             are left of what is equal.
@@ -82,7 +82,7 @@ def compile(
         "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
         "keep": keep,
         "budget": budget,
-        "blocks": blocks if isinstance(blocks, bool) else tuple(blocks),
+        "blocks": blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
         "sections": sections,
     }
     BlockChoice.of(options["blocks"])

@@ -7,8 +7,7 @@ which aborts where a tensor with a fake's keys has a class that cannot take its 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import increment_version
 
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
+from partita.tensor.op_facts import facts_of
 
 from .symbolic import NumberEnv
 
@@ -24,6 +24,7 @@ __all__ = [
     "FakeDTensor",
     "count_writes_of_lists",
     "fake_mode",
+    "fake_mode_of",
     "has_memory",
     "local_of",
     "tensors_written",
@@ -49,6 +50,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=NumberEnv(), static_shapes=True)
 
 
+def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
+    """The mode in which a graph's inputs were made; a new one for a graph that has none."""
+    found = (getattr(x, "fake_mode", None) for x in inputs)
+    return next((mode for mode in found if mode is not None), None) or FakeTensorMode()
+
+
 def local_of(x: torch.Tensor) -> torch.Tensor:
     """The memory of `x` on this rank, as a plain tensor without history."""
     with Local(), torch.no_grad():
@@ -66,9 +73,10 @@ def tensors_written(
 ) -> list[torch.Tensor]:
     """The tensors that a call of an op of torch writes, or those of them that stand in lists."""
     found: list[torch.Tensor] = []
-    for i, name, is_list in _operands_written(func):
-        given = args[i] if i < len(args) else kwargs.get(name)
-        if is_list:
+    for operand in facts_of(func).writes:
+        place = operand.place
+        given = args[place] if place < len(args) else kwargs.get(operand.name)
+        if operand.is_list:
             found += [t for t in given or () if t is not None]
         elif given is not None and not lists:
             found.append(given)
@@ -84,13 +92,3 @@ def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     written = tensors_written(func, args, kwargs, lists=True)
     with Local():
         increment_version([t for t in written if not t.is_inference()])
-
-
-@functools.lru_cache(maxsize=4096)
-def _operands_written(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """The places and names of the operands that an op writes, and which of them are lists."""
-    found = []
-    for i, a in enumerate(func._schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            found.append((i, a.name, "List" in str(a.type)))
-    return tuple(found)

@@ -24,6 +24,8 @@ from .conditions import Conditions
 from .effects import drop_unused
 from .inputs import Inputs
 from .program import Input, Output, Program
+from .shared_results import refuse_cut_views
+from .uneven import border_of
 
 __all__ = ["Trace"]
 
@@ -53,6 +55,9 @@ class Trace:
         """The program whose graph `made` is; that is changed in place."""
         cleared = list(self.cleared)
         kept, admitted = self._kept(made.graph, cleared)
+        cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
+        if cut:
+            refuse_cut_views(made.graph, cut)
         used: dict[fx.Node, Input] = {}
         for node, given in zip(
             made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True

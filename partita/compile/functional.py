@@ -14,8 +14,12 @@ import torch
 from torch import fx
 
 from .effects import drop_unused
+from .functional_memory import makers_of_shared, memory_that_is_written
 from .functional_rewrite import UnsureOfWrites, rewrite_without_writes
 from .functional_trace import trace_without_writes
+from .overlapping_results import keep_apart, overlapping_results
+from .shared_results import share_memory_of_results
+from .views_in_place import without_views_in_place
 
 __all__ = ["functional"]
 
@@ -24,11 +28,17 @@ _aten = torch.ops.aten
 
 def functional(graph: fx.GraphModule) -> fx.GraphModule:
     """`graph` without writes but for `copy_` into inputs at its end. Notes are kept."""
+    without_views_in_place(graph.graph)
+    memory = memory_that_is_written(graph.graph)
+    makers = makers_of_shared(graph.graph, memory)
     try:
-        made = rewrite_without_writes(graph)
+        made, shared = rewrite_without_writes(graph, memory, makers)
     except UnsureOfWrites:
-        made = trace_without_writes(graph)
+        made, shared = trace_without_writes(graph, makers)
+    share_memory_of_results(graph.graph, made.graph, memory, shared)
+    overlapping = overlapping_results(made.graph)
     _simplify(made.graph)
+    keep_apart(made.graph, overlapping)  # a gradient is a copy of what came, where others have that
     return made
 
 

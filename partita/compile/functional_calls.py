@@ -17,6 +17,8 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from partita.tensor.op_facts import facts_of
+
 from .effects import drop_unused
 from .graph_modules import lazy_graph_modules
 from .scalars import Scalar
@@ -129,7 +131,7 @@ def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
             writes[of[node.args[0]].number] = of[node.args[1]]
             of[node] = of[node.args[1]]
         elif node.op == "call_function":
-            if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            if facts_of(node.target).writes:
                 raise UnsureOfWrites
             calls.append((node.target, *_replaced((node.args, node.kwargs), of)))
             of[node] = Made(len(calls) - 1)
@@ -156,7 +158,7 @@ def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
     """Does a pattern hold for other shapes? It draws nothing, and has no number of its own."""
     given = {(type(v), v) for v in pytree.tree_leaves((args, kwargs)) if _is_number(v)}
     for target, *said in pattern.calls:
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        if facts_of(target).draws:
             return False
         for part in pytree.tree_leaves(said, is_leaf=_is_list_of_numbers):
             if isinstance(part, (list, tuple)):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
 
-from .effects import NORMS
+from partita.tensor.op_facts import SHOW_UNSAID, facts_of
+
 from .equal_calls import tensors_in
 from .functional_calls import UnsureOfWrites
 
@@ -20,8 +22,10 @@ __all__ = [
     "is_plain_write",
     "is_reshaped",
     "lie_alike",
+    "makers_of_shared",
     "memory_that_is_written",
     "part_of",
+    "shown_operand",
     "view_of",
     "without_view",
     "writes",
@@ -33,7 +37,7 @@ BY_STRIDES = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 
 
 def writes(target: Any) -> bool:
-    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+    return bool(facts_of(target).writes)
 
 
 def is_plain_write(target: Any) -> bool:
@@ -63,6 +67,16 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: memory for node, (memory,) in tensors if memory in written}
 
 
+def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The nodes that made memory, of that in `memory`, which several results show."""
+    (end,) = graph.find_nodes(op="output")
+    counts = Counter(memory[n] for n in end.args[0] if n in memory)
+    first: dict[int, fx.Node] = {}
+    for node, number in memory.items():
+        first.setdefault(number, node)
+    return [n for m, n in first.items() if counts[m] > 1 and n.op == "call_function"]
+
+
 def _shown_by_call(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
@@ -76,7 +90,7 @@ def _shown_by_call(
         first = len(tensors_in(_value_of(whole)[:place]))
         return shown[whole][first : first + len(made)]
     schema = getattr(node.target, "_schema", None)
-    if node.target in _SHOW or schema is None:
+    if node.target in SHOW_UNSAID or schema is None:
         return _shown_by_memory(node, shown, numbers)
     found: list[int] = []
     for value, told in zip(_values(node), schema.returns, strict=False):
@@ -88,6 +102,27 @@ def _shown_by_call(
             else:
                 found.append(next(numbers))
     return found
+
+
+def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The operand whose memory the value of a call shows, and whether the call writes it.
+
+    None where the call makes its own. A call that writes shows the part that its operand shows.
+    """
+    if node.op != "call_function":
+        return None, False
+    if node.target is operator.getitem:
+        whole: Any = node.args[0]
+        source, is_written = shown_operand(whole)
+        return (whole if source is not None else None), is_written
+    if node.target in SHOW_UNSAID:
+        return node.all_input_nodes[0], False
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return None, False
+    told = schema.returns[0]
+    operand = _shown_operand(node, schema, told)
+    return operand, operand is not None and told.alias_info.is_write
 
 
 def _values(node: fx.Node) -> Sequence[Any]:
@@ -116,19 +151,15 @@ def _shown_by_memory(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
     """Of a call that does not say it: its one operand's, or that in which its value lies."""
-    if node.target in _SHOW:
+    if node.target in SHOW_UNSAID:
         (operand,) = node.all_input_nodes
-        return shown[operand]
+        return shown[operand] * len(tensors_in(node.meta["val"]))
     known: dict[int, int] = {}
     for read in node.all_input_nodes:
         for t, memory in zip(tensors_in(_value_of(read)), shown[read], strict=True):
             known[t.untyped_storage()._cdata] = memory  # private: a number for a storage
     storages = [t.untyped_storage()._cdata for t in tensors_in(node.meta["val"])]
     return [known[s] if s in known else next(numbers) for s in storages]
-
-
-_SHOW = (_aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
-"""They give what they are given, and do not say so."""
 
 
 def _value_of(node: fx.Node) -> Any:
@@ -141,20 +172,16 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if node.op != "call_function":
         return []
-    if target in NORMS:
-        return [node.args[3], node.args[4]] if node.args[5] else []  # type: ignore[list-item]
+    if facts_of(target).statistics:
+        statistics = node.args[3:5] if node.args[5] else ()
+        return [t for t in statistics if isinstance(t, fx.Node)]
     if not writes(target):
         return []
-    arguments = target._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)}
-    given.update(node.kwargs)
-    found: list[fx.Node] = []
-    fx.node.map_arg([given.get(a.name) for a in arguments if _is_written(a)], found.append)
+    args, kwargs, found = node.args, node.kwargs, list[fx.Node]()
+    for one in facts_of(target).writes:
+        value = args[one.place] if one.place < len(args) else kwargs.get(one.name)
+        fx.node.map_arg(value, found.append)
     return found
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
@@ -212,6 +239,11 @@ def without_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple
     if any(isinstance(a, fx.Node) for a in said) or view.kwargs:
         raise UnsureOfWrites
     shape = list(view.all_input_nodes[0].meta["val"].shape)
+    if view.target is _aten.view.dtype:  # of the same bits, where elements are as large
+        source = view.all_input_nodes[0].meta["val"]
+        if source.element_size() != view.meta["val"].element_size():
+            raise UnsureOfWrites
+        return _aten.view.dtype, (value, source.dtype)
     if name == "slice":
         return _aten.slice_scatter.default, (before, value, *said)
     if name == "select":

@@ -9,7 +9,8 @@ raises `UnsureOfWrites`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from .functional_memory import (
     is_plain_write,
     is_reshaped,
     lie_alike,
-    memory_that_is_written,
     part_of,
     view_of,
     without_view,
@@ -39,7 +39,6 @@ from .graph_modules import lazy_graph_module
 from .notes import NOTE
 from .scalars import Scalar
 from .symbolic import is_symbolic
-from .views_in_place import without_views_in_place
 
 __all__ = ["UnsureOfWrites", "rewrite_without_writes"]
 
@@ -47,14 +46,23 @@ _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 
 
-def rewrite_without_writes(graph: fx.GraphModule) -> fx.GraphModule:
+def rewrite_without_writes(
+    graph: fx.GraphModule, memory: dict[fx.Node, int], makers: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+
+    Args:
+        memory: for each node that shows memory which is written: which.
+        makers: nodes that made memory.
+
+    Returns:
+        And for makers what their memory holds at the end.
 
     Raises:
         UnsureOfWrites: the graph has to be traced once more.
     """
-    without_views_in_place(graph.graph)
-    return lazy_graph_module(graph, _Rewrite(graph).graph_without_writes())
+    rewrite = _Rewrite(graph, memory, makers)
+    return lazy_graph_module(graph, rewrite.graph_without_writes()), rewrite.shared
 
 
 class _Rewrite:
@@ -68,16 +76,21 @@ class _Rewrite:
         latest: for each memory, and each part of it that was written: at which count, and its
             value then.
         other_strides: nodes that lie otherwise than what they stand for.
+        shared: of `makers` what they are at the end.
     """
 
-    def __init__(self, graph: fx.GraphModule):
+    def __init__(
+        self, graph: fx.GraphModule, memory: dict[fx.Node, int], makers: Sequence[fx.Node]
+    ):
+        self.makers = makers
         self.module, self.graph = graph, fx.Graph()
         self.of: dict[fx.Node, Any] = {}
-        self.memory = memory_that_is_written(graph.graph)
+        self.memory = memory
         self.made_at: dict[fx.Node, int] = {}
         self.written = dict.fromkeys(self.memory.values(), 0)
         self.latest: dict[int, dict[Any, tuple[int, fx.Node]]] = {m: {} for m in self.written}
         self.other_strides: set[fx.Node] = set()
+        self.shared: dict[fx.Node, fx.Node] = {}
         self.mode = _mode_of(graph.graph)
         self._note: Any = None
 
@@ -96,6 +109,9 @@ class _Rewrite:
                 self._call(node)
             elif node.op == "output":
                 values = [_node_of(v) for v in fx.node.map_arg(node.args[0], self.now)]
+                for maker in self.makers:
+                    with suppress(UnsureOfWrites):
+                        self.shared[maker] = self.now(maker)
                 self._write_inputs(dict(zip(inputs, taken, strict=True)))
                 self.graph.output(values)
             else:

@@ -6,7 +6,7 @@ is told here for both ways: see `functional`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,20 @@ __all__ = [
 _aten = torch.ops.aten
 
 
-def trace_without_writes(graph: fx.GraphModule) -> fx.GraphModule:
-    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept."""
+def trace_without_writes(
+    graph: fx.GraphModule, makers: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+
+    Args:
+        makers: nodes that made memory.
+
+    Returns:
+        And for makers what their memory holds at the end.
+    """
 
     def run(*inputs: torch.Tensor) -> Any:
-        return _Noting(graph).run(*inputs)
+        return _Noting(graph, makers).run(*inputs)
 
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [entering(n.meta["val"]) for n in inputs]
@@ -45,7 +54,11 @@ def trace_without_writes(graph: fx.GraphModule) -> fx.GraphModule:
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
-    return made
+    (end,) = made.graph.find_nodes(op="output")
+    values: Any = end.args[0]
+    results = len(values) - len(makers)
+    end.args = (values[:results],)
+    return made, dict(zip(makers, values[results:], strict=True))
 
 
 def entering(value: Any) -> torch.Tensor:
@@ -57,10 +70,14 @@ def entering(value: Any) -> torch.Tensor:
 
 
 class _Noting(fx.Interpreter):
-    """Runs a graph while another is made of it; new nodes get the notes of the old."""
+    """Runs a graph while another is made of it; new nodes get the notes of the old.
 
-    def __init__(self, graph: fx.GraphModule):
+    What the nodes in `makers` gave, it gives behind the graph's results.
+    """
+
+    def __init__(self, graph: fx.GraphModule, makers: Sequence[fx.Node]):
         super().__init__(graph)
+        self._given: dict[fx.Node, Any] = dict.fromkeys(makers)
         self.extra_traceback = False  # an error says what it is by itself
 
     def run_node(self, n: fx.Node) -> Any:
@@ -70,6 +87,8 @@ class _Noting(fx.Interpreter):
         before = graph._root.prev
         self._made = n.meta.get("val")
         out = super().run_node(n)
+        if n in self._given:
+            self._given[n] = out
         node = graph._root.prev
         while node is not before and n.op == "call_function":
             node.meta[NOTE] = n.meta.get(NOTE)
@@ -84,6 +103,7 @@ class _Noting(fx.Interpreter):
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = super().output(target, args, kwargs)
+        values = [*values, *self._given.values()]
         return [v.tensor if isinstance(v, Scalar) else v for v in values]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

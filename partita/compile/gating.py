@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
 
 from .effects import has_effect
 from .errors import not_captured
@@ -37,7 +38,8 @@ def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
     copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
     for node in graph.nodes:
         writes = node.op == "call_function" and has_effect(node) and node not in copies
-        if writes and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        facts = facts_of(node.target)
+        if writes and not (facts.draws or facts.checks):
             raise not_captured(
                 f"{node.target} writes, in a step in which torch asks for a value",
                 "it would have written before the answer is known",

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .constants import constants_of, names_of_constants
+from .fakes import fake_mode_of
 from .graph_modules import lazy_graph_module
 from .memory import Buffer, Memory
 from .notes import Note, note_of
@@ -158,7 +159,7 @@ class _Run(TorchDispatchMode):
     ) -> Memory:
         """The schedule of a call over the program's inputs, and then its constants."""
         examples = self.program.example()
-        mode = next(m for x in examples if (m := getattr(x, "fake_mode", None)) is not None)
+        mode = fake_mode_of(examples)
         inputs = [*examples, *map(mode.from_tensor, constants)]
         self._ours = {id(x.untyped_storage()) for x in inputs}
         try:

@@ -8,6 +8,7 @@ nothing of the process that captured it, so that equal programs are equal texts.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from partita.tensor.dtensor import short_dtype
 
 from .notes import note_of
 from .program import Program
+from .repeats import repeats_of
 
 __all__ = ["Graph", "canonical", "is_collective", "line_of", "nbytes_of"]
 
@@ -40,16 +42,30 @@ class Graph:
         """The collectives."""
         return [n for n in self.nodes if is_collective(n)]
 
-    def __str__(self) -> str:
-        rows = [_row(node, says) for node, says in zip(self.nodes, self._roles(), strict=True)]
+    def to_string(self, repeats: bool = True) -> str:
+        """A line for each node, and one for all.
+
+        Args:
+            repeats: print what repeats itself, as equal blocks do, each time; else once, and how
+                often it comes.
+        """
+        nodes, roles = self.nodes, list(self._roles())
+        rows = [_row(node, says) for node, says in zip(nodes, roles, strict=True)]
         widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
         lines = []
         for row in rows:
             cells = [row[i].ljust(widths[i]) for i in range(5)]
             lines.append("  ".join([*cells, row[5]]).rstrip())
+        if not repeats:
+            numbers: dict[Any, int] = {}
+            alike = [_alike(n, row) for n, row in zip(nodes, rows, strict=True)]
+            lines = _once(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
         sent = sum(note_of(n).nbytes for n in self.moves)
         total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
         return "\n".join([*lines, total])
+
+    def __str__(self) -> str:
+        return self.to_string(repeats=False)
 
     __repr__ = __str__
 
@@ -77,6 +93,35 @@ def _row(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
     called = node.op if node.op != "call_function" else f"{_name(node.target)}{_operands(node)}"
     where = f"{note.source} ({note.phase})" if note.source else ""
     return node.name, called, shape, size, why, where
+
+
+_FEW = 8
+"""Lines: what repeats itself is at least as long."""
+
+
+def _alike(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
+    """What is equal for lines that say the same of two blocks, which have numbers."""
+    others = fx.node.map_arg((node.args, node.kwargs), lambda _: None)
+    called = "" if node.op == "placeholder" else f"{node.target}{others}"
+    return called, *row[2:4], re.sub(r"\d+", "", row[4]), row[5]
+
+
+def _once(lines: list[str], alike: list[int]) -> list[str]:
+    """The lines, with what repeats itself once."""
+    if len(lines) < 2 * _FEW or (found := repeats_of(alike, _FEW)) is None:
+        return lines
+    part, period = found
+    begin, times = part.start, len(part) // period
+    end, more = begin + times * period, (times - 1) * period
+    if more < 2 * _FEW:
+        return lines
+    said = f"... these {period} lines {times - 1} more time{'s' * (times > 2)} ({more} lines)"
+    return [
+        *_once(lines[:begin], alike[:begin]),
+        *lines[begin : begin + period],
+        said,
+        *_once(lines[end:], alike[end:]),
+    ]
 
 
 def _operands(node: fx.Node) -> str:

@@ -15,7 +15,6 @@ from .fakes import fake_mode, local_of
 from .guards.codes import is_of_users
 from .program import Input
 from .state import Slot, names_of_call, tensors_of_call
-from .uneven import padded_shape
 
 __all__ = ["Inputs"]
 
@@ -78,7 +77,7 @@ class Inputs:
         spec = given.spec
         if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
             with self.mode:
-                fake = torch.empty(padded_shape(spec), dtype=local.dtype, device=local.device)
+                fake = torch.empty(spec.padded_shape, dtype=local.dtype, device=local.device)
         elif given.kind == "mark":
             with self.mode:
                 fake = torch.empty_strided(

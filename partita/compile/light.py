@@ -4,19 +4,31 @@ Torch saves with a result what it would take to compile it again, and the code t
 imports the compiler for the sake of a few names. To import all that is most of the time of a load.
 So it is left out of what is stored, and the names are found here. What a new torch writes in
 another way is left as it is.
+
+A tiny step takes as long for what torch does around its kernels as for these. So code does not
+look once more at inputs that a call's guards have looked at, and what torch puts around it, for
+outputs that are views of inputs say, is left away where it has nothing to do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["align", "extern_kernels", "lighter", "without_compiler"]
+__all__ = [
+    "align",
+    "extern_kernels",
+    "is_whole",
+    "lighter",
+    "without_compiler",
+    "without_input_checks",
+]
 
 _LINES = {
     "from torch._inductor.select_algorithm import extern_kernels\n": (
@@ -26,6 +38,7 @@ _LINES = {
         "from partita.compile.light import align\n"
     ),
 }
+_CHECK_OF_INPUT = re.compile(r"^ +assert_size_stride\(\w+, .*, 'input'\)\n", re.MULTILINE)
 _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
@@ -43,6 +56,36 @@ def lighter(saved: bytes) -> bytes:
             setattr(code, name, "")
     entry.aot_forward_graph_str = None
     return pickle.dumps((entry, *rest))
+
+
+def without_input_checks(saved: bytes) -> bytes:
+    """The same result, whose code does not look at the shapes and strides of its inputs."""
+    entry, *rest = pickle.loads(saved)
+    code = entry.compiled_fw.result
+    code.source_code = _CHECK_OF_INPUT.sub("", code.source_code)
+    return pickle.dumps((entry, *rest))
+
+
+def is_whole(saved: bytes) -> bool:
+    """Is the code that was generated all of a result, so that it may be called by itself?
+
+    Private torch: what its runtime does around the code. Nothing, where no output is an input or a
+    view of one, and no write of an input is left to be done.
+    """
+    entry, *_ = pickle.loads(saved)
+    known = entry.runtime_metadata
+    try:
+        return (
+            entry.compiled_bw is None
+            and entry.maybe_subclass_meta is None
+            and not any(around.needs_post_compile for around in entry.dispatch_wrappers)
+            and not (known.mutated_inp_runtime_indices or known.tokens or known.dynamic_outputs)
+            and not (known.num_intermediate_bases or known.is_rng_op_functionalized)
+            and known.grad_enabled_mutation is None
+            and all(out.output_type.name == "non_alias" for out in known.output_info)
+        )
+    except AttributeError:  # of another torch
+        return False
 
 
 @contextmanager

@@ -32,8 +32,9 @@ from torch._guards import TracingContext, tracing
 from partita.comm.compiled import all_to_all
 
 from .constants import constants_as_inputs, constants_of
+from .fakes import fake_mode_of
 from .generated import code_of
-from .light import lighter, without_compiler
+from .light import is_whole, lighter, without_compiler, without_input_checks
 from .notes import NOTE
 from .program import Program
 from .section_run import SectionCall
@@ -62,7 +63,7 @@ that are aligned between ranks, distributed autotuning)."""
 
 _aten = torch.ops.aten
 
-_FORMAT = 3  # of a payload
+_FORMAT = 4  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
 _PARTS = (
     *("lower.py", "constants.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
@@ -110,9 +111,7 @@ def compiled(
                 stacklevel=2,
             )
     examples = list(program.example())
-    mode = next((m for x in examples if (m := getattr(x, "fake_mode", None)) is not None), None)
-    if mode is None:
-        mode = torch._subclasses.FakeTensorMode()
+    mode = fake_mode_of(examples)
     examples += map(mode.from_tensor, constants_of(program.graph))
     _use_private_cache()
     with ExitStack() as stack:
@@ -128,12 +127,27 @@ def compiled(
         )
         noted(code())
         try:
-            parts = _FORMAT, lighter(artifact.serialize()), libraries()
+            saved = artifact.serialize()
+            if _is_looked_at(program):
+                saved = without_input_checks(saved)
+            whole = is_whole(saved)
+            parts = _FORMAT, lighter(saved), libraries(), whole
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             warnings.warn(f"a compiled program cannot be saved: {text}", stacklevel=2)
             return artifact, None
-    return artifact, zlib.compress(pickle.dumps(parts), 1)
+    payload = zlib.compress(pickle.dumps(parts), 1)
+    return (load(payload) if whole else artifact), payload
+
+
+# Whose shapes and strides are looked at before a call: by a call's guards and signature.
+_LOOKED_AT = frozenset(
+    "parameter buffer optimizer value argument gradient number coordinate".split()
+)
+
+
+def _is_looked_at(program: Program | Section) -> bool:
+    return isinstance(program, Program) and all(i.kind in _LOOKED_AT for i in program.inputs)
 
 
 def load_boxed(payload: bytes) -> SectionCall:
@@ -143,36 +157,39 @@ def load_boxed(payload: bytes) -> SectionCall:
     Inductor generated is called itself, not by what would give outputs that are views of inputs,
     or inputs that are written, their places in autograd. Sections have none.
     """
-    seen: list[Any] = []
-    load(payload, seen.append)
-    (code,) = seen
+    _, code, _ = _loaded(payload)
     call: SectionCall = code.current_callable
     return call
 
 
-def load(payload: bytes, loaded: Callable[[Any], None] = lambda code: None) -> Call:
+def load(payload: bytes) -> Call:
     """What `compiled` has made, maybe in another process, from what it gave.
 
     The payload is run: it must come from where only the user can have put it.
 
-    Args:
-        loaded: is given Inductor's own object.
-
     Raises:
         Exception: any, where it is not for this torch or this machine.
     """
-    number, result, libraries = pickle.loads(zlib.decompress(payload))
+    call, code, whole = _loaded(payload)
+    return (lambda *inputs: code.current_callable([*inputs])) if whole else call
+
+
+def _loaded(payload: bytes) -> tuple[Call, Any, bool]:
+    """What torch has of a payload; Inductor's object within it; and whether its code is all."""
+    number, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if number != _FORMAT:
         raise ValueError(f"its format is {number}, not {_FORMAT}")
     _use_private_cache()
+    seen: list[Any] = []
     with ExitStack() as stack:
         _quiet(stack)
         stack.enter_context(_provided(libraries))
-        stack.enter_context(without_compiler(loaded))
+        stack.enter_context(without_compiler(seen.append))
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
         call: Call = AOTCompiledArtifact.deserialize(result)
-    return call
+    (code,) = seen
+    return call, code, whole
 
 
 def made_for(devices: set[torch.device]) -> str:

@@ -86,7 +86,16 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         if was:
+            _take_for_old()
             gc.enable()
+
+
+def _take_for_old() -> None:
+    """Have Python take all that is there for old, which it is: else the next thing that is made
+    would have it look at each node three times, once for each generation."""
+    if not gc.get_freeze_count():  # else somebody has frozen what is his
+        gc.freeze()
+        gc.unfreeze()
 
 
 def kept_within(

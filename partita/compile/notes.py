@@ -7,6 +7,7 @@ of the step, and, in a redistribution, with the move.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -130,6 +131,7 @@ class Recorder(TorchDispatchMode):
         self._moves = 0
         self._last = self.newest()
         self._lines: dict[int, str] = {}
+        self._here = os.getcwd()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -291,7 +293,7 @@ class Recorder(TorchDispatchMode):
             known = self._lines.get(backward._sequence_nr(), "")
             if known:
                 return known
-        line = user_line()
+        line = user_line(here=self._here)
         if torch.is_grad_enabled() or self._move is not _NOTHING:
             # The node of this call has the number before the next one.
             self._lines[torch.autograd._get_sequence_nr() - 1] = line
@@ -336,6 +338,12 @@ class Recorder(TorchDispatchMode):
             node.meta[NOTE] = note
         self._last = self.newest()
         self._made.append((made, out))
+
+    def erase(self, node: fx.Node) -> None:
+        """Take a node away that was made last."""
+        self._made = [(n, out) for n, out in self._made if n is not node]
+        self.graph.erase_node(node)
+        self._last = self.newest()
 
     def newest(self) -> fx.Node:
         """The node that was added last."""

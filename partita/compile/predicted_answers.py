@@ -15,6 +15,8 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils._python_dispatch import _disable_current_modes
 
+from partita.tensor.op_facts import facts_of
+
 from .fakes import local_of
 from .symbolic import is_symbolic
 
@@ -48,7 +50,7 @@ def _value(
     node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
 ) -> Any:
     if node not in known:
-        if len(known) > _DEEP or any(map(_writes, node.users)):
+        if len(known) > _DEEP or any(facts_of(u.target).writes for u in node.users):
             raise _Unknown
         known[node] = found = _computed(node, value_of, known)
         if found is None or (isinstance(found, torch.Tensor) and found.numel() > _SMALL):
@@ -66,14 +68,9 @@ def _computed(
         value = value_of(node)
         return None if value is None else local_of(value)
     target: Any = node.target
-    drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    facts = facts_of(target)
     sent = getattr(target, "namespace", "aten") not in ("aten", "prims")
-    if node.op != "call_function" or drawn or sent or _writes(node):
+    if node.op != "call_function" or facts.draws or facts.writes or sent:
         raise _Unknown
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _value(n, value_of, known))
     return target(*args, **kwargs)
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)

@@ -15,9 +15,13 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import Record, Wire, agree
 from partita.layout import Fix
+from partita.tensor.autocast import without_any_autocast
 from partita.tensor.draws import default_generator
 from partita.tensor.dtensor import tagged
+from partita.tensor.op_facts import facts_of
+from partita.tensor.padded_storage import give_room
 from partita.tensor.spec import Spec
+from partita.tensor.special import clear_gradients
 from partita.tensor.tensor_state import state_of
 
 from .answers import Answers
@@ -83,9 +87,8 @@ class Input:
         zeros = self.kind in ("gradient", "cotangent", "mark")
         # Of a parameter that ZeRO gathers, and of what is only updated, nobody reads the padding.
         read = self.kind != "optimizer" and state_of(self.tensor).rest is None
-        # What a caller brings along is copied: that costs what to make it larger would.
-        grows = self.kind not in ("argument", "cotangent")
-        return border_of(self.spec, grows=grows, zeros=zeros, read=read)
+        stays = self.kind not in ("argument", "cotangent")  # what a caller brings along is copied
+        return border_of(self.spec, stays=stays, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
         """What it is in a call."""
@@ -123,6 +126,7 @@ class Output:
         index: where the tensor whose gradient it is stands among the tensors of a call.
         number: of a result or slot with a history: among all of these. Else -1.
         scalar: it is a Python number to the program.
+        tensor: equal for outputs that are one tensor to the step.
     """
 
     kind: str
@@ -131,6 +135,7 @@ class Output:
     index: int = -1
     number: int = -1
     scalar: bool = False
+    tensor: int = -1
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,7 @@ class Program:
     carried: list[Record] | None = field(init=False, default=None)
     captured: AsCaptured | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
+    _has_run: bool = field(init=False, default=False)
     written: list[int] = field(init=False)
     taken: list[Input] = field(init=False)
     given: list[Output] = field(init=False)
@@ -226,6 +232,23 @@ class Program:
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
 
     @cached_property
+    def given_back(self) -> dict[int, int]:
+        """By the place of an output that is an input the place of that."""
+        (end,) = self.graph.graph.find_nodes(op="output")
+        inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
+        return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
+
+    @cached_property
+    def given_again(self) -> dict[int, int]:
+        """By the place of an output that is an earlier output too the place of that."""
+        (end,) = self.graph.graph.find_nodes(op="output")
+        first: dict[Any, int] = {}
+        found = {
+            i: first.setdefault(n, i) for i, n in enumerate(end.args[0]) if isinstance(n, fx.Node)
+        }
+        return {i: j for i, j in found.items() if i != j}
+
+    @cached_property
     def ranks(self) -> list[int]:
         """Those that its collectives may wait for for ever, as the job numbers them."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
@@ -233,10 +256,21 @@ class Program:
     @cached_property
     def draws_on(self) -> list[torch.device]:
         """The devices of whose generators it draws."""
-        seeded = torch.Tag.nondeterministic_seeded
-        nodes = [n for n in self.graph.graph.nodes if seeded in getattr(n.target, "tags", ())]
+        nodes = [n for n in self.graph.graph.nodes if facts_of(n.target).draws]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
+
+    @cached_property
+    def numbers_to_keep(self) -> set[Input]:
+        """The inputs that are numbers of which nothing but new values are made: a tensor of one may
+        serve again, since no result lies in its memory."""
+        nodes = self.graph.graph.find_nodes(op="placeholder")
+        numbers = [(n, i) for n, i in zip(nodes, self.inputs, strict=True) if i.kind == "number"]
+        return {
+            given
+            for node, given in numbers
+            if all(facts_of(user.target).makes_new for user in node.users)
+        }
 
     @cached_property
     def changes(self) -> list[Any]:
@@ -272,6 +306,18 @@ class Program:
 
             self.compared.check(tensors, function_of(self.compared.graph, self.groups))
 
+    def meet(self, tensors: Sequence[Any]) -> None:
+        """Look at the memory of what stays between calls, which may be another than before.
+
+        Let it have room for its padding, where it has come without, and note where it is.
+        """
+        for i, border in self.entering.items():
+            if border.in_place:
+                given = self.inputs[i]
+                held = tensors[given.index]
+                give_room(held.grad if given.kind == "gradient" else held)
+        self.sharing.note_held(tensors)
+
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         """Have what runs it: `call_of` compiles a program."""
         self.call = call_of(self)
@@ -286,11 +332,20 @@ class Program:
         """
         assert self.call is not None
         locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
-        with Local(), torch.no_grad(), _BelowAutograd():
+        with Local(), torch.no_grad(), _BelowAutograd(), without_any_autocast():
             if self.entering or self.leaving:
                 found = self._padded(self.call, locals_)
             else:
                 found = self.call(*locals_)
+        if not self._has_run:  # a compiler may find that two nodes are one
+            self._has_run, first = True, dict[int, int]()
+            places = {i: first.setdefault(id(t), i) for i, t in enumerate(found)}
+            self.given_again.update({i: j for i, j in places.items() if i != j})
+        if self.given_again:
+            found = list(found)
+            for i, j in self.given_again.items():
+                one = self.outputs[i].tensor == self.outputs[j].tensor
+                found[i] = found[j] if one else found[j].detach()
         # What is changed from outside torch's dispatcher is not counted, and we go by that count.
         increment_version([locals_[i] for i in self.written])
         return found
@@ -305,7 +360,9 @@ class Program:
             if inputs[i].data_ptr() != given[i].data_ptr():  # it was copied
                 given[i].copy_(self.entering[i].cut(inputs[i]))
         for i, border in self.leaving.items():
-            found[i] = border.leave(found[i])
+            came = self.given_back.get(i)
+            if i not in self.given_again:
+                found[i] = border.leave(found[i]) if came is None else given[came]
         return found
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
@@ -330,8 +387,7 @@ class Program:
                 return otherwise
         else:
             found = self.made(tensors, inputs)
-        for i in self.cleared:
-            tensors[i].grad = None
+        clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
         for output, value in zip(self.given, found, strict=True):
             if output.spec is not None:

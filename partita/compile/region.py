@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from partita.tensor.autocast import without_any_autocast
+
 from .errors import of_anomalies
 from .key import key_of
+from .overlapping_results import overlapping_results
 from .program import Call, Program
 from .split import Halves, split
 from .told import tell
@@ -88,6 +92,13 @@ class Region(Program):
         ]
         self.reached = _reached(backward)
         self.plain = [i for i, o in enumerate(self.given) if o.number < 0]
+
+    @cached_property
+    def alone(self) -> list[int]:
+        """The results that share memory with no other, nor with an input."""
+        pairs = overlapping_results(self.halves.forward.graph.graph)
+        shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
+        return [i for i in range(len(self.given)) if i not in shared]
 
     @property
     def runs(self) -> Program:
@@ -165,7 +176,9 @@ class _Region(Function):
         forward = region.halves.forward
         made = forward.made(tensors, inputs)
         count = len(region.given)
-        results, inside = made[:count], iter(made[count:])
+        results, inside = list(made[:count]), iter(made[count:])
+        for i in region.alone:  # a view could not be written: autograd would look for its base
+            results[i] = results[i].detach()
         ctx.save_for_backward(
             *[next(inside).detach() if i < 0 else tensors[i] for i in region.halves.saved]
         )
@@ -182,7 +195,8 @@ class _Region(Function):
             tell(backward)
         cotangents = region.numbered(grads)
         given = {"saved": saved, "kept": saved, "cotangent": cotangents}
-        with Local():  # and without gradients, which `once_differentiable` sees to
+        # And without gradients, which `once_differentiable` sees to.
+        with Local(), without_any_autocast():
             args = []
             for what, entrance in zip(backward.inputs, region.entrances, strict=True):
                 x = given[what.kind][what.index] if what.kind in given else what.now(())

@@ -16,6 +16,8 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from partita.tensor.op_facts import facts_of
+
 from .equal_calls import key_of
 from .traced_tensors import known_node_of, stands_for, tensors_of
 
@@ -85,25 +87,18 @@ def _nodes_of(value: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _makes_one(func: Any) -> bool:
     """Does it give one tensor, of memory of its own, and write nothing?"""
-    schema = func._schema
-    return (
-        _is_plain(func)
-        and not schema.is_mutable
-        and all(a.alias_info is None for a in (*schema.arguments, *schema.returns))
-    )
+    return _is_plain(func) and facts_of(func).makes_new
 
 
 @functools.lru_cache(maxsize=4096)
 def _writes_one(func: Any) -> bool:
     """Does it write its first operand, which it gives, and no other?"""
-    schema = func._schema
-    written = [a for a in schema.arguments if a.alias_info is not None]
+    writes = facts_of(func).writes
     return (
         _is_plain(func)
-        and len(written) == 1
-        and written[0].name == schema.arguments[0].name
-        and str(written[0].type) == "Tensor"
-        and written[0].alias_info.is_write
+        and len(writes) == 1
+        and writes[0].place == 0
+        and not writes[0].is_list
         and torch.Tag.inplace_view not in func.tags
         and not func._opname.startswith(("resize", "set_"))
     )

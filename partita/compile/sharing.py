@@ -29,9 +29,17 @@ class Sharing:
     def __init__(self, program: Program):
         self.program = program
         self._arguments = [i.index for i in program.inputs if i.kind == "argument"]
-        # Arguments that are written, and the memory of state with which an argument has to do.
+        # Arguments that are written, state and whether an argument has to do with it, and the
+        # memory of such state.
         self._given_to = [i for i in program.written if program.inputs[i].kind == "argument"]
+        self._written = set(program.written)
+        self._state = [
+            (given.index, bool(self._given_to) or i in self._written)
+            for i, given in enumerate(program.inputs)
+            if given.kind in _OF_THE_CALL and given.kind != "argument"
+        ]
         self._held: set[int] = set()
+        self._overlaps = False
 
     def may(self, tensors: Sequence[Any]) -> bool:
         """Might arguments of a call share memory that is written? A look at the arguments only."""
@@ -39,16 +47,23 @@ class Sharing:
             return False
         with Local():
             starts = [tensors[i].untyped_storage()._cdata for i in self._arguments]
-        if not self._held.isdisjoint(starts):
+        if self._overlaps or not self._held.isdisjoint(starts):
             return True
         return bool(self._given_to) and len(set(starts)) < len(starts)
+
+    def note_held(self, tensors: Sequence[Any]) -> None:
+        """Take note of the memory in which the state is now: a program may have exchanged it."""
+        with Local():
+            starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
+        self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
+        together = len(set(starts)) < len(starts)
+        self._overlaps = together and self.refused(tensors) is not None
 
     def refused(self, tensors: Sequence[Any]) -> CaptureError | None:
         """What to raise where an input that is written overlaps another."""
         program = self.program
-        written = {id(program.inputs[i]) for i in program.written}
+        written = {id(program.inputs[i]) for i in self._written}
         by_storage: dict[int, list[tuple[int, int, Input]]] = {}
-        self._held.clear()
         for given in program.inputs:
             if given.kind not in _OF_THE_CALL:
                 continue
@@ -56,8 +71,6 @@ class Sharing:
                 t = tensors[given.index]
                 start = t.untyped_storage()._cdata  # torch has no public name for a storage
                 first, end = _span(t)
-            if given.kind != "argument" and (self._given_to or id(given) in written):
-                self._held.add(start)
             if end > first:
                 by_storage.setdefault(start, []).append((first, end, given))
         for there in by_storage.values():

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from partita.tensor.op_facts import facts_of
+
 from .effects import drop_unused
 from .graph_modules import lazy_graph_module
 from .notes import NOTE, note_of
@@ -25,8 +27,8 @@ from .storages import storages_of
 __all__ = ["Halves", "split"]
 
 _aten = torch.ops.aten
-_VIEWS = ("view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand")
 _CAST = _aten._to_copy.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(eq=False)
@@ -114,11 +116,20 @@ def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
 def _is_cheap(node: fx.Node) -> bool:
     if node.target is _CAST:
         return _from_input(node)
-    return getattr(node.target, "_opname", "") in _VIEWS and len(node.all_input_nodes) == 1
+    return _shows_all(node)
+
+
+def _shows_all(node: fx.Node) -> bool:
+    """Is it a view of the whole of a tensor? A part that is kept holds less than the whole."""
+    if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is _WAIT:
+        return False
+    shown, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    tensors = isinstance(shown, torch.Tensor) and isinstance(value, torch.Tensor)
+    return bool(tensors and value.numel() >= shown.numel())
 
 
 def _from_input(node: fx.Node) -> bool:
-    while node.target is _CAST or getattr(node.target, "_opname", "") in _VIEWS:
+    while node.target is _CAST or _shows_all(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 

@@ -28,19 +28,16 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from partita.tensor import tensor_state
-from partita.tensor.tensor_state import OURS
 
 from .arguments import flatten_call
+from .guards.marks import attributes_of, marks_of
 from .guards.places import Place
-from .hooks import users_hooks
 
 __all__ = [
-    "OF_TENSORS",
     "ReachedMore",
     "Slot",
     "State",
     "attributes_of",
-    "hooks_of",
     "names_of_call",
     "state_of",
     "tensors_of_call",
@@ -223,16 +220,15 @@ class State:
         """What is part of a program though the step is not seen to read it: optimizers' groups."""
         for name, optimizer in self.optimizers.items():
             yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
+        seen: set[int] = set()
         for slot in self.slots:
             t = slot.value
             if isinstance(t, torch.Tensor):
                 if (rest := tensor_state.state_of(t).gathered_from) is not None:
                     t, _ = rest  # what is gathered is another one in each step, and has what it has
-                named = functools.partial(attributes_of, t)
-                yield Place(f"the attributes of {slot.name}", t, "attributes", named)
-                if t.is_leaf and t.requires_grad:
-                    hung = functools.partial(hooks_of, t)
-                    yield Place(f"the hooks of {slot.name}", t, "hooks", hung)
+                if id(t) not in seen:
+                    seen.add(id(t))
+                    yield from marks_of(slot.name, t)
 
 
 class ReachedMore(Exception):
@@ -245,23 +241,6 @@ class ReachedMore(Exception):
     def __init__(self, state: State):
         super().__init__(", ".join(place.name for place in state.reached))
         self.state = state
-
-
-# Partita's, and those of a parameter that torch gives it.
-OF_TENSORS = OURS | {"_is_param"}
-
-
-def attributes_of(t: torch.Tensor) -> tuple[str, ...]:
-    """The names of the attributes that a program has given a tensor, `_no_weight_decay` too."""
-    return tuple([n for n in t.__dict__ if n not in OF_TENSORS and not n.startswith("_dynamo")])
-
-
-def hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's own hooks and those of its gradient, as the user has hung them there."""
-    one, other = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
-    if not one and not other:
-        return ()
-    return (*users_hooks(one), *users_hooks(other))
 
 
 def _parts_of(optimizer: Optimizer) -> list[Any]:

@@ -54,14 +54,14 @@ class CompiledStep(Last):
         passes: Passes,
         keep: int,
         budget: int | None = None,
-        blocks: bool | Iterable[nn.Module | type] = False,
+        blocks: bool | Iterable[nn.Module | type] | None = None,
         sections: bool | None = None,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
         self.without, self.passes, self.keep = without, passes, max(1, keep)
         self.budget, self.sections = budget, sections
-        self.blocks = blocks if isinstance(blocks, bool) else tuple(blocks)
+        self.blocks = blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks)
         self._history = History(self.title)
         # By signature, and a number that tells programs of one signature apart.
         self._programs: OrderedDict[tuple[Any, int], Program] = OrderedDict()
@@ -168,6 +168,7 @@ class CompiledStep(Last):
         self._history.reused()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
+        program.meet(tensors)
         guard = CallGuard(slots, tensors, (args, kwargs), program, state)
         self._call_guard = guard if guard.usable else None
         return self._allowed(program, tensors)
@@ -327,6 +328,7 @@ class CompiledStep(Last):
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
+        program.meet(tensors)
         program.compare(tensors)
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1

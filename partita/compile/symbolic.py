@@ -16,6 +16,7 @@ from partita.comm import user_line
 from partita.tensor.dtensor import DTensor
 
 __all__ = [
+    "BlockNumberRead",
     "NumberEnv",
     "Substitutes",
     "as_number",
@@ -30,11 +31,16 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
+class BlockNumberRead(Exception):
+    """Torch asks what a number is that differs between the blocks of one structure."""
+
+
 class NumberEnv(ShapeEnv):
     """Knows what a step that is captured asks of its numbers, and at which line of the user's.
 
     Attributes:
         asked: the symbols of numbers that were compared, or read.
+        of_blocks: the symbols of numbers that differ between blocks: nobody may ask what they are.
         answer: what is said to the node of a bool that is known when the graph runs; None if
             nothing can be.
 
@@ -50,10 +56,13 @@ class NumberEnv(ShapeEnv):
         )
         self.lines: dict[int, str] = {}
         self.asked: set[str] = set()
+        self.of_blocks: set[str] = set()
         self.answer: Callable[[Any], bool | None] = lambda question: None
         self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        if self.of_blocks and not self.of_blocks.isdisjoint(map(str, args[0].free_symbols)):
+            raise BlockNumberRead
         before = len(self.guards)
         found = super().evaluate_expr(*args, **kwargs)
         for i in range(before, len(self.guards)):

@@ -100,6 +100,8 @@ class Facts:
         Raises:
             CaptureError: it asks for what no graph has.
         """
+        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+            return ()  # it says what is to be
         asked = getattr(func, "__self__", func)
         name = _HELD.get(asked) or _LOST.get(asked)
         if name is None or not args or not _is_asked_by_user(sys._getframe(2)):

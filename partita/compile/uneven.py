@@ -3,8 +3,8 @@
 The graph is made for the first rank's pieces, the largest. Where a tensor enters, a smaller piece
 is padded with copies of its last element (so what is computed of the padding is as finite as what
 is computed of the value), a gradient with zeros; a rank whose piece is empty takes the copies from
-the rank before it. The padding is behind the piece in its own memory, where that can be: what
-enters is then not copied, and what is written is written in its place. Where a tensor leaves, the
+the rank before it. Where the piece has room for it behind itself (`tensor/padded_storage.py`),
+what enters is not copied, and what is written is written in its place. Where a tensor leaves, the
 padding is cut off.
 """
 
@@ -18,18 +18,13 @@ import torch
 from partita.comm import Ask, TraceWire, Wire, is_uneven
 from partita.comm.cuts import has_empty, places_of, span
 from partita.redistribute.cost import bytes_of
+from partita.tensor.engine import holders
+from partita.tensor.padded_storage import find_padded, show_front
 from partita.tensor.spec import Spec, spec_of
 
-from .room import with_room
-
-__all__ = ["Border", "border_of", "padded_shape"]
+__all__ = ["Border", "border_of"]
 
 Shape = tuple[int, ...]
-
-
-def padded_shape(spec: Spec) -> Shape:
-    """The shape of the first rank's piece."""
-    return spec.layout.local_shape(spec.wire.mesh, (0,) * spec.wire.mesh.ndim)
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,8 @@ class Border:
 
     Attributes:
         true, padded: this rank's shape, and that of the first rank.
-        in_place: may the padding lie behind the piece, in its own memory?
+        behind: is the padding behind the piece, so that there may be room for it?
+        stays: is it there between calls, so that it is given room?
         zeros: is it padded with zeros?
         read: does anybody read the padding?
         lenders: by dimension.
@@ -62,17 +58,23 @@ class Border:
     wire: Wire
     true: Shape
     padded: Shape
-    in_place: bool
+    behind: bool
+    stays: bool
     zeros: bool
     read: bool
     lenders: dict[int, _Lender]
+
+    @property
+    def in_place(self) -> bool:
+        """Is what enters written where it is, and not copied?"""
+        return self.behind and self.stays
 
     def enter(self, local: torch.Tensor) -> torch.Tensor:
         """`local`, contiguous and padded: in its own memory, or a copy where that has no room."""
         local = local.data  # what happens to the padding is no change of the tensor
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:
-            whole = with_room(local, self.padded)
+            whole = find_padded(local, self.padded)
         if whole is None:
             whole = local.new_zeros(self.padded)
             self.cut(whole).copy_(local)
@@ -112,9 +114,11 @@ class Border:
         return found
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """What of `value` is this rank's own, in memory of its own."""
+        """What of `value`, which the graph has made, is this rank's own, in memory of its own."""
         if self.true == self.padded:
             return value
+        if self.behind and _fills_its_own(value):
+            return show_front(value, self.true)
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
@@ -125,12 +129,12 @@ class Border:
 
 
 def border_of(
-    spec: Spec | None, *, grows: bool = True, zeros: bool = False, read: bool = True
+    spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
 ) -> Border | None:
     """What a tensor of `spec` passes; None where all ranks hold equally much.
 
     Args:
-        grows: may its memory become larger?
+        stays: is it there between calls?
         zeros: it is a gradient.
         read: does anybody read its padding, which is then like the value?
     """
@@ -139,20 +143,18 @@ def border_of(
     if isinstance(spec.wire, TraceWire):
         spec = spec_of(spec.layout, spec.wire.real)
     lenders = {} if zeros or not read else _lenders(spec)
-    padded = padded_shape(spec)
-    in_place = grows and _in_front(spec, padded)
-    return Border(spec.wire, tuple(spec.local_shape), padded, in_place, zeros, read, lenders)
+    shapes = tuple(spec.local_shape), spec.padded_shape
+    return Border(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
 
 
-def _in_front(spec: Spec, padded: Shape) -> bool:
-    """Are all elements of a piece before all of its padding, on every rank?"""
-    mesh, layout = spec.wire.mesh, spec.layout
-    uneven = [
-        dim
-        for dim, axes in enumerate(layout.shards)
-        if layout.shape[dim] % math.prod([mesh.size(a) for a in axes])
-    ]
-    return len(uneven) == 1 and math.prod(padded[: uneven[0]]) == 1
+def _fills_its_own(value: torch.Tensor) -> bool:
+    """Is it all that there is in its memory, which nobody else has?"""
+    # On a device others may have it in hand on another stream, of which `record_stream` tells the
+    # allocator, and not through memory that is shown.
+    if not value.is_cpu or not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return False
+    storage = value.untyped_storage()
+    return holders(storage) == 2 and storage.nbytes() == value.nbytes
 
 
 def _lenders(spec: Spec) -> dict[int, _Lender]:

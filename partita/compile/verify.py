@@ -17,16 +17,17 @@ import torch
 from torch import fx
 
 from partita.layout import LayoutError
+from partita.tensor.op_facts import facts_of
 
 from .graph import is_collective
 from .notes import note_of
 from .program import Program
 
-__all__ = ["IllegalGraph", "verifies_each_pass", "verify"]
+__all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPY = torch.ops.aten.copy_.default
-_SPACES = ("aten", "prims", "_c10d_functional", "partita")
+SPACES = ("aten", "prims", "_c10d_functional", "partita")
 
 
 class IllegalGraph(LayoutError):
@@ -76,12 +77,12 @@ def _check_call(program: Program, node: fx.Node, after: str) -> None:
         return
     if not isinstance(target, torch._ops.OpOverload):
         raise _illegal(after, node, f"{target} is no operator of torch")
-    if target.namespace not in _SPACES:
+    if target.namespace not in SPACES:
         raise _illegal(after, node, f"operators of {target.namespace} have no meaning here")
     if target is _COPY:
         if not isinstance(node.args[0], fx.Node) or node.args[0].op != "placeholder":
             raise _illegal(after, node, "only inputs are written")
-    elif target._schema.is_mutable:
+    elif facts_of(target).writes:
         raise _illegal(after, node, f"{target} writes")
     if "val" not in node.meta:
         raise _illegal(after, node, "nothing says what it makes")

@@ -15,6 +15,12 @@ from torch import fx
 __all__ = ["without_views_in_place"]
 
 _aten = torch.ops.aten
+_SAID = {
+    _aten.unsafe_split.Tensor: _aten.split.Tensor,
+    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
+    _aten.unsafe_chunk.default: _aten.chunk.default,
+}
+"""For views whose schemas do not say that they are some: the same that do."""
 
 
 def without_views_in_place(graph: fx.Graph) -> None:
@@ -25,6 +31,7 @@ def without_views_in_place(graph: fx.Graph) -> None:
     place: dict[fx.Node, int] = {}
     for i, node in enumerate(graph.nodes):
         place[node] = i
+        node.target = _SAID.get(node.target, node.target)
     for node, i in place.items():
         if node.op != "call_function" or torch.Tag.inplace_view not in getattr(
             node.target, "tags", ()

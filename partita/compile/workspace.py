@@ -115,7 +115,7 @@ _OF_TWO = {
 
 def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
     """Bytes of operands that an elementwise kernel of two casts."""
-    common = torch.result_type(*args[:2])
+    common = _common(*args[:2])
     if packet is _aten.div and not (common.is_floating_point or common.is_complex):
         common = made.dtype
     extra = 0
@@ -128,6 +128,17 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
         if dtype is not common:
             extra += count * common.itemsize
     return extra
+
+
+def _common(one: Any, other: Any) -> torch.dtype:
+    """`torch.result_type`, which takes long of tensors without memory."""
+    if isinstance(one, torch.Tensor):
+        if isinstance(other, torch.Tensor):
+            if one.dtype is other.dtype:
+                return one.dtype
+        elif one.dtype.is_floating_point and type(other) in (bool, int, float):
+            return one.dtype
+    return torch.result_type(one, other)
 
 
 _DTYPES = {

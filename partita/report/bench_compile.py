@@ -10,6 +10,7 @@
     start    a cold store and a warm one: how long until 4 ranks have made their first step
     depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`), and what an older
              checkout takes in the same run (`--before PATH`); with `--cold` Inductor's part, too
+    dry      what it takes to plan 80 blocks of width 8192 for 1,024 x 8 ranks on one core
     moves    what each move and a ZeRO-3 layer of a Llama cost the host, in nodes and time, on dry
              meshes of 8 to 4,096 ranks (`--mesh-sizes`), and the ratio
 
@@ -38,7 +39,7 @@ import partita as pt
 from partita.train.models.llama import Llama
 from partita.train.zero import zero
 
-from . import bench_depth, bench_moves
+from . import bench_depth, bench_dry, bench_moves
 from .bench_zero import Shape, fsdp, training
 from .in_turns import Step, in_turns, measure, on_ranks, table
 
@@ -268,6 +269,7 @@ PARTS = {
     "guards": _guards,
     "start": _start,
     "depth": bench_depth.depth,
+    "dry": bench_dry.dry,
     "moves": bench_moves.moves,
 }
 
@@ -286,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--backends", nargs="+", default=["inductor"], help="of `guards`: inductor, graph"
     )
     bench_depth.add_options(parser)
+    bench_dry.add_options(parser)
     bench_moves.add_options(parser)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)

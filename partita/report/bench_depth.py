@@ -112,7 +112,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=[4, 16, 48], help="the depths of `depth`"
     )
-    parser.add_argument("--model", choices=("gpt", "llama"), default="gpt", help="of `depth`")
+    parser.add_argument(
+        "--model",
+        choices=("gpt", "llama", "hf-llama", "hf-llama-cache", "hf-gemma3", "hf-swin"),
+        default="gpt",
+        help="of `depth`; hf: of transformers, where that is installed",
+    )
     parser.add_argument("--width", type=int, default=32, help="of the model of `depth`")
     parser.add_argument(
         "--cold", action="store_true", help="compile what `depth` captures, with nothing in a cache"

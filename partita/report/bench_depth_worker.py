@@ -56,6 +56,60 @@ def _model(name: str, shape: Shape) -> torch.nn.Module:
     )
 
 
+def _transformer(name: str, layers: int, width: int) -> torch.nn.Module:
+    """A model of transformers, of so many layers."""
+    import transformers
+
+    torch.manual_seed(0)
+    text = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "use_cache": name == "hf-llama-cache",
+    }
+    if name == "hf-gemma3":
+        config = transformers.Gemma3TextConfig(**text, head_dim=width // 4, sliding_window=8)
+        return transformers.Gemma3ForCausalLM(config)  # type: ignore[no-any-return]
+    if name == "hf-swin":
+        depths = [2, 2, max(2, layers - 6), 2]
+        config = transformers.SwinConfig(
+            **{"image_size": 64, "patch_size": 4, "embed_dim": 16, "num_labels": 10},
+            **{"depths": depths, "num_heads": [2] * 4, "window_size": 2},
+        )
+        return transformers.SwinForImageClassification(config)  # type: ignore[no-any-return]
+    return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
+        transformers.LlamaConfig(**text)
+    )
+
+
+def _training_of(name: str, shape: Shape, mesh: Any) -> tuple[Any, list[Any]]:
+    """A step of a sharded model, and what it is called with."""
+    if not name.startswith("hf-"):
+        rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
+        return training(zero(_model(name, shape), mesh, stage=3)), rows
+    model = zero(_transformer(name, shape.layers, shape.width), mesh, stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    if name == "hf-swin":
+        given = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
+    else:
+        given = {"input_ids": torch.randint(0, 64, (2, 16))}
+        given["labels"] = given["input_ids"]
+    rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in given.values()]
+
+    def step(*values: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(**dict(zip(given, values, strict=True))).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, rows
+
+
 def _seconds_of_all() -> float:
     """Of this process, and of those that it has started and that are done."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -76,10 +130,10 @@ def _cold() -> Iterator[None]:
 def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> dict[str, float]:
     """Seconds of a first call: of capture, of the passes and what else comes before it runs."""
     shape = Shape(layers=layers, width=width, context=16, batch=2)
-    rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
+    train, rows = _training_of(name, shape, mesh)
     # An older checkout has no blocks.
     how = {"blocks": True} if "blocks" in inspect.signature(pt.compile).parameters else {}
-    step = pt.compile(training(zero(_model(name, shape), mesh, stage=3)), backend=backend, **how)
+    step = pt.compile(train, backend=backend, **how)
     _seconds.clear()
     start = _seconds_of_all()
     if backend == "graph":
@@ -111,9 +165,7 @@ def main(name: str, width: int, backend: str) -> None:
     mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     _timed("capture")
     _timed("make_program")
-    _first_step(
-        name, 1, width, mesh, backend
-    )  # what is imported once, and tables that are made once
+    _first_step(name, 1, width, mesh, backend)  # imports, and tables that are made once
     for line in sys.stdin:
         print(json.dumps(_first_step(name, int(line), width, mesh, backend)), flush=True)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3: compiled, eager, and by FSDP2, in
 one run. Counted is every byte that torch's CPU allocator has out above what is held between steps.
+With `--uneven` the ranks' shards of each weight differ by a row.
 `partita bench memory predicted` holds predictions of many models against what is counted.
 """
 
@@ -77,7 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048, help="a layer has 4 width^2 bytes")
+    parser.add_argument(
+        "--uneven", action="store_true", help="one row less, which the ranks do not divide"
+    )
     options = parser.parse_args(argv)
+    options.width -= options.uneven
     told = on_ranks(_peaks, options.ranks, options.layers, options.width)
     layer = 4 * options.width**2
     print(

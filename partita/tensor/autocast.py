@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 
-__all__ = ["Cast", "as_autocast_casts", "cast_of", "without_autocast"]
+__all__ = ["Cast", "as_autocast_casts", "cast_of", "without_any_autocast", "without_autocast"]
 
 
 class Cast(enum.Enum):
@@ -89,6 +89,20 @@ def without_autocast(device_type: str) -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled(device_type, True)
+
+
+@contextmanager
+def _without_all_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(without_autocast(device_type))
+        yield
+
+
+def without_any_autocast() -> AbstractContextManager[None]:
+    """Within, autocast does nothing on any device: what runs has been cast as it was asked to."""
+    return _without_all_autocast() if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
 def as_autocast_casts(run: Callable[..., Any], op: str, inplace: bool) -> Callable[..., Any]:

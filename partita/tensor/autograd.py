@@ -20,7 +20,14 @@ from .origin import current
 from .spec import Spec, two_meshes
 from .watch import HERE
 
-__all__ = ["ask_gradient", "carry_all", "convert_gradient", "cut_otherwise", "moved"]
+__all__ = [
+    "alias_without_base",
+    "ask_gradient",
+    "carry_all",
+    "convert_gradient",
+    "cut_otherwise",
+    "moved",
+]
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
@@ -80,6 +87,24 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
             raise two_meshes(op, before.wire, after.wire)
         moves = plan(before.layout, after.layout, before.wire.mesh, x.element_size())
         return _moved(x, moves, before.wire, op, reason)
+
+
+class _NoView(torch.autograd.Function):
+    """The identity, whose result is no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def alias_without_base(x: torch.Tensor) -> torch.Tensor:
+    """A plain alias of `x` with its gradient that holds neither `x` nor what that is a view of."""
+    alias: torch.Tensor = _NoView.apply(x)
+    return alias
 
 
 class _ConvertGradient(torch.autograd.Function):

@@ -28,7 +28,8 @@ __all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
 BUCKET_BYTES = 64 << 20
 """One all-reduce settles at most about this many bytes of gradients."""
 
-_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_base: Any = torch._C.TensorBase
+_data, _grad = _base.data, _base.grad.__get__
 
 
 def owner_of(grad: torch.Tensor) -> DTensor | None:
@@ -60,9 +61,13 @@ def settle(params: Iterable[DTensor]) -> None:
     for owner in dict.fromkeys(rest.owner for rest in rests if rest is not None):
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
-    for p in params:
-        grad = p.grad
-        if grad is None or not grad._spec.is_pending:
+    with Local():
+        held = [_grad(p) for p in params]
+    for p, known in zip(params, held, strict=True):
+        if known is None or (isinstance(known, DTensor) and not known._spec.is_pending):
+            continue
+        grad: Any = p.grad  # which types it
+        if not grad._spec.is_pending:
             continue
         if settled_spec(p) is not p._spec:
             _settle_into_shard(p, grad)

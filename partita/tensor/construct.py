@@ -15,6 +15,7 @@ from partita.rules.pieces import part as cut
 from .agreement import no_strides
 from .draws import draw_alike
 from .dtensor import DTensor, tagged
+from .padded_storage import copy_with_room, with_room
 from .parameter import can_hold, hold_value, refuse_lazy
 from .spec import Spec, placed
 
@@ -31,8 +32,6 @@ __all__ = [
     "zeros",
 ]
 
-_DENSE = torch.contiguous_format
-
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a `whole` value under `spec`, in memory of its own.
@@ -47,7 +46,7 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
         # A piece that shares memory would keep the whole value alive. One without elements, which
         # is contiguous as it is, has the strides that other ranks' pieces have.
-        part = part.clone() if part.numel() else torch.empty_like(part, memory_format=_DENSE)
+        part = copy_with_room(part, spec)
     _keep_on_first(part, spec)
     return part
 
@@ -193,7 +192,7 @@ def _filled(
 ) -> DTensor:
     spec = placed(device_mesh, _size(size), placements)
     options.setdefault("device", spec.wire.device)
-    local = make(spec.local_shape, **options)
+    local = with_room(make(spec.local_shape, **options), spec)
     if spec.is_pending and not pending:
         _keep_on_first(local, spec)
     return tagged(local, spec).requires_grad_(requires_grad)

@@ -13,6 +13,7 @@ from partita.layout import Fix, Layout, LayoutError
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .padded_storage import copy_with_room, find_padded, with_room
 from .plain import admit
 from .plain_writes import give_history, whole_alias
 from .spec import Spec, spec_of, taken_by
@@ -74,7 +75,7 @@ def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        new = tagged(x.detach().clone(), x._spec)
+        new = tagged(_cloned(x.detach(), x._spec), x._spec)
         new.requires_grad_(x.requires_grad)
         if x.grad is not None:
             grad = gradient_of(x)
@@ -85,6 +86,13 @@ def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
             new.__dict__[name] = copy.deepcopy(value, memo)
     memo[id(x)] = new
     return new
+
+
+def _cloned(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """A copy of a rank's piece, with room for padding where the piece has it."""
+    if find_padded(local, spec.padded_shape) is not None:
+        return copy_with_room(local, spec)
+    return local.clone()
 
 
 def _rebuild(
@@ -121,7 +129,10 @@ def _rebuild(
                 Fix("torch.save(x.full_tensor(), path)", "the whole value"),
             ),
         )
-    out = tagged(local.detach(), spec).requires_grad_(local.requires_grad)
+    mine = local.detach()
+    if not (mine.is_cpu and mine.is_shared()):  # else another process sees what is written to it
+        mine = with_room(mine, spec)
+    out = tagged(mine, spec).requires_grad_(local.requires_grad)
     out.__dict__.update(names)
     return out
 

@@ -17,6 +17,7 @@ from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_a
 from partita.layout import Fix
 
 from .names import Form
+from .op_facts import facts_of
 
 __all__ = ["default_generator", "draw_alike", "drawing"]
 
@@ -40,7 +41,7 @@ def _draws(name: str) -> bool:
         return True
     for packet in (getattr(torch.ops.aten, n, None) for n in (name, name + "_")):
         if packet is not None and any(
-            torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()
+            facts_of(getattr(packet, o)).draws for o in packet.overloads()
         ):
             return True
     return False

@@ -23,6 +23,7 @@ from partita.layout import Partial, Replicate
 from partita.rules import Arg, Call, Kernel, Said, rule
 from partita.rules.own_op import op
 
+from .autograd import alias_without_base
 from .dtensor import DTensor
 
 __all__: list[str] = []
@@ -161,18 +162,6 @@ def _sentence(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) 
     return Said(f"{terms} -> {', '.join(results)}", local, work=work)
 
 
-class _Piece(torch.autograd.Function):
-    """A plain alias that is no view of a DTensor: Dynamo looks at what a tensor is a view of."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 Range = tuple[int, ...]
 """Where a rank's samples or heads begin, and how many they are."""
 
@@ -186,7 +175,8 @@ def _kernel(rows: Range, heads: Range) -> Kernel:
             score_mod = _shifted_score(score_mod, rows[0], heads[0])
         if block_mask is not None:
             block_mask = _part(block_mask, rows, heads)
-        pieces = [_Piece.apply(x) for x in (query, key, value)]
+        # Dynamo looks at what a tensor is a view of.
+        pieces = [alias_without_base(x) for x in (query, key, value)]
         with _EnableTorchFunction():
             out = flex(
                 *pieces,

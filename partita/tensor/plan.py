@@ -13,7 +13,7 @@ from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
 from partita.rules import Bound
 
-from .autograd import moved
+from .autograd import alias_without_base, moved
 from .buckets import pending_gradients, settle
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
@@ -255,7 +255,10 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     fits = kept is not None and kept.spec is after and kept.version == version
     if kept is not None and fits and _version(kept.value) == kept.value_version:
         return kept.value
+    # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
+    with Local():
+        value = value if value._base is None else alias_without_base(value)
     own_state(x).moved = MovedValue(after, (_version(x), graded), value, _version(value))
     return value
 

@@ -34,7 +34,9 @@ __all__ = [
     "update_spec",
 ]
 
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_base: Any = torch._C.TensorBase
+_grad, _requires_grad = _base.grad, _base.requires_grad.__get__
+_hooks = _base._backward_hooks.__get__
 
 
 def settled_spec(x: DTensor) -> Spec:
@@ -101,29 +103,35 @@ def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 def mark_settled(x: DTensor) -> None:
     """From now on, before shares are added to x's settled gradient, make it shares again."""
-    if x._spec is x._spec.gradient or not x.requires_grad:
+    if x._spec is x._spec.gradient:
         return
-    watch = state_of(x).reopens
-    if watch is None:
-        known = weakref.ref(x)
-        with Local():
+    with Local():  # or each question to torch would be a function of torch's, of a DTensor
+        if not _requires_grad(x):
+            return
+        watch = state_of(x).reopens
+        if watch is None:
+            known = weakref.ref(x)
             handle = x.register_hook(lambda _: _reopen(known()))
-        watch = ReopenHook(handle.id, x._backward_hooks[handle.id])
-        own_state(x).reopens = watch
-    x._backward_hooks[watch.id] = watch.hook
+            watch = ReopenHook(handle.id, _hooks(x)[handle.id])
+            own_state(x).reopens = watch
+        _hooks(x)[watch.id] = watch.hook
 
 
 def unmark_settled(x: DTensor) -> None:
     """x has no settled gradient any more."""
     watch = state_of(x).reopens
     if watch is not None:
-        x._backward_hooks.pop(watch.id, None)
+        with Local():
+            _hooks(x).pop(watch.id, None)
 
 
 def is_watched(x: torch.Tensor) -> bool:
     """Is one of x's hooks ours?"""
     watch = state_of(x).reopens
-    return watch is not None and watch.id in x._backward_hooks
+    if watch is None:
+        return False
+    with Local():
+        return watch.id in _hooks(x)
 
 
 def _reopen(x: DTensor | None) -> None:

@@ -83,8 +83,25 @@ class Spec:
     @cached_property
     def largest(self) -> int:
         """The elements of the first rank's piece, which no rank's exceeds."""
+        return math.prod(self.padded_shape)
+
+    @cached_property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape of the first rank's piece, to which smaller ones are padded."""
         mesh = self.wire.mesh
-        return math.prod(self.layout.local_shape(mesh, (0,) * mesh.ndim))
+        return self.layout.local_shape(mesh, (0,) * mesh.ndim)
+
+    @cached_property
+    def is_padded_behind(self) -> bool:
+        """Where pieces are uneven: are all elements of one before all of its padding, on every
+        rank?"""
+        mesh, layout = self.wire.mesh, self.layout
+        uneven = [
+            dim
+            for dim, axes in enumerate(layout.shards)
+            if layout.shape[dim] % math.prod([mesh.size(a) for a in axes])
+        ]
+        return len(uneven) == 1 and math.prod(self.padded_shape[: uneven[0]]) == 1
 
     @cached_property
     def as_copy(self) -> Spec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .composite import entered
 from .dtensor import DTensor, tagged
 from .origin import current
 from .setitem import set_item
-from .settled import allowed_gradient, hold, unmark_settled
+from .settled import allowed_gradient, hold, is_watched, unmark_settled
 from .spec import Spec, spec_of
 from .tensor_state import own_state, state_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "MEMORY",
     "PASS",
     "SPECIAL",
+    "clear_gradients",
     "gradient_of",
     "means",
     "passes",
@@ -112,7 +113,10 @@ def gradient_of(x: DTensor) -> DTensor | None:
 @means(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     _show_gradient(x)
-    if grad is not None:
+    if grad is None:
+        unmark_settled(x)  # type: ignore[arg-type]
+        fits = True
+    else:
         if not isinstance(x, DTensor):
             raise LayoutError(
                 "a plain tensor cannot have a DTensor as its gradient",
@@ -127,14 +131,26 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
         grad = allowed_gradient(x, grad)
-    else:
-        unmark_settled(x)  # type: ignore[arg-type]
+        with Local():
+            fits = grad.shape == x.shape
     with Local():
-        fits = grad is None or grad.shape == x.shape
         if fits:
             _grad.__set__(x, grad)
     if not fits:  # ZeRO leaves each rank a shard of it
         hold(x, grad)  # type: ignore[arg-type]
+
+
+def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """`x.grad = None` of each, which takes longer to say than to find that most have none."""
+    shown = None
+    with Local():
+        for x in tensors:
+            rest = state_of(x).rest
+            if rest is not None and rest.owner is not shown:
+                shown = rest.owner
+                shown.show_gradient()
+            if _grad.__get__(x) is not None or is_watched(x):
+                x.grad = None
 
 
 @means(T.grad.__delete__)

@@ -47,10 +47,10 @@ class Call:
             parameter gets none: else no node reads a parameter after its own gradient is complete.
     """
 
-    def __init__(self, unit: Unit, graded: bool):
+    def __init__(self, unit: Unit, graded: bool, trained: list[bool] | None = None):
         self.unit = unit
         self.needs = unit.saves_unseen
-        wanting = unit.trained()
+        wanting = unit.trained() if trained is None else trained
         self.trains = any(wanting)
         self.since = 0
         self.written: dict[int, int] = {}

@@ -8,7 +8,6 @@ Should anything change one meanwhile, what was sent for it is dropped, and it is
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,15 +37,15 @@ class _Bucket:
     """Parameters of one dtype, of one block or of small ones; how far their gradients are.
 
     Attributes:
-        ready: of the parameters whose gradients came, these and their versions. A step need not use
-            all parameters: what came in an earlier one is no gradient of this one's.
+        ready: of which parameters gradients have come, in this step or, since a step need not use
+            all of them, in an earlier one.
     """
 
     def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
         self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
         self._flat: Flat | None = None
         self._of: torch.device | None = None
-        self.ready: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.ready: set[int] = set()
         self.sent: list[tuple[torch.Tensor, int]] = []
         self.wait: Callable[[], list[torch.Tensor]] = list
 
@@ -66,21 +65,19 @@ class _Bucket:
 
     def came(self, i: int) -> list[torch.Tensor] | None:
         """Parameter `i` has its gradient. All gradients, if that was the last one to come."""
-        grad = _grad(self.params[i])
-        assert grad is not None
-        self.ready[i] = weakref.ref(grad), grad._version
+        self.ready.add(i)
         if len(self.ready) < len(self.params):
             return None
-        found = []
-        for k, (p, g) in enumerate(zip(self.params, self.grads(), strict=True)):
-            known, version = self.ready[k]
-            is_pending = not isinstance(g, DTensor) or g._spec is p._spec.gradient
-            if g is None or g.requires_grad:  # of a graph of its own: it stays what it is
-                del self.ready[k]
-            elif known() is g and g._version == version and is_pending:
-                found.append(g)
-            else:
-                del self.ready[k]
+        with Local():
+            grads = self.grads()
+            found = []
+            for k, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+                # What is of a graph of its own, or was settled since it came, stays what it is.
+                is_pending = not isinstance(g, DTensor) or g._spec is p._spec.gradient
+                if g is not None and is_pending and not g.requires_grad:
+                    found.append(g)
+                else:
+                    self.ready.discard(k)
         if len(found) < len(self.params):
             return None
         self.ready.clear()
@@ -160,8 +157,7 @@ class Early:
 
     def _hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
-            with Local():
-                grads = bucket.came(i)
+            grads = bucket.came(i)
             if grads is not None and not self.waits:
                 self._send(bucket, grads)
 

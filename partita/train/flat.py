@@ -21,6 +21,7 @@ from partita.comm import UnderWay, Wire
 from partita.layout import Layout
 from partita.redistribute import Move
 from partita.tensor.engine import holders
+from partita.tensor.padded_storage import find_padded
 from partita.tensor.spec import Spec
 
 from .released import take_from_views
@@ -68,8 +69,18 @@ class Piece:
             found.append((flat[full * self.length :], rows[full, :rest]))
         return found
 
+    def padding(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of `rows` in which nothing lies."""
+        if self.spans is not None:
+            return [rows[r, n:] for r, (_, n) in enumerate(self.spans) if n < self.length]
+        full, rest = divmod(self.whole.local_shape.numel(), max(self.length, 1))
+        if not rest:
+            return [rows[full:]] if full < len(rows) else []
+        return [rows[full, rest:], rows[full + 1 :]]
+
 
 _ALIGNED = 64  # bytes
+_LARGE = 1 << 20  # bytes
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -168,6 +179,7 @@ class Flat:
         for p, end in zip(self.pieces, ends, strict=True):
             self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
         self._full = torch.empty(0, dtype=dtype, device=device)
+        self._sums = self._full
         self.alive = 0
         self.span = (0, 0)
         self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
@@ -206,11 +218,13 @@ class Flat:
 
     def _end_to_end(self, shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         """The local shards, each with its padding: in their row of `out`, which all come to; the
-        only one as it is, where it fits."""
-        if len(shards) == 1:
-            (only,) = shards
-            if only.numel() == self.length and only.dtype == self.dtype and only.is_contiguous():
-                return only.detach().view(-1)
+        only one as it is, where it fits with the room behind it."""
+        if len(shards) == 1 and shards[0].dtype == self.dtype:
+            only: torch.Tensor | None = shards[0].detach()
+            if only.numel() < self.length:
+                only = find_padded(only, (self.length,))
+            if only is not None and only.is_contiguous():
+                return only.view(-1)
         mine = self._own_row(out)
         if self._is_even and all(_dtype(s) is self.dtype for s in shards):
             return torch.cat([s.reshape(-1) for s in shards], out=mine)
@@ -266,6 +280,10 @@ class Flat:
             )
             for p in self.pieces
         ]
+
+    def shows(self, t: torch.Tensor) -> bool:
+        """Is `t`, which has no elements and so no address, a view of what is gathered?"""
+        return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
         """Free what was gathered; or leave it, for good, to whoever keeps a plain view of it."""
@@ -327,14 +345,20 @@ class Flat:
         held: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gradients of what was gathered as (n, length), a row for each rank; added to `held`."""
-        fits = self._is_even and all(g is not None for g in grads)
+        is_full = all(g is not None for g in grads)
+        fits = self._is_even and is_full
         if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
             rows = [g.reshape(self.n, k) for g, k in zip(grads, self._lengths, strict=True)]  # type: ignore[union-attr]
             return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
         sums = held
         if sums is None:
-            new = torch.empty if fits else torch.zeros
+            # To write zeros under large gradients takes longer than to find what pads them.
+            is_large = self.n * self.length * dtype.itemsize >= _LARGE
+            new = torch.empty if fits or (is_full and is_large) else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
+            if new is torch.empty and not fits:
+                each = [p.padding(self._of_each(sums, p)) for p in self.pieces]
+                torch._foreach_zero_([part for parts in each for part in parts])
         to, come = [], []
         for g, p in zip(grads, self.pieces, strict=True):
             if g is None or not p.length:
@@ -351,7 +375,7 @@ class Flat:
 
     def total(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Begin to sum the ranks' gradients; what is returned waits for the sums."""
-        flat = torch.cat([g.reshape(-1) for g in grads])
+        flat = self._end_to_end_of(grads)
         work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
 
         def wait() -> list[torch.Tensor]:
@@ -360,6 +384,24 @@ class Flat:
             return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
 
         return wait
+
+    def _end_to_end_of(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All gradients, copied one after the other.
+
+        On a CPU into the memory of the step before, unless anything still looks at that: a system
+        clears each page of new memory, for a tenth of what it takes to sum it.
+        """
+        rows = [g.reshape(-1) for g in grads]
+        if self.device.type != "cpu":
+            return torch.cat(rows)
+        size, dtype, known = sum(map(len, rows)), rows[0].dtype, self._sums
+        if (
+            known.numel() != size
+            or known.dtype is not dtype
+            or holders(known.untyped_storage()) > 2
+        ):
+            self._sums = torch.empty(size, dtype=dtype, device=self.device)
+        return torch.cat(rows, out=self._sums)
 
     def reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
         """Begin to sum the ranks' `sums`, each keeping its piece, in `dtype`.

@@ -17,6 +17,7 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, was_written_since
 
@@ -66,7 +67,7 @@ def materialize(
             where = spec.wire.device if device is None else device
             put_in_place(
                 held,
-                tagged(torch.empty(spec.local_shape, dtype=t.dtype, device=where), spec),
+                tagged(empty_with_room(spec, t.dtype, where), spec),
                 by="materialize",
             )
         else:

@@ -11,6 +11,7 @@ from partita.comm import wire_of
 from partita.tensor.autograd import moved
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.padded_storage import with_room
 from partita.tensor.spec import Spec, spec_of
 
 from .activations import watch
@@ -80,4 +81,5 @@ def _moved(x: DTensor, spec: Spec) -> DTensor:
     if x.is_meta:
         return tagged(torch.empty(spec.local_shape, dtype=x.dtype, device="meta"), spec)
     with torch.no_grad():
-        return tagged(moved(x, x._spec, spec, "parallelize", "explicit"), spec)
+        local = moved(x, x._spec, spec, "parallelize", "explicit")
+        return tagged(with_room(local, spec), spec)

@@ -16,6 +16,7 @@ from torch import nn
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.parameter import can_hold, hold_value
 from partita.tensor.settled import is_watched
 from partita.tensor.tensor_state import OURS, own_state, state_of
@@ -114,7 +115,7 @@ def put_memory(held: Held, *, by: str) -> None:
     x = held.tensor
     if isinstance(x, DTensor):
         spec = x._spec
-        new = torch.empty(spec.local_shape, dtype=x.dtype, device=spec.wire.device)
+        new = empty_with_room(spec, x.dtype, spec.wire.device)
         put_in_place(held, tagged(new, spec), by=by)
     else:
         put_in_place(held, torch.empty_like(x, device="cpu"), by=by)

@@ -43,7 +43,7 @@ class Saving:
         with Local():
             at = t.data_ptr()
             for flat in self._flats:
-                if flat.span[0] <= at < flat.span[1]:
+                if flat.span[0] <= at < flat.span[1] or (not at and flat.shows(t)):
                     self.call.needs = self.call.unit.needed = True
                     return _Stood(self.call, flat, t)
             # Of another dtype than all that is gathered, or of one of several.

@@ -317,6 +317,9 @@ class Unit:
         )
 
     def hide(self) -> None:
+        for _, whole, _, _ in self._seen:
+            # A view of it, which would hold it in turn, where no collector of garbage looks.
+            own_state(whole).moved = None
         self._seen = []
         if self.shown:
             for places, p in zip(self.slots, self._shards, strict=True):
@@ -343,10 +346,9 @@ class Unit:
         with Unheard(), _counting_versions():
             self.zero.enter_forward(self)
             self.depth = 1
-            call = None
-            wanted = graded or any(self.trained())
-            if is_recorded and wanted:
-                call = Call(self, graded)
+            call, trained = None, self.trained()
+            if is_recorded and (graded or any(trained)):
+                call = Call(self, graded, trained)
             self.show(call)
         if call is not None:
             self._open[-1] = Saving(call)

@@ -23,6 +23,7 @@ from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import after_backward, backward_pass, in_backward
+from partita.tensor.padded_storage import with_room
 from partita.tensor.parameter import hold_value, refuse_lazy
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.special import BROKEN_OFF
@@ -573,7 +574,7 @@ def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
     spec = value._spec
     after = _sharded(spec, axes)
     local = moved(value, spec, after, "zero", "explicit")
-    return tagged(local.contiguous(), after)
+    return tagged(with_room(local, after), after)
 
 
 def _graded(units: Sequence[Unit]) -> list[DTensor]:

@@ -182,12 +182,40 @@ class Splitting(Block):
         return torch.cat([a * torch.sigmoid(b), torch.stack([a, b]).max(0).values], -1)
 
 
+class DroppingPaths(Block):
+    """Each layer drops more rows than the one before it, in the ways of several libraries."""
+
+    def between(self, h):
+        keep = 1 - self.number / 8
+        if keep == 1:
+            return h
+        rows = h.new_empty(h.shape[0], 1).bernoulli_(keep).div_(keep)
+        return h.div(keep) * (keep + torch.rand(h.shape[0], 1)).floor_() * rows
+
+
+class Weighed(Block):
+    """Floats of a layer's own go into calls of many kinds."""
+
+    def between(self, h):
+        w = 0.1 * (1 + self.number)
+        h = torch.addcmul(h, h, h, value=w) + torch.full((h.shape[-1],), w)
+        return torch.where(h > w, h, 3 * w).clamp(-9.0 - w, 9.0 + w) - w
+
+
+class DroppingMore(Block):
+    """What dropout is given decides what it calls: other rates are other structures."""
+
+    def between(self, h):
+        return F.dropout(h, 0.1 * self.number)
+
+
 PROGRAMS = {
     kind.__name__: kind
     for kind in (
         *(Block, Dropping, Alternating, Longer, Scaled, Numbered, Masked, WritingInside),
         *(WritingItsInput, WritingWhatItTakes, Counting, Normed, WithFunction, Hooked, Clamping),
-        *(Checkpointed, CheckpointedInside, Casting, InDouble, Splitting),
+        *(Checkpointed, CheckpointedInside, Casting, InDouble, Splitting, DroppingPaths),
+        *(Weighed, DroppingMore),
     )
 }
 
@@ -252,6 +280,14 @@ def test_each_structure_is_traced_once(name):
     _, step = made(lambda: Stack(PROGRAMS[name], 4), squares, None, True)
     assert step.program.blocks.structures == ((name, 4 // ONCE[name]),) * ONCE[name]
     assert not step.program.blocks.apart
+
+
+def test_floats_that_differ_between_blocks_make_no_structures():
+    for kind, calls in ((Scaled, [1, 5]), (Weighed, [1, 5]), (DroppingPaths, [1, 1, 4])):
+        _, step = made(lambda kind=kind: Stack(kind, 6), squares, None, True)
+        assert [count for _, count in step.program.blocks.structures] == calls
+    _, step = made(lambda: Stack(DroppingMore, 4), squares, None, True)
+    assert len(step.program.blocks.structures) == 4 and not step.program.blocks.apart
 
 
 APART = {"WithFunction": "Square", "Hooked": "register_hook", "WritingWhatItTakes": "writes"}
@@ -616,3 +652,47 @@ def test_a_block_that_is_split_over_ranks_is_traced_once():
     assert losses == wanted and found == flat
     # The first takes what is whole, the others what is split.
     assert blocks.structures == (("Block", 1), ("Block", BLOCKS - 1))
+
+
+def test_a_backward_under_other_modes_is_another_trace():
+    def run(blocks):
+        torch.manual_seed(0)
+        model = Stack(Block, 3)
+
+        def step(x, y):
+            one, other = model(x).square().mean(), model(y).square().mean()
+            with torch.autocast("cpu", torch.bfloat16):
+                one.backward()
+            first = [p.grad.clone() for p in model.parameters()]
+            other.backward()
+            return first, [p.grad for p in model.parameters()]
+
+        x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        return pt.compile(step, backend="graph", blocks=blocks)(x, y)
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+# -- whether, and what is printed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "traced"), [(5, ()), (6, (("Block", 6),))])
+def test_six_blocks_that_are_alike_are_traced_once_unless_one_says_otherwise(count, traced):
+    _, step = made(lambda: Stack(Block, count), squares, None, None, calls=1)
+    assert step.program.blocks.structures == traced
+    _, step = made(lambda: Stack(Block, count), squares, None, False, calls=1)
+    assert step.program.blocks.structures == ()
+
+
+def test_a_graph_prints_once_what_repeats_itself():
+    texts = {}
+    for count in (8, 16):
+        _, step = made(lambda count=count: Stack(Block, count), squares, None, None, calls=1)
+        lines, every = str(step.graph).splitlines(), step.graph.to_string().splitlines()
+        said = [int(line.split("(")[1].split()[0]) for line in lines if line.startswith("... ")]
+        assert len(every) == len(step.graph.nodes) + 1
+        assert len(lines) - len(said) + sum(said) == len(every) and lines[-1] == every[-1]
+        assert set(lines) - set(every) == {line for line in lines if line.startswith("... ")}
+        texts[count] = len(lines)
+    assert texts[16] <= texts[8] + 8

@@ -308,6 +308,29 @@ def test_views_of_one_memory_may_be_given_unless_one_is_written_where_they_overl
     assert torch.equal(eager(base[:4], base[2:6]), doubles(before[:4], before[2:6]))
 
 
+@pytest.mark.parametrize("other", ["argument", "parameter"])
+def test_memory_that_is_exchanged_later_is_seen_to_be_shared(other):
+    first, second = (nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(2))
+
+    def step(x):
+        first.add_(1)
+        return x * second
+
+    fast, x = graph_of(step), torch.ones(2)
+    for _ in range(2):
+        fast(x)
+    first.data = torch.full((2,), 5.0)
+    if other == "parameter":
+        second.data = first.data
+    x = first.detach() if other == "argument" else x
+    for _ in range(2):
+        with pytest.raises(pt.CaptureError, match="lie in the same memory"):
+            fast(x)
+    assert first.tolist() == [5, 5]
+    second.data = torch.full((2,), 2.0)
+    assert fast(torch.ones(2)).tolist() == [2, 2]
+
+
 def test_an_argument_that_is_a_view_of_a_parameter_that_is_updated_is_refused():
     weight = nn.Parameter(torch.ones(4, 4))
 

@@ -72,3 +72,45 @@ def test_tensors_in_defaults_attributes_of_functions_and_deques_are_inputs():
     assert torch.equal(fast(x), x * 9.0)
     attributed.by = torch.full((2, 3), 9.0)
     assert torch.equal(pt.compile(attributed, backend="graph")(x), x * 9.0)
+
+
+def test_what_a_step_computes_without_autocast_stays_so_where_its_caller_has_it_on():
+    def turned(x):
+        with torch.autocast("cpu", enabled=False):
+            exact = x @ x.t()
+        return exact, x @ x
+
+    x = torch.rand(8, 8) * 100
+    step = pt.compile(turned, backend="graph")
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            for one, other in zip(step(x), turned(x), strict=True):
+                assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_an_operator_of_ones_own_is_refused_by_name_and_falls_back():
+    @torch.library.custom_op("partita_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    with pytest.raises(pt.LayoutError, match="an operator of a library of its own"):
+        pt.compile(lambda x: twice(x), backend="graph")(torch.ones(2))
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        step = pt.compile(lambda x: twice(x), backend="graph", fallback="eager")
+        assert step(torch.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_what_torch_checks_of_values_is_checked_in_each_call(graded):
+    def checked(x):
+        torch._assert_async((x.diagonal() < 9).all())
+        return torch.linalg.cholesky(x) + torch.linalg.inv(x)
+
+    step = pt.compile(checked, backend="graph")
+    good = torch.eye(3).requires_grad_(graded)
+    assert torch.equal(step(good), 2 * torch.eye(3))
+    for bad, error in ((-torch.eye(3), "cholesky"), (10 * torch.eye(3), "nonzero")):
+        with pytest.raises(RuntimeError, match=error):
+            step(bad.requires_grad_(graded))
+    assert torch.equal(step(good), 2 * torch.eye(3))

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.dlpack import to_dlpack
 
 import partita as pt
 from partita.compile.workspace import workspace
@@ -569,10 +570,13 @@ def test_torch_asks_one_flag_whether_it_is_compiled():
 
 def test_the_hooks_of_tensors_and_optimizers_are_in_dictionaries():
     p = nn.Parameter(torch.ones(2))
-    assert not p._backward_hooks and not getattr(p, "_post_accumulate_grad_hooks", None)
+    base = torch._C.TensorBase
+    tables = [base._backward_hooks, base._post_accumulate_grad_hooks]
+    assert [table.__get__(p) for table in tables] == [None, None]
     p.register_hook(lambda g: g)
     p.register_post_accumulate_grad_hook(lambda p: None)
     assert len(p._backward_hooks) == len(p._post_accumulate_grad_hooks) == 1
+    assert all(table.__get__(p) is table.__get__(p) for table in tables)
     optimizer = torch.optim.SGD([p], lr=0.1)
     told = []
     optimizer.register_step_pre_hook(lambda *_: told.append(1))
@@ -688,3 +692,23 @@ def test_torchs_older_profiler_tells_what_a_call_takes_and_says_nothing(capfd):
     taken = workspace(backward, args, [x, x[0], x[0]])  # two sums for each thread
     assert taken == 2 * x[0].nbytes * torch.get_num_threads()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_storage_of_dlpack_shows_a_part_of_memory_and_keeps_what_is_said_of_it():
+    whole = torch.arange(8.0)
+    front = torch.from_dlpack(to_dlpack(whole.view(torch.uint8)[:12]))
+    front.untyped_storage().room = whole
+    shown = torch.empty(0).set_(front.untyped_storage(), 0, (3,), (1,))
+    start = whole.data_ptr()
+    del front, whole
+    gc.collect()
+    storage = shown.detach().untyped_storage()
+    assert storage.nbytes() == 12 and storage.data_ptr() == start and not storage.resizable()
+    assert storage.room.tolist() == list(range(8)) and storage.room.data_ptr() == start
+    shown.add_(1)
+    assert storage.room[:4].tolist() == [1, 2, 3, 3]
+    assert not vars(shown.clone().untyped_storage())
+    assert holders(storage) == 2  # the tensor and the storage in hand
+    shown.share_memory_()  # elsewhere, and the same object still
+    storage = shown.untyped_storage()
+    assert storage.data_ptr() != start == storage.room.data_ptr()

@@ -683,3 +683,33 @@ def test_a_region_holds_no_gathered_weight_from_one_step_to_the_next(monkeypatch
     with pt.ranks(dp=2) as world:
         world.run(body)
     assert not searched  # what holds one has to be looked for among all objects
+
+
+def test_a_result_that_is_a_view_within_may_be_written_by_who_gets_it():
+    def run(compiled):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        if compiled:
+            pt.compile(layer, backend="graph")
+        x = torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_()
+        y = F.relu(layer(x), inplace=True)
+        y.square().sum().backward()
+        return y, x.grad, layer.weight.grad
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_backward_of_a_region_under_autocast_computes_as_it_was_captured():
+    def run(compiled):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        if compiled:
+            pt.compile(layer, backend="graph")
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        loss = layer(x).square().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        return x.grad.dtype, layer.weight.grad.dtype
+
+    assert run(True) == run(False)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import partita as pt
 from partita import Replicate, Shard
 from partita.tensor.dispatch import OPS
+from partita.tensor.plan import CallPlan
 from tests.ranks.steps import squares
 from tests.ranks.test_attention_of_split_sequences import double, losses
 
@@ -86,7 +87,8 @@ def test_a_call_knows_of_ledgers_only_while_one_is_open():
         x = spread(mesh, 8, 8, placements=[R])
         x @ x
         own = x._spec.wire
-        plans = [p for op in OPS.values() for p in op.plans.values() if p.work and p.wire is own]
+        calls = [p for op in OPS.values() for p in op.plans.values() if isinstance(p, CallPlan)]
+        plans = [p for p in calls if p.work and p.wire is own]
         assert plans
         before = [p.kernel for p in plans]
         with pt.ledger() as outer:

@@ -118,12 +118,34 @@ def under_a_split(x, y):
     return a, b
 
 
+def as_other_bits(x, y):
+    x.view(torch.int32).bitwise_and_(0x7FFFFFFF)
+    z = y * -1
+    z.view(torch.int32)[0].bitwise_and_(0x7FFFFFFF)
+    return z, x.view(torch.int32)
+
+
+def unsafe_pieces(x, y):
+    z = x * 2
+    torch.unsafe_chunk(z, 3)[0].add_(5)
+    part = torch.unsafe_split(z, 1)[1]
+    z.mul_(y.sum())
+    torch.unsafe_split_with_sizes(z, [1, 2], 1)[1].add_(part[:, :2] * 2)
+    return z, part
+
+
+def normed_without_statistics(x, y):
+    x.add_(F.batch_norm(x, None, None, training=True))
+    return F.instance_norm(y[None])
+
+
 REWRITTEN = (
+    *(as_other_bits, normed_without_statistics),
     *(flat_view, transposed_first, of_itself, narrower, signs_of_zero, lists, by_indices),
     *(drawn, argument, other_strides, slice_of, by_its_transpose, a_part_of_a_part),
     *(shown_otherwise,),
 )
-TRACED = (under_a_split,)
+TRACED = (under_a_split, unsafe_pieces)
 
 
 @pytest.fixture
@@ -132,21 +154,21 @@ def ways(monkeypatch):
     taken = []
     rewrite, trace = functional.rewrite_without_writes, functional.trace_without_writes
 
-    def rewritten(graph):
-        found = rewrite(graph)
+    def rewritten(*given):
+        found = rewrite(*given)
         taken.append("rewritten")
         return found
 
-    def traced(graph):
+    def traced(*given):
         taken.append("traced")
-        return trace(graph)
+        return trace(*given)
 
     monkeypatch.setattr(functional, "rewrite_without_writes", rewritten)
     monkeypatch.setattr(functional, "trace_without_writes", traced)
     return taken
 
 
-def refuse(graph):
+def refuse(*given):
     raise functional.UnsureOfWrites
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -554,6 +555,40 @@ def test_rows_that_several_axes_cut_unevenly_go_where_the_layout_says(mesh):
     with pt.ranks(**mesh) as world:
         for stage in (1, 3):
             compare(one, world.run(run, stage)[-1], f"stage {stage}")
+
+
+@pytest.mark.parametrize("last", [{}, {"4.*": {"tp": pt.Shard(0)}}])
+def test_a_rank_of_another_axis_that_has_no_features_makes_the_same_moves(last):
+    def build():
+        wide = nn.Sequential(nn.Linear(3, 2), nn.GELU(), nn.Linear(2, 4, bias=False))
+        return nn.Sequential(*wide, nn.Tanh(), nn.Linear(4, 2))
+
+    def run(mesh):
+        plan = {"0.*": {"tp": pt.Shard(0)}, "2.weight": {"tp": pt.Shard(1)}, **last}
+        model = pt.zero(pt.parallelize(built(build), mesh, plan), mesh, "dp")
+        x = pt.distribute_tensor(batch_of(4, 3), mesh, [pt.Shard(0), pt.Replicate()])
+        return train(model, lambda m, x, i: backward(m(x).square().mean()), x, adamw)
+
+    one = train(built(build), lambda m, x, i: backward(m(x).square().mean()), batch_of(4, 3), adamw)
+    with pt.ranks(dp=2, tp=3) as world:
+        for found in world.run(run):
+            compare(one, found, "features of two ranks of three")
+
+
+def test_what_a_block_needed_in_another_layout_goes_with_what_was_gathered():
+    def run(mesh):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
+        model = pt.parallelize(model, mesh, {"0.weight": {"tp": pt.Shard(1)}})
+        pt.zero(model, mesh, "dp")
+        x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0), pt.Replicate()])
+        seen = []
+        model[2].register_forward_pre_hook(lambda m, *_: seen.append(weakref.ref(m.weight)))
+        with pt.ledger() as log:
+            model(x).sum().backward()
+        return [one() is None for one in seen], log.count("kept")
+
+    with pt.ranks(dp=2, tp=2) as world:
+        assert world.run(run) == [([True], 0)] * 4
 
 
 # -- copies, dtypes, parts -------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 In reading order: `expected` (what a value was), `places` (where it stands), `record` with
 `instrument`, `calls` and `codes` (what a step reads), `writes` (what it changes), `guards` (the
-check), `call`, `signature` and `content_keys` (tensors and arguments), `reasons`.
+check), `marks` and `tensors` (all tensors at once), `call`, `signature` and `content_keys`
+(arguments), `reasons`.
 """
 
 from .call import CallGuard

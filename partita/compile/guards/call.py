@@ -14,14 +14,20 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from ..arguments import flatten_call
+from ..arguments import LEAVES, flatten_call
+from ..conditions import Condition, Conditions
 from ..fakes import local_of
 from ..program import Program
-from ..state import OF_TENSORS, Slot, State, attributes_of, hooks_of
+from ..state import Slot, State
 from .content_keys import argument_key, content_key
+from .marks import OF_TENSORS, attributes_of, hooks_of
 from .modes import modes
+from .tensors import TensorGuard
 
 __all__ = ["CallGuard", "kind_of_tensor"]
+
+_base: Any = torch._C.TensorBase
+_dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 
 
 class CallGuard:
@@ -51,6 +57,8 @@ class CallGuard:
     ):
         self.program = program
         arguments, self._structure = flatten_call(call)
+        args, kwargs = call
+        self._flat = not kwargs and LEAVES.issuperset(map(type, args))
         count = len(tensors) - len(arguments)
         self._held = list(tensors[:count])
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
@@ -66,20 +74,26 @@ class CallGuard:
             if not self.usable:
                 self._held = []
                 return
-            self._slots = [
-                (slot.home, slot.key, t, *_memory_of(t), t.requires_grad, t.__dict__.get("_spec"))
-                for slot, t in zip(slots, self._held, strict=True)
-            ]
+        self._tensors = TensorGuard(slots, self._held)
         self._arguments = [_kind_of(a) for a in arguments]
         self._modes = modes()
         self._modules = [vars(m) for m, _ in state.parts]
         self._training = [held.get("training") for held in self._modules]
         self._state = state
         self._optimizers = [
-            (o, o.state, [(p, d, len(d)) for p, d in o.state.items()])
+            (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
             for o in state.optimizers.values()
         ]
         self._inputs = [self._fixed(i.kind, i.index, count) for i in program.taken]
+        new = [(at, program.taken[at]) for at, found in enumerate(self._inputs) if found is None]
+        kept = program.numbers_to_keep
+        self._new = [(at, given) for at, given in new if given not in kept]
+        self._numbers = [(at, given) for at, given in new if given in kept]
+        self._values: list[Any] = [None for _ in self._numbers]
+        asked = [c for c in program.conditions if isinstance(c, Condition)]
+        self._asked = [*dict.fromkeys(given for c in asked for given in c.numbers)]
+        self._answered: list[Any] = []
+        self._others = Conditions(c for c in program.conditions if c not in asked)
 
     def _fixed(self, kind: str, index: int, count: int) -> torch.Tensor | None:
         """An input that is the same memory in each call; None of others."""
@@ -89,8 +103,15 @@ class CallGuard:
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
         """The leaves of a call, where it is like this one; else None."""
-        arguments, structure = flatten_call((args, kwargs))
-        if structure != self._structure or modes() != self._modes:
+        if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
+            if len(args) != len(self._arguments):
+                return None
+            arguments = [*args]
+        else:
+            arguments, structure = flatten_call((args, kwargs))
+            if structure != self._structure:
+                return None
+        if modes() != self._modes:
             return None
         try:
             if not self._as_before():
@@ -103,12 +124,27 @@ class CallGuard:
         if [_kind_of(a) for a in arguments] != self._arguments:
             return None
         tensors = self._held + arguments
-        return tensors if self.program.conditions.failed(tensors) is None else None
+        return tensors if self._allows(tensors) else None
+
+    def _allows(self, tensors: list[Any]) -> bool:
+        """Do the program's conditions hold? Those of numbers do while these are the same ones."""
+        numbers = [given.number(tensors) for given in self._asked]
+        if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
+            return self._others.failed(tensors) is None
+        holds = self.program.conditions.failed(tensors) is None
+        self._answered = numbers if holds else []
+        return holds
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         """What the program's inputs are in a call whose leaves are `tensors`."""
-        pairs = zip(self._inputs, self.program.taken, strict=True)
-        return [given.now(tensors) if fixed is None else fixed for fixed, given in pairs]
+        for i, (at, given) in enumerate(self._numbers):
+            value = given.number(tensors)
+            if value is not self._values[i]:
+                self._values[i], self._inputs[at] = value, given.now(tensors)
+        found = self._inputs.copy()
+        for at, given in self._new:
+            found[at] = given.now(tensors)
+        return found
 
     def _as_before(self) -> bool:
         assert self.program.guards is not None
@@ -118,48 +154,39 @@ class CallGuard:
             return False
         if self._state.regrouped():
             return False
-        for optimizer, state, entries in self._optimizers:
-            if optimizer.state is not state or len(state) != len(entries):
+        for optimizer, state, keys, entries, counts in self._optimizers:
+            if optimizer.state is not state or len(state) != len(keys):
                 return False
-            for p, known, count in entries:
-                if state.get(p) is not known or len(known) != count:
-                    return False
-        with Local():
-            # Another memory, layout or history is another tensor, though it be the same object.
-            for home, key, t, start, strides, requires_grad, spec in self._slots:
-                if (
-                    home[key] is not t
-                    or t.data_ptr() != start
-                    or t.stride() != strides
-                    or t.requires_grad is not requires_grad
-                    or t.__dict__.get("_spec") is not spec
-                ):
-                    return False
-        return True
-
-
-def _memory_of(t: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    return t.data_ptr(), t.stride()
+            if not (all(map(is_, state, keys)) and all(map(is_, state.values(), entries))):
+                return False
+            if [*map(len, entries)] != counts:
+                return False
+        return self._tensors.same()
 
 
 def _kind_of(value: Any) -> tuple[Any, ...]:
     """What a graph is made for, of one leaf of a call."""
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
-    with Local():
-        strides = value.stride()
-    return (*kind_of_tensor(value), strides)
+    with Local():  # or each attribute of a DTensor would enter it for itself
+        return (*_kind_of_tensor(value), value.stride())
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     """What a graph is made for, of a tensor, beside its strides."""
+    with Local():
+        return _kind_of_tensor(t)
+
+
+def _kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     attributes = t.__dict__
     spec = attributes.get("_spec")
     own = ()
     if attributes and not OF_TENSORS.issuperset(attributes):
         own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
-    hooks = hooks_of(t) if t.requires_grad else ()
-    return (spec or t.shape, t.dtype, t.requires_grad, t.device, type(t), own, hooks)
+    trained = _requires_grad(t)
+    hooks = hooks_of(t) if trained else ()
+    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks)
 
 
 def _attribute_key(value: Any) -> Any:

@@ -27,6 +27,7 @@ from .expected import (
     as_expected,
 )
 from .instrument import own_attributes
+from .marks import Marks, is_mark
 from .places import Place, item
 
 __all__ = ["Guards"]
@@ -121,6 +122,7 @@ class Guards:
             not any(self._empty)
             and all(map(is_, map(_get, self._homes, self._keys, repeat(MISSING)), self._values))
             and all(map(is_, map(type, self._objects), self._types))
+            and self._marks.same()
             and all(map(is_, [get() for get in self._gets], self._got))
             and [*map(len, self._named)] == self._counts
             and [*map(len, self._variables)] == self._sizes
@@ -142,8 +144,11 @@ class Guards:
         self._containers, self._dicts, self._empty = [], [], []
         self._contained: list[tuple[Expected, Any]] = []
         self._loose: list[tuple[Expected, Place]] = []
+        self._marks = Marks([guard.place for guard in self._guards if is_mark(guard.place)])
         seen: set[int] = set()
         for guard in self._guards:
+            if is_mark(guard.place):
+                continue
             value = guard.place.value
             if isinstance(guard.expected, (AnyTensor, Kind)):
                 if guard.place.identity not in self._slots:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..notes import NOTE, note_of
 from ..program import Program
 from .gathered import Runs
@@ -25,7 +27,6 @@ _SCATTER = _functional.reduce_scatter_tensor.default
 _REDUCE = _functional.all_reduce.default
 _ZEROS = ("gather", "regather", "persistent", "gradient", "settle", "update")
 """Why ZeRO carries: these travel by blocks."""
-_CHEAP = (_aten.view.default, _aten.reshape.default, _aten._to_copy.default)
 _PARTS = 8
 """What an optimizer's step reduces travels in about so many collectives: the last of them has no
 backward left to run beside."""
@@ -151,7 +152,10 @@ def _operand(node: fx.Node) -> fx.Node:
 
 def _ready(operand: fx.Node, place: fx.Node) -> bool:
     """Is `operand` there before the node `place`, or what it is a view or a cast of?"""
-    while operand > place and operand.target in _CHEAP:
+    while operand > place and operand.target is not _WAIT:
+        facts = facts_of(operand.target)
+        if not (facts.is_view or facts.casts):
+            break
         (operand,) = operand.all_input_nodes
     return operand < place
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..graph import is_collective
 from ..notes import NOTE, note_of
 from ..program import Program
@@ -18,11 +20,6 @@ __all__ = ["cast"]
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
-_MOVES_ONLY = (
-    "wait_tensor view t transpose permute unsqueeze squeeze slice cat split split_with_sizes "
-    "getitem clone expand narrow reshape select index_select"
-).split()
-"""What puts elements elsewhere and computes nothing: a cast before it is a cast behind it."""
 
 
 def cast(program: Program) -> str:
@@ -49,8 +46,9 @@ def _moved_from(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     waiting = [gather]
     while waiting:
         for user in sorted(waiting.pop().users, key=order.__getitem__):
-            name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
-            if user not in found and name in _MOVES_ONLY and _of(user, gather) <= found:
+            # Where elements are only put elsewhere a cast before is a cast behind.
+            moves = facts_of(user.target).moves
+            if user not in found and moves and _of(user, gather) <= found:
                 found.add(user)
                 waiting.append(user)
     return sorted(found, key=order.__getitem__)

@@ -17,6 +17,7 @@ from partita.redistribute.cost import bytes_of
 
 from ..graph import is_collective
 from ..notes import NOTE, Note, note_of
+from ..overlapping_results import Pairs, overlapping_results
 from ..program import Program, written_inputs
 from ..verify import IllegalGraph
 from .making import made_by
@@ -39,12 +40,14 @@ class Promised:
         inputs, outputs: what they are to the user's program, by identity.
         made: for each output its shape and dtype.
         written: the places of the inputs that are written.
+        overlapping: which outputs show the same memory, or an input's.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[Any, ...]
     made: tuple[str, ...]
     written: tuple[int, ...]
+    overlapping: Pairs
 
     @classmethod
     def by(cls, program: Program) -> Promised:
@@ -54,6 +57,7 @@ class Promised:
             tuple((id(o), o.kind, o.spec, o.slot, o.index) for o in program.outputs),
             tuple(_said(node) for node in end.args[0]),
             tuple(written_inputs(program.graph.graph)),
+            overlapping_results(program.graph.graph),
         )
 
     def check(self, program: Program, name: str) -> None:
@@ -71,9 +75,19 @@ class Promised:
                     f"after {name}: output {i} ({program.outputs[i].kind}) is {made}, it was {was}",
                     reason="what a step returns and leaves behind has the shape and dtype of eager",
                 )
+        for pair in sorted(self.overlapping - now.overlapping, key=sorted):
+            raise IllegalGraph(
+                f"after {name}: output {max(pair)} does not lie any more in the memory of "
+                + (f"output {min(pair)}" if min(pair) >= 0 else self._input(program, min(pair))),
+                reason="who writes one of them after the step writes the other, as in eager",
+            )
         for i in sorted(set(now.written) ^ set(self.written)):
             how = "written" if i in now.written else "not written any more"
             raise IllegalGraph(f"after {name}: {program.inputs[i].name} is {how}")
+
+    @staticmethod
+    def _input(program: Program, number: int) -> str:
+        return program.inputs[-1 - number].name
 
 
 def _said(node: Any) -> str:

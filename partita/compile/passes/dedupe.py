@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..graph import is_collective
 from ..notes import note_of
 from ..program import Program
 
 __all__ = ["dedupe"]
-
-_VIEWS = ("view", "t", "transpose", "permute", "unsqueeze", "squeeze", "slice", "wait_tensor")
 
 
 def dedupe(program: Program) -> str:
@@ -24,7 +24,8 @@ def dedupe(program: Program) -> str:
     seen: dict[Any, fx.Node] = {}
     merged = 0
     for node in list(program.graph.graph.nodes):
-        if node.op != "call_function" or not (is_collective(node) or _is_view(node)):
+        is_view = node.op == "call_function" and facts_of(node.target).is_view
+        if not (is_view or is_collective(node)):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs), note_of(node).phase)
         first = seen.setdefault(key, node)
@@ -33,10 +34,6 @@ def dedupe(program: Program) -> str:
             program.graph.graph.erase_node(node)
             merged += is_collective(node)
     return f"{merged} collectives merged"
-
-
-def _is_view(node: fx.Node) -> bool:
-    return getattr(node.target, "_opname", "") in _VIEWS
 
 
 def _frozen(value: Any) -> Any:

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..graph import is_collective
 from ..notes import note_of
 
 __all__ = ["Gathered", "Runs", "is_backward", "only_moves"]
-
-_MOVING = (
-    "wait_tensor view t transpose permute unsqueeze squeeze slice _to_copy cat split "
-    "getitem clone expand narrow copy reshape"
-).split()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +101,8 @@ def is_backward(node: fx.Node) -> bool:
 
 def only_moves(node: fx.Node) -> bool:
     """Does it show or copy what it is given, and compute nothing of it?"""
-    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
-    return name in _MOVING
+    facts = facts_of(node.target)
+    return facts.moves or facts.casts
 
 
 def _is_gather(node: fx.Node) -> bool:

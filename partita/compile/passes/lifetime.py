@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..notes import note_of
 from ..ordering import behind_needs
 from ..program import Program
@@ -67,16 +69,9 @@ def _needs(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
             for user in shown.users:
                 if user is not node and user.op != "output":
                     found.append(user)
-                    if _is_view(user):
+                    if facts_of(user.target).is_view:
                         waiting.append(user)
     return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
-    )
 
 
 def _ready(

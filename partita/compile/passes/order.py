@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..effects import drop_unused
+from ..overlapping_results import keep_apart
 from ..program import Program
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .bucket import bucket
@@ -110,6 +111,7 @@ def _one_by_one(
     each, last = verifies_each_pass(), ""
     for name, change in in_order(passes, without).items():
         did = _did(program, name, change)
+        keep_apart(program.graph.graph, promised.overlapping)
         drop_unused(program.graph.graph)
         if name not in PASSES:
             _lint(program, name)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+from partita.tensor.op_facts import facts_of
 
 from ..graph_modules import lazy_graph_module
 from ..notes import NOTE, note_of
@@ -20,12 +21,12 @@ __all__ = ["can_be_made_again", "flops_of", "is_late", "recompute", "trial_of"]
 
 def can_be_made_again(node: fx.Node) -> bool:
     """Can it be made again, and be the same?"""
-    target: Any = node.target
+    facts = facts_of(node.target)
     return (
         node.op == "call_function"
         and note_of(node).phase == "forward"
-        and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
-        and not getattr(getattr(target, "_schema", None), "is_mutable", False)
+        and not facts.draws
+        and not facts.writes
     )
 
 

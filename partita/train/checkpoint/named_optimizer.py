@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Layout
 from partita.tensor import DTensor
 from partita.tensor.dtensor import tagged
+from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.settled import update_spec
 from partita.tensor.spec import spec_of
 
@@ -147,4 +148,4 @@ def _empty(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
     if size != spec.shape:
         spec = spec_of(Layout(tuple(size)), spec.wire)
     with Local():
-        return tagged(torch.empty(spec.local_shape, dtype=dtype, device=p.device), spec)
+        return tagged(empty_with_room(spec, dtype, p.device), spec)

@@ -18,6 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.op_facts import facts_of
 from partita.tensor.spec import Spec
 
 from ..kernels import EachKernel
@@ -73,7 +74,7 @@ class Keeping(EachKernel):
             had = {start_of(t) for t in tensors_in((args, kwargs))}
             fresh = not any(start_of(t) in had for t in tensors_in(out))
             n = self._counts[func] = self._counts.get(func, -1) + 1
-            if fresh or getattr(func, "_schema", None) is None or func._schema.is_mutable:
+            if fresh or getattr(func, "_schema", None) is None or facts_of(func).writes:
                 self.made.append(((func, n), fresh, out))
         return out
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from partita.tensor.composite import entered
 from partita.tensor.dispatch import op_of
+from partita.tensor.op_facts import facts_of
 from partita.tensor.special import SPECIAL, passes
 from partita.tensor.watch import HERE
 
@@ -76,12 +77,7 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
     if form.inplace or name == "__setitem__":
         writes = ((0, "input"),)
     elif isinstance(func, torch._ops.OpOverload):  # an op of the user's says so in its schema
-        # torch has no public name for this class, nor for the schema.
-        writes = tuple(
-            (i, a.name)
-            for i, a in enumerate(func._schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        )
+        writes = tuple((one.place, one.name) for one in facts_of(func).writes)
     return Kind(form.name, func, body=body, writes=writes)
 
 

@@ -122,9 +122,9 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait()  # raises if it has failed: it may have ended just after its time was up
         return True
 
     try:

@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 import partita as pt
 from partita import LayoutError, Replicate, Shard
 from partita.comm import begin_graph, end_graph
-from partita.comm.deadlock import SLICE, STUCK, verdict_of_others
+from partita.comm.deadlock import SLICE, STUCK, Need, verdict_of_others, wait_longer
 from tests.gloo.launch import run_ranks
 
 HERE = "tests/gloo/test_agreement.py"
@@ -255,6 +255,34 @@ def in_other_groups(rank):
 
 def test_ranks_that_are_in_other_numbers_of_groups_agree():
     assert run_ranks(in_other_groups, 4) == [(28.0, 4.0)] * 4
+
+
+class EndsJustAfterItsTimeWasUp:
+    """A collective that a rank looks at while it waits, and which ends before it looks again."""
+
+    def __init__(self, work):
+        self.work, self.waits = work, 0
+
+    def wait(self, limit=None):
+        self.work.wait()
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return self.waits > 0
+
+
+def ends_between_two_looks(rank):
+    mesh_of(rank)
+    x = torch.ones(4)
+    work = EndsJustAfterItsTimeWasUp(dist.all_reduce(x, async_op=True))
+    wait_longer(work, Need("waits", [0, 1]), RuntimeError("Operation timed out!"))
+    return x.sum().item(), work.waits
+
+
+def test_what_ends_just_after_its_time_was_up_has_not_failed():
+    assert run_ranks(ends_between_two_looks, 2) == [(8.0, 2)] * 2
 
 
 def comes_too_late(rank):

@@ -12,7 +12,8 @@ from .handle import MeshHandle
 from .ledger import scope
 from .source import user_line
 from .splits import Splits
-from .wire import Axes, Wire
+from .transport import Axes
+from .wire import Wire
 
 __all__ = ["DryWire", "dry_mesh"]
 

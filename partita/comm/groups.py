@@ -24,8 +24,9 @@ from .deadlock import Pending, patience
 from .roll_call import roll_call
 from .source import place_of_user, user_line
 from .splits import Splits
+from .transport import Axes
 from .under_way import UnderWay, ordered_sum
-from .wire import Axes, Wire
+from .wire import Wire
 
 __all__ = ["GroupWire"]
 

@@ -23,13 +23,41 @@ from .cuts import Cut, Number, cuts_of, ends_last, least, padded_length, places_
 from .pieces import Step, neutral
 from .source import user_line
 from .splits import Splits
+from .transport import Transport
 
 if TYPE_CHECKING:
     from ..redistribute import Move
     from .ask import Ask
-    from .trace import TraceWire
 
-__all__ = ["Uneven", "is_uneven", "padded_step", "padding", "uneven"]
+__all__ = ["PaddedTransport", "Uneven", "is_uneven", "padded_step", "padding", "uneven"]
+
+
+class PaddedTransport(Transport):
+    """A transport on which every rank's pieces are as large as the first rank's.
+
+    Attributes:
+        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
+        zeros: does the move that is made now pad with zeros? Those of gradients do.
+    """
+
+    coordinate: dict[str, torch.Tensor]
+    zeros: bool
+
+    def place(self, axes: Sequence[str]) -> torch.Tensor:
+        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
+        places = [self.coordinate[a] for a in axes if self.mesh.size(a) > 1]
+        sizes = [self.mesh.size(a) for a in axes if self.mesh.size(a) > 1]
+        if not places:
+            return torch.zeros((), dtype=torch.int64)
+        place = places[0]
+        for size, inner in zip(sizes[1:], places[1:], strict=True):
+            place = place * size + inner
+        return place
+
+    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
+        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
+        cut = [a for a in axes if self.mesh.size(a) > 1]
+        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
 
 
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
@@ -45,9 +73,11 @@ def _divides_unevenly(size: int, parts: Sequence[int]) -> bool:
     return size % math.prod(parts) != 0
 
 
-def padding(wire: TraceWire, size: int, axes: Sequence[str], device: torch.device) -> torch.Tensor:
+def padding(
+    transport: PaddedTransport, size: int, axes: Sequence[str], device: torch.device
+) -> torch.Tensor:
     """Which elements of a rank's piece of `size` elements, cut over `axes`, are padding?"""
-    parts, places = wire.stack(axes)
+    parts, places = transport.stack(axes)
     _, length = span(size, parts, places)
     return torch.arange(padded_length(size, parts), device=device) >= _on(length, device)
 
@@ -59,7 +89,7 @@ def _on(x: Number, device: torch.device) -> Number:
 # -- moves -----------------------------------------------------------------------------------------
 
 
-def padded_step(move: Move, wire: TraceWire) -> Step | None:
+def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
     """What carries a move whose pieces all ranks have padded, in as many nodes for any number of
     ranks; None for one that neither exchanges pieces nor changes a dimension that is cut unevenly.
 
@@ -68,52 +98,52 @@ def padded_step(move: Move, wire: TraceWire) -> Step | None:
     """
     if move.kind not in ("all_gather", "reduce_scatter", "all_to_all", "slice", "place"):
         return None
-    gone, come = cuts_of(move, wire.mesh)
+    gone, come = cuts_of(move, transport.mesh)
     if not gone and not come:
         return None
     if move.kind in ("slice", "place"):
         if all(cut.even for cut in (*gone, *come)):
             return None
         if move.kind == "slice":
-            return lambda x, ask: _own(x, come, wire)
-        return lambda x, ask: _placed(x, gone, move.op, wire)
-    axes, _ = wire.group_order(move.axes)
-    grid = tuple(a for a in axes if wire.mesh.size(a) > 1)
-    n = wire.mesh_size(axes)
+            return lambda x, ask: _own(x, come, transport)
+        return lambda x, ask: _placed(x, gone, move.op, transport)
+    axes, _ = transport.group_order(move.axes)
+    grid = tuple(a for a in axes if transport.mesh.size(a) > 1)
+    n = transport.mesh_size(axes)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         piece = list(x.shape)
         for cut in come:
             piece[cut.dim] = cut.first_length
-        rows = _packed(x, come, grid, wire)
+        rows = _packed(x, come, grid, transport)
         if move.kind == "reduce_scatter":
             out = x.new_empty(piece)
-            wire.reduce_scatter(out, rows, axes, move.op, ask)
+            transport.reduce_scatter(out, rows, axes, move.op, ask)
             return out
         if _in_order(gone, grid):
             out = x.new_empty([n * piece[0], *piece[1:]])
         else:
-            out = x.new_empty([*(wire.mesh.size(a) for a in grid), *piece])
+            out = x.new_empty([*(transport.mesh.size(a) for a in grid), *piece])
         if move.kind == "all_gather":
-            wire.gather(out, rows, axes, ask)
+            transport.gather(out, rows, axes, ask)
         else:
             each = Splits.evenly(n, math.prod(piece))
-            wire.all_to_all(out, rows, axes, each, each, ask)
-        return _unpacked(out, gone, grid, wire)
+            transport.all_to_all(out, rows, axes, each, each, ask)
+        return _unpacked(out, gone, grid, transport)
 
     return run
 
 
-def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
+def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
     """Padded and true length of the piece that the inner axes of `cut` cut."""
     padded = padded_length(cut.size, cut.outer_parts)
     if not _divides_unevenly(cut.size, cut.outer_parts):
         return padded, padded
-    return padded, span(cut.size, *wire.stack(cut.outer))[1]
+    return padded, span(cut.size, *transport.stack(cut.outer))[1]
 
 
 def _packed(
-    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
 ) -> torch.Tensor:
     """The padded piece of each member of `grid`, in its order."""
     labels: list[Any] = []
@@ -125,7 +155,7 @@ def _packed(
             labels, shape = [*labels, dim], [*shape, x.shape[dim]]
             continue
         if not cut.even:
-            x = _pieces_in_a_row(x, cut, cut.parts, wire)
+            x = _pieces_in_a_row(x, cut, cut.parts, transport)
         labels = [*labels, *cut.inner, dim]
         shape = [*shape, *cut.parts, cut.first_length]
     if not cuts or _in_order(cuts, grid):
@@ -135,13 +165,13 @@ def _packed(
 
 
 def _pieces_in_a_row(
-    x: torch.Tensor, cut: Cut, parts: Sequence[int], wire: TraceWire
+    x: torch.Tensor, cut: Cut, parts: Sequence[int], transport: PaddedTransport
 ) -> torch.Tensor:
-    _, outer = _outer_length(cut, wire)
+    _, outer = _outer_length(cut, transport)
     step, n = cut.first_length, math.prod(parts)
     if isinstance(outer, int) and len(parts) == 1:
         more = n * step - outer
-        if wire.zeros:
+        if transport.zeros:
             return _with_zeros(x, cut.dim, more)
         places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
         return x.index_select(cut.dim, places)
@@ -150,7 +180,7 @@ def _pieces_in_a_row(
         for i, m in enumerate(parts)
     ]
     start, length = span(_on(outer, x.device), parts, each)
-    return _taken(x, cut.dim, start, length, torch.arange(step, device=x.device), wire.zeros)
+    return _taken(x, cut.dim, start, length, torch.arange(step, device=x.device), transport.zeros)
 
 
 def _taken(
@@ -171,7 +201,7 @@ def _with_zeros(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:
 
 
 def _unpacked(
-    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
 ) -> torch.Tensor:
     """`rows`, (*grid, *piece), put together along the dimensions that `cuts` says.
 
@@ -181,7 +211,7 @@ def _unpacked(
         rows = _side_by_side(rows, cuts, grid)
     for cut in cuts:
         if not cut.even:
-            rows = _without_gaps(rows, cut, wire)
+            rows = _without_gaps(rows, cut, transport)
     return rows.contiguous()
 
 
@@ -203,9 +233,9 @@ def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
     return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
 
 
-def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+def _without_gaps(x: torch.Tensor, cut: Cut, transport: PaddedTransport) -> torch.Tensor:
     """`x`, in which padded pieces stand in a row along a dimension, without what padded them."""
-    padded, length = _outer_length(cut, wire)
+    padded, length = _outer_length(cut, transport)
     if isinstance(length, int) and ends_last(length, cut.parts):
         return x.narrow(cut.dim, 0, length)
     at, length = torch.arange(padded, device=x.device), _on(length, x.device)
@@ -215,21 +245,23 @@ def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
     for n, here in zip(cut.parts, places, strict=True):
         place = place * n + here
     out = x.index_select(cut.dim, place * cut.first_length + rest)
-    return _zeroed(out, cut.dim, behind) if wire.zeros else out
+    return _zeroed(out, cut.dim, behind) if transport.zeros else out
 
 
-def _own(x: torch.Tensor, cuts: Sequence[Cut], wire: TraceWire) -> torch.Tensor:
+def _own(x: torch.Tensor, cuts: Sequence[Cut], transport: PaddedTransport) -> torch.Tensor:
     for cut in cuts:
-        start, length = _place_of(cut, wire, x.device)
+        start, length = _place_of(cut, transport, x.device)
         offsets = torch.arange(cut.first_length, device=x.device)
-        x = _taken(x, cut.dim, start, length, offsets, wire.zeros)
+        x = _taken(x, cut.dim, start, length, offsets, transport.zeros)
     return x.contiguous()
 
 
-def _placed(x: torch.Tensor, cuts: Sequence[Cut], op: str, wire: TraceWire) -> torch.Tensor:
+def _placed(
+    x: torch.Tensor, cuts: Sequence[Cut], op: str, transport: PaddedTransport
+) -> torch.Tensor:
     for cut in cuts:
-        start, length = _place_of(cut, wire, x.device)
-        padded, _ = _outer_length(cut, wire)
+        start, length = _place_of(cut, transport, x.device)
+        padded, _ = _outer_length(cut, transport)
         at = torch.arange(padded, device=x.device) - start
         mine = (at >= 0) & (at < length)
         out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
@@ -238,10 +270,10 @@ def _placed(x: torch.Tensor, cuts: Sequence[Cut], op: str, wire: TraceWire) -> t
     return x.contiguous()
 
 
-def _place_of(cut: Cut, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
+def _place_of(cut: Cut, transport: PaddedTransport, device: torch.device) -> tuple[Number, Number]:
     """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
-    parts, places = wire.stack(cut.inner)
-    _, outer = _outer_length(cut, wire)
+    parts, places = transport.stack(cut.inner)
+    _, outer = _outer_length(cut, transport)
     start, length = span(outer, parts, places)
     return _on(start, device), _on(length, device)
 

@@ -23,11 +23,11 @@ from ..layout import Layout, LayoutError
 from .cuts import cuts_of, is_restack, span
 from .sides import Side
 from .splits import Splits
+from .transport import Axes, Transport
 
 if TYPE_CHECKING:
     from ..redistribute import Move
     from .ask import Ask
-    from .wire import Axes, Wire
 
 __all__ = ["Step", "neutral", "prepare"]
 
@@ -37,8 +37,8 @@ Step = Callable[[torch.Tensor, "Ask"], torch.Tensor]
 _CONTIGUOUS = torch.contiguous_format
 
 
-def prepare(move: Move, wire: Wire) -> Step:
-    """The function that carries `move` for the rank of `wire`; it never modifies its input.
+def prepare(move: Move, transport: Transport) -> Step:
+    """The function that carries `move` for the rank of `transport`; it never modifies its input.
 
     Raises:
         LayoutError: the layouts are not what a move of this kind gets from or gives to.
@@ -49,20 +49,20 @@ def prepare(move: Move, wire: Wire) -> Step:
         raise LayoutError(
             f"no move is called {move.kind!r}", reason=f"there are {', '.join(_BUILD)}"
         ) from None
-    if not move.sends or wire.mesh_size(move.axes) > 1:
-        return build(move, wire)
+    if not move.sends or transport.mesh_size(move.axes) > 1:
+        return build(move, transport)
     return _alone
 
 
 # -- moves that send -----------------------------------------------------------------------------
 
 
-def _all_gather(move: Move, wire: Wire) -> Step:
-    axes, order = wire.group_order(move.axes)
-    gone, _ = cuts_of(move, wire.mesh)
-    shape = move.after.local_shape(wire.mesh, wire.at)
-    side = Side(gone, shape, wire, axes)
-    n, pad, gather = wire.mesh_size(axes), side.pad, wire.gather
+def _all_gather(move: Move, transport: Transport) -> Step:
+    axes, order = transport.group_order(move.axes)
+    gone, _ = cuts_of(move, transport.mesh)
+    shape = move.after.local_shape(transport.mesh, transport.at)
+    side = Side(gone, shape, transport, axes)
+    n, pad, gather = transport.mesh_size(axes), side.pad, transport.gather
 
     if order is None and side.rows_in_memory:
         mine, padded = side.piece, side.padded_shape
@@ -87,17 +87,17 @@ def _all_gather(move: Move, wire: Wire) -> Step:
     return run
 
 
-def _reduce_scatter(move: Move, wire: Wire) -> Step:
-    axes, order = wire.group_order(move.axes)
+def _reduce_scatter(move: Move, transport: Transport) -> Step:
+    axes, order = transport.group_order(move.axes)
     reduce_op = move.op
-    _, come = cuts_of(move, wire.mesh)
-    mine = move.after.local_shape(wire.mesh, wire.at)
-    side = Side(come, move.before.local_shape(wire.mesh, wire.at), wire, axes)
-    n, pad = wire.mesh_size(axes), side.pad
+    _, come = cuts_of(move, transport.mesh)
+    mine = move.after.local_shape(transport.mesh, transport.at)
+    side = Side(come, move.before.local_shape(transport.mesh, transport.at), transport, axes)
+    n, pad = transport.mesh_size(axes), side.pad
     in_memory = order is None and side.rows_in_memory
     as_it_is = in_memory and side.even
     take = side.to_rows(pad)
-    scatter = wire.reduce_scatter
+    scatter = transport.reduce_scatter
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         if as_it_is:
@@ -114,9 +114,9 @@ def _reduce_scatter(move: Move, wire: Wire) -> Step:
     return run
 
 
-def _all_reduce(move: Move, wire: Wire) -> Step:
-    axes, _ = wire.group_order(move.axes)
-    reduce_op, reduce = move.op, wire.all_reduce
+def _all_reduce(move: Move, transport: Transport) -> Step:
+    axes, _ = transport.group_order(move.axes)
+    reduce_op, reduce = move.op, transport.all_reduce
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         return reduce(x.clone(memory_format=_CONTIGUOUS), axes, reduce_op, ask)
@@ -124,22 +124,22 @@ def _all_reduce(move: Move, wire: Wire) -> Step:
     return run
 
 
-def _all_to_all(move: Move, wire: Wire) -> Step:
-    axes, order = wire.group_order(move.axes)
-    gone, come = cuts_of(move, wire.mesh)
-    if is_restack(gone, come, axes, wire.mesh):
-        return _restack(move, wire)
-    shape = move.after.local_shape(wire.mesh, wire.at)
-    sent = Side(come, move.before.local_shape(wire.mesh, wire.at), wire, axes)
-    got = Side(gone, shape, wire, axes)
-    exchange = wire.all_to_all
+def _all_to_all(move: Move, transport: Transport) -> Step:
+    axes, order = transport.group_order(move.axes)
+    gone, come = cuts_of(move, transport.mesh)
+    if is_restack(gone, come, axes, transport.mesh):
+        return _restack(move, transport)
+    shape = move.after.local_shape(transport.mesh, transport.at)
+    sent = Side(come, move.before.local_shape(transport.mesh, transport.at), transport, axes)
+    got = Side(gone, shape, transport, axes)
+    exchange = transport.all_to_all
     if order is None and sent.in_order and got.in_order:
         send, get = sent.splits(), got.splits()
         take = None if sent.in_memory else sent.to_segments()
         put = None if got.in_memory else got.from_segments()
     else:  # each message as large as the largest
         pad = math.prod(map(max, sent.piece, got.piece))
-        send = get = Splits.evenly(wire.mesh_size(axes), pad)
+        send = get = Splits.evenly(transport.mesh_size(axes), pad)
         take, put = sent.to_rows(pad), got.from_rows(pad)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
@@ -159,12 +159,12 @@ def _all_to_all(move: Move, wire: Wire) -> Step:
     return run
 
 
-def _restack(move: Move, wire: Wire) -> Step:
+def _restack(move: Move, transport: Transport) -> Step:
     """An all_to_all between pieces that are no grid: each rank gets what both have."""
-    axes, _ = wire.group_order(move.axes)
-    shape, exchange = move.after.local_shape(wire.mesh, wire.at), wire.all_to_all
-    send, sent = _overlaps(move.before, move.after, wire, axes)
-    get, got = _overlaps(move.after, move.before, wire, axes)
+    axes, _ = transport.group_order(move.axes)
+    shape, exchange = move.after.local_shape(transport.mesh, transport.at), transport.all_to_all
+    send, sent = _overlaps(move.before, move.after, transport, axes)
+    get, got = _overlaps(move.after, move.before, transport, axes)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         parts = [x[where].reshape(-1) for where in sent]
@@ -183,19 +183,19 @@ def _restack(move: Move, wire: Wire) -> Step:
 
 
 def _overlaps(
-    here: Layout, there: Layout, wire: Wire, axes: Axes
+    here: Layout, there: Layout, transport: Transport, axes: Axes
 ) -> tuple[Splits, list[tuple[slice, ...]]]:
     """How much of this rank's piece under `here` each rank of the group has under `there`, and
     where in it that is, for each that has any."""
-    mesh, n = wire.mesh, wire.mesh_size(axes)
-    _, order = wire.group_order(axes)
+    mesh, n = transport.mesh, transport.mesh_size(axes)
+    _, order = transport.group_order(axes)
     members = torch.arange(n) if order is None else torch.tensor(order)
-    places: dict[str, Any] = dict(zip(mesh.names, wire.at, strict=True))
+    places: dict[str, Any] = dict(zip(mesh.names, transport.at, strict=True))
     for axis in reversed(axes):
         places[axis] = members % mesh.size(axis)
         members = members // mesh.size(axis)
     firsts, lasts, sizes = [], [], torch.ones(n, dtype=torch.int64)
-    region = here.local_region(mesh, wire.at)
+    region = here.local_region(mesh, transport.at)
     for size, stack, (start, length) in zip(there.shape, there.shards, region, strict=True):
         begin, many = span(size, [mesh.size(a) for a in stack], [places[a] for a in stack])
         bounds = [torch.as_tensor(x).expand(n) - start for x in (begin, begin + many)]
@@ -229,18 +229,18 @@ def _alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
 # -- moves that stay on the rank -----------------------------------------------------------------
 
 
-def _slice(move: Move, wire: Wire) -> Step:
-    cuts_of(move, wire.mesh)
-    source = move.before.local_region(wire.mesh, wire.at)
-    where = _slices(_within(move.after.local_region(wire.mesh, wire.at), source))
+def _slice(move: Move, transport: Transport) -> Step:
+    cuts_of(move, transport.mesh)
+    source = move.before.local_region(transport.mesh, transport.at)
+    where = _slices(_within(move.after.local_region(transport.mesh, transport.at), source))
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
     return lambda x, ask: x[where].clone(memory_format=_CONTIGUOUS)
 
 
-def _place(move: Move, wire: Wire) -> Step:
-    cuts_of(move, wire.mesh)
-    target = move.after.local_region(wire.mesh, wire.at)
-    where = _slices(_within(move.before.local_region(wire.mesh, wire.at), target))
+def _place(move: Move, transport: Transport) -> Step:
+    cuts_of(move, transport.mesh)
+    target = move.after.local_region(transport.mesh, transport.at)
+    where = _slices(_within(move.before.local_region(transport.mesh, transport.at), target))
     shape, reduce_op = _shape(target), move.op
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
@@ -251,15 +251,15 @@ def _place(move: Move, wire: Wire) -> Step:
     return run
 
 
-def _mask(move: Move, wire: Wire) -> Step:
-    first = all(wire.at[wire.mesh.index(a)] == 0 for a in move.axes)
+def _mask(move: Move, transport: Transport) -> Step:
+    first = all(transport.at[transport.mesh.index(a)] == 0 for a in move.axes)
     # Of equal values the greatest and the least are the value itself: only a sum needs the zeros.
     if first or move.op != "sum":
         return lambda x, ask: x.clone(memory_format=_CONTIGUOUS)
     return lambda x, ask: torch.zeros_like(x, memory_format=_CONTIGUOUS)
 
 
-def _retype(move: Move, wire: Wire) -> Step:
+def _retype(move: Move, transport: Transport) -> Step:
     return lambda x, ask: x.view_as(x)
 
 

@@ -17,7 +17,8 @@ from .handle import MeshHandle
 from .ledger import Scope
 from .meeting import Call, Payload
 from .splits import Splits
-from .wire import Axes, Wire
+from .transport import Axes
+from .wire import Wire
 from .world import World, running_rank
 
 __all__ = ["RankWire", "World", "ranks", "running_wire"]

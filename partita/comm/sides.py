@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from .cuts import Block, Cut, blocks_of, ends_last, padded_length, span, unravel
 from .splits import Splits
-
-if TYPE_CHECKING:
-    from .wire import Axes, Wire
+from .transport import Axes, Transport
 
 __all__ = ["Side"]
 
@@ -37,11 +34,13 @@ class Side:
         rows_in_memory: also where each is padded to the largest one's size: is all padding last?
     """
 
-    def __init__(self, cuts: Sequence[Cut], shape: tuple[int, ...], wire: Wire, axes: Axes):
+    def __init__(
+        self, cuts: Sequence[Cut], shape: tuple[int, ...], transport: Transport, axes: Axes
+    ):
         self.shape, self._cuts = shape, cuts
-        self._grid = [a for a in axes if wire.mesh.size(a) > 1]
-        self._sizes = [wire.mesh.size(a) for a in self._grid]
-        self._lengths = [cut.length_at(wire.mesh, wire.at) for cut in cuts]
+        self._grid = [a for a in axes if transport.mesh.size(a) > 1]
+        self._sizes = [transport.mesh.size(a) for a in self._grid]
+        self._lengths = [cut.length_at(transport.mesh, transport.at) for cut in cuts]
         piece = list(shape)
         for cut, length in zip(cuts, self._lengths, strict=True):
             piece[cut.dim] = padded_length(length, cut.parts)

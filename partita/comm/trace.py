@@ -24,10 +24,11 @@ from .compiled import all_to_all
 from .cuts import cuts_of, ends_last, is_restack, span
 from .groups import GroupWire
 from .ledger import Ledger, Scope
-from .padded import is_uneven, padded_step, padding, uneven
+from .padded import PaddedTransport, is_uneven, padded_step, padding, uneven
 from .pieces import neutral, prepare
 from .source import user_line
-from .wire import Axes, Wire
+from .transport import Axes
+from .wire import Wire
 
 if TYPE_CHECKING:
     from .splits import Splits
@@ -52,18 +53,16 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
 _functional = torch.ops._c10d_functional
 
 
-class TraceWire(Wire):
+class TraceWire(PaddedTransport, Wire):
     """What carries while a step is captured: nothing leaves the rank.
 
     Attributes:
         real: the wire that it stands in for.
-        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
         groups: by the names that the graph calls them, the axes of the groups that it uses.
         noting: within what it gives, a move's nodes are made.
         repeating: runs what traces a move, or has what was traced of one like it.
         admitted: plain tensors that were taken for equal on all ranks, as they then were.
         admit_otherwise: who notes instead that one is taken so, if he does.
-        zeros: does the move that is made now pad with zeros? Those of gradients do.
     """
 
     padded = True
@@ -123,23 +122,7 @@ class TraceWire(Wire):
         """The matrix products so far, as ledgers are told of them."""
         return [] if self.scope.captured is None else self.scope.captured.work
 
-    # -- where the rank is, as tensors -------------------------------------------------------------
-
-    def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
-        places = [self.coordinate[a] for a in axes if self.mesh.size(a) > 1]
-        sizes = [self.mesh.size(a) for a in axes if self.mesh.size(a) > 1]
-        if not places:
-            return torch.zeros((), dtype=torch.int64)
-        place = places[0]
-        for size, inner in zip(sizes[1:], places[1:], strict=True):
-            place = place * size + inner
-        return place
-
-    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
-        cut = [a for a in axes if self.mesh.size(a) > 1]
-        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
+    # -- what is padded ----------------------------------------------------------------------------
 
     def region(self, layout: Layout, *, beyond: bool = False) -> Region:
         region: list[tuple[Any, Any]] = []

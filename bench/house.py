@@ -1,0 +1,302 @@
+"""The house in figures: `make house`. What its newcomers meet, counted in the code as it stands.
+
+files and lines     of the runtime, without comments and docstrings
+circles             of files that import one another, within a room or between rooms
+names               functions named by one word, types that are defined twice
+an addition         files of tensor/ and comm/ that `x + y` runs through, found and planned
+lists               written by hand, of torch's functions, outside of the table of corrections
+backends            files that name one, outside of comm/backends/
+docstrings          that public names lack
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1] / "partita"
+NOT_RUNTIME = ("app", "bench", "report", "testing", "train/models", "rules/samples")
+"""The app, what measures and what tests: the runtime never imports them."""
+BACKENDS = re.compile(r"\b(gloo|nccl)\b", re.IGNORECASE)
+CORRECTIONS = ("tensor/op_facts.py", "rules/table/", "rules/decompositions/", "rules/exceptions/")
+"""Where functions of torch are listed: the corrections of their facts, and the rules."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of the package.
+
+    Attributes:
+        path: below the package, "tensor/spec.py".
+        text: of the file.
+    """
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def name(self) -> str:
+        """As it is imported."""
+        dotted = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return "partita" if dotted == "__init__" else f"partita.{dotted}"
+
+    @property
+    def is_runtime(self) -> bool:
+        return not any(
+            self.path == f"{room}.py" or self.path.startswith(f"{room}/") for room in NOT_RUNTIME
+        )
+
+    def definitions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node
+
+
+def read_modules() -> list[Module]:
+    """All files of the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [Module(str(p.relative_to(PACKAGE)), p.read_text()) for p in paths]
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+def count_lines_of_code(module: Module) -> int:
+    """Lines that hold something else than a comment or a docstring."""
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+              tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
+    told = set()
+    for node in ast.walk(module.tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                told |= set(range(child.lineno, (child.end_lineno or 0) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type not in silent:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - told)
+
+
+# -- circles ---------------------------------------------------------------------------------------
+
+
+def imports_of(module: Module, names: set[str]) -> set[str]:
+    """The modules of the package that it imports: as it is loaded, later, or for its types alone. A
+    reader follows them all. What a room's `__init__` offers counts as the room's."""
+    package = module.name if module.path.endswith("__init__.py") else module.name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        start = package.split(".")[: len(package.split(".")) - node.level + 1]
+        base = ".".join([*(start if node.level else []), *([node.module] if node.module else [])])
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            found.add(inner if inner in names else base)
+    return (found & names) - {module.name}
+
+
+def find_circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected parts of more than one (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(at: str) -> None:
+        order[at] = low[at] = len(order)
+        stack.append(at)
+        for to in sorted(arrows[at]):
+            if to not in order:
+                visit(to)
+                low[at] = min(low[at], low[to])
+            elif to in stack:
+                low[at] = min(low[at], order[to])
+        if low[at] == order[at]:
+            part = stack[stack.index(at) :]
+            del stack[stack.index(at) :]
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    sys.setrecursionlimit(10_000)
+    for name in sorted(arrows):
+        if name not in order:
+            visit(name)
+    return found
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def one_word_functions(modules: list[Module]) -> tuple[int, int]:
+    """How many functions are named by one word, and of how many; `__add__` is not counted."""
+    names = [
+        node.name.strip("_")
+        for module in modules
+        for node in module.definitions()
+        if not isinstance(node, ast.ClassDef) and not node.name.startswith("__")
+    ]
+    return sum("_" not in name for name in names), len(names)
+
+
+def types_defined_twice(modules: list[Module]) -> list[str]:
+    """Names that several classes bear."""
+    count = Counter(
+        node.name for m in modules for node in m.definitions() if isinstance(node, ast.ClassDef)
+    )
+    return sorted(f"{name} x{n}" for name, n in count.items() if n > 1)
+
+
+# -- an addition -----------------------------------------------------------------------------------
+
+
+def files_of_an_addition() -> tuple[list[str], list[str]]:
+    """The files of tensor/ and comm/ that `x + y` runs through: with a plan at hand, and without.
+
+    In the Python of the hot path: in C, a call whose plan is at hand runs through none.
+    """
+    import torch
+
+    import partita as pt
+
+    def run(mesh: Any) -> tuple[list[str], list[str]]:
+        x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
+        y = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
+        missed = _files_run(lambda: x + y)
+        x + y
+        return _files_run(lambda: x + y), missed
+
+    with pt.ranks(dp=2) as world:
+        return world.run(run)[0]
+
+
+def _files_run(call: Callable[[], Any]) -> list[str]:
+    seen: set[str] = set()
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        seen.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    below = [Path(f).relative_to(PACKAGE) for f in seen if Path(f).is_relative_to(PACKAGE)]
+    return sorted(str(f) for f in below if f.parts[0] in ("tensor", "comm"))
+
+
+# -- lists, backends, docstrings -------------------------------------------------------------------
+
+
+def lists_of_functions(modules: list[Module]) -> list[str]:
+    """Lists, sets and tables at the top of a module of which two or more are torch's functions."""
+    found = []
+    for module in modules:
+        if module.path.startswith(CORRECTIONS):
+            continue
+        for node in module.tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            values = [n for n in ast.walk(node.value)
+                      if isinstance(n, ast.List | ast.Tuple | ast.Set | ast.Dict)]  # fmt: skip
+            if any(_count_functions(value) > 1 for value in values):
+                found.append(f"{module.path}:{node.lineno}")
+    return found
+
+
+def _count_functions(node: ast.List | ast.Tuple | ast.Set | ast.Dict) -> int:
+    inner = node.keys if isinstance(node, ast.Dict) else node.elts
+    texts = [ast.unparse(one) for one in inner if isinstance(one, ast.Attribute)]
+    return sum(
+        bool(re.match(r"(torch\.|_?aten\.|F\.|_?prims\.)", text)) and _is_function(text)
+        for text in texts
+    )
+
+
+def _is_function(text: str) -> bool:
+    """Not a dtype, a class or an error: its last name, or that of its operator, begins small."""
+    last = re.sub(r"\.(default|Tensor|Scalar|out|int|\w+_\w+)$", "", text).rpartition(".")[2]
+    dtype = re.match(r"(u?int|b?float|complex|bool|half|double|strided|q?u?int)\w*\d*$", last)
+    return last[:1].islower() and dtype is None
+
+
+def files_that_name_a_backend(modules: list[Module]) -> list[str]:
+    return [
+        m.path
+        for m in modules
+        if BACKENDS.search(m.text) and not m.path.startswith("comm/backends/")
+    ]
+
+
+def names_without_docstring(modules: list[Module]) -> list[str]:
+    """What `partita` and its public classes offer that says nothing of itself."""
+    import partita as pt
+
+    found = []
+    for name in pt.__all__:
+        value = getattr(pt, name)
+        if not (getattr(value, "__doc__", None) or "").strip():
+            found.append(name)
+        if isinstance(value, type) and value.__module__.startswith("partita"):
+            for key, member in vars(value).items():
+                told = (getattr(member, "__doc__", None) or "").strip()
+                if not key.startswith("_") and (callable(member) or isinstance(member, property)):
+                    found += [] if told else [f"{name}.{key}"]
+    return found
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    modules = read_modules()
+    runtime = [m for m in modules if m.is_runtime]
+    names = {m.name for m in modules}
+    circles = find_circles({m.name: imports_of(m, names) for m in modules})
+    one, of = one_word_functions(runtime)
+    twice = types_defined_twice(runtime)
+    if importlib.util.find_spec("partita.tensor._hot_path") is not None:
+        import os
+
+        os.environ.setdefault("PARTITA_HOT_PATH", "python")
+    cached, missed = files_of_an_addition()
+    lists, backends = lists_of_functions(runtime), files_that_name_a_backend(runtime)
+    silent = names_without_docstring(modules)
+    lines = sum(map(count_lines_of_code, runtime))
+    rows: list[tuple[str, str, str, list[str]]] = [
+        ("files of the runtime; lines of code", "~130; <= 20k", f"{len(runtime)}; {lines}", []),
+        ("circles", "0", str(len(circles)), [" ".join(c) for c in circles]),
+        ("functions named by one word", "<= 30 %", f"{one / of:.0%}", []),
+        ("type names defined twice", "0", str(len(twice)), twice),
+        ("files of a cached x + y", "<= 3", str(len(cached)), cached),
+        ("files of one that is planned", "<= 6", str(len(missed)), missed),
+        ("lists of functions by hand", "1 table", str(len(lists)), lists),
+        ("files that name a backend", "0", str(len(backends)), backends),
+        ("public names without docstring", "0", str(len(silent)), silent),
+    ]
+    for what, wanted, found, details in rows:
+        print(f"{what:40} {wanted:>14} {found:>14}")
+        if "-v" in sys.argv[1:]:
+            for detail in details:
+                print(f"    {detail}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Transports: a rank's place in a mesh, and the collectives with the ranks that differ from it
+along some axes.
+
+A backend implements five on contiguous memory (process groups in `groups`, ranks of one process in
+`ranks`, none at all in `dry`); here they take any dtype. What a collective is for, a transport does
+not know: that is a move's (`pieces`), and `Wire` lets it happen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import Coordinate, LayoutError, Mesh
+from .ask import Ask
+from .splits import Splits
+from .under_way import Done, Summed, UnderWay
+
+__all__ = ["Axes", "Transport", "without_lazy_bits"]
+
+Axes = tuple[str, ...]
+
+# Summed or compared in a type that holds all their values, where a backend lacks the type itself.
+_WIDER = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+
+
+class Transport:
+    """What a rank sends over, and where it stands.
+
+    Attributes:
+        mesh: the axes and their sizes.
+        at: this rank's coordinate.
+    """
+
+    moved: frozenset[torch.dtype] = frozenset()
+    """Dtypes that the backend moves as they are; others travel as bytes."""
+    reduced: frozenset[torch.dtype] = frozenset()
+    """Dtypes that the backend reduces as they are; others are widened."""
+
+    def __init__(self, mesh: Mesh, at: Coordinate):
+        self.mesh, self.at = mesh, at
+        self._groups: dict[Axes, tuple[Axes, tuple[Coordinate, ...]]] = {}
+        self._orders: dict[Axes, tuple[Axes, list[int] | None]] = {}
+
+    # -- where this rank stands ------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank's number along the mesh, row-major."""
+        return self.index(self.mesh.names)
+
+    def index(self, axes: Axes | str) -> int:
+        """This rank's position among the ranks that differ from it along `axes`, first slowest."""
+        n = 0
+        for axis in (axes,) if isinstance(axes, str) else axes:
+            n = n * self.mesh.size(axis) + self.at[self.mesh.index(axis)]
+        return n
+
+    def mesh_size(self, axes: Axes) -> int:
+        """The number of ranks along `axes` together."""
+        n = 1
+        for axis in axes:
+            n *= self.mesh.size(axis)
+        return n
+
+    def group(self, axes: Axes) -> tuple[Axes, tuple[Coordinate, ...]]:
+        """`axes` in mesh order (one group serves all orders), and its members in group order."""
+        found = self._groups.get(axes)
+        if found is None:
+            key = tuple(a for a in self.mesh.names if a in axes)
+            found = self._groups[axes] = (key, self._members(key))
+        return found
+
+    def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
+        """`axes` in mesh order, and which of the ranks along them, counted in that order, each
+        member of their group is; None where the group has them in that order, too."""
+        found = self._orders.get(axes)
+        if found is None:
+            key = tuple(a for a in self.mesh.names if a in axes)
+            found = self._orders[axes] = (key, self._order(key))
+        return found
+
+    # -- any dtype, by way of those that the backend has -----------------------------------------
+
+    def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+        """Fill `out` with the group's `x`, in group order. Both contiguous."""
+        x = without_lazy_bits(x)
+        if x.dtype in self.moved:
+            self._all_gather(out, x, axes, ask)
+        else:
+            self._all_gather(_bytes(out), _bytes(x), axes, ask)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        axes: Axes,
+        get: Splits,
+        send: Splits,
+        ask: Ask,
+    ) -> None:
+        """Send member i its segment of `x`, and get from it what fills its segment of `out`."""
+        x = without_lazy_bits(x)
+        if x.dtype in self.moved:
+            self._all_to_all(out.view(-1), x.view(-1), axes, get, send, ask)
+        else:
+            n = x.element_size()
+            self._all_to_all(_bytes(out), _bytes(x), axes, get.times(n), send.times(n), ask)
+
+    def all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> torch.Tensor:
+        """The reduction of the group's `x`, in the memory of `x` where the backend can."""
+        x = without_lazy_bits(x)
+        if x.dtype in self.reduced:
+            self._all_reduce(x, axes, reduce_op, ask)
+            return x
+        wide = self._widened(x, reduce_op).clone()
+        self._all_reduce(wide, axes, reduce_op, ask)
+        return _narrowed(wide, x)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+    ) -> None:
+        """Fill `out` with this rank's piece of the reduction of the group's `x`."""
+        x = without_lazy_bits(x)
+        if x.dtype in self.reduced:
+            self._reduce_scatter(out, x, axes, reduce_op, ask)
+            return
+        wide = self._widened(x, reduce_op)
+        part = wide.new_empty(wide.numel() // self.mesh_size(axes))
+        self._reduce_scatter(part, wide.reshape(-1), axes, reduce_op, ask)
+        out.view(-1).copy_(_narrowed(part, out.view(-1)))
+
+    def _widened(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        if x.is_complex():
+            if reduce_op != "sum":
+                raise LayoutError(f"complex numbers have no {reduce_op}")
+            return torch.view_as_real(x)
+        if x.dtype not in _WIDER:
+            raise LayoutError(f"cannot reduce {x.dtype} over ranks")
+        return x.to(_WIDER[x.dtype])
+
+    # -- what a backend implements; tensors are contiguous, `axes` in mesh order, groups > 1 -----
+
+    def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
+        return self.mesh.group(axes, self.at)
+
+    def _order(self, axes: Axes) -> list[int] | None:
+        return None
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+        raise NotImplementedError
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+    ) -> None:
+        raise NotImplementedError
+
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+        raise NotImplementedError
+
+    def _start_all_gather(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
+    ) -> UnderWay:
+        self._all_gather(out, x, axes, ask)
+        return Done()
+
+    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
+        self._all_reduce(x, axes, "sum", ask)
+        return Done()
+
+    def _start_reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
+    ) -> UnderWay:
+        if out.dtype == x.dtype:
+            self._reduce_scatter(out, x, axes, "sum", ask)
+            return Done()
+        n, shares = self.mesh_size(axes), torch.empty_like(x)
+        even = Splits.evenly(n, x.numel() // n)
+        self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, ask)
+        return Summed(Done(), shares.view(n, -1).unbind(), out.view(-1))
+
+    def _all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        axes: Axes,
+        get: Splits,
+        send: Splits,
+        ask: Ask,
+    ) -> None:
+        raise NotImplementedError
+
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+        raise NotImplementedError
+
+
+def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its conjugation and sign in memory: a collective reads memory."""
+    if x.is_complex():
+        return x.resolve_conj()
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _narrowed(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(wide.view(*like.shape, 2))
+    return wide.to(like.dtype)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Piece, user_line
 from partita.layout import Fix, LayoutError
 
-if TYPE_CHECKING:
-    from .dtensor import DTensor
+from .spec import Spec
 
 __all__ = ["destination", "holders", "piece_held"]
 
@@ -55,12 +52,11 @@ def destination(x: torch.Tensor) -> Piece | None:
         return Piece(local, tuple(spec.shape), spec.region)
 
 
-def holders(x: DTensor) -> tuple[tuple[str, ...], int, int]:
+def holders(spec: Spec) -> tuple[tuple[str, ...], int, int]:
     """Who holds the same piece as this rank: the axes along which, which of them it is, how many.
 
     Pieces that are equal along the same axes have equally many holders.
     """
-    spec = x._spec
     mesh = spec.wire.mesh
     axes = tuple(a for a in mesh.names if not spec.layout.placement(a).is_shard())
     return axes, spec.wire.index(axes), spec.wire.mesh_size(axes)

@@ -113,7 +113,7 @@ def staged(state: State, memory: Memory | None) -> Staged:
             value = settled(value)
         spec = value._spec
         if spec not in known:
-            axes, mine, count = holders(value)
+            axes, mine, count = holders(value._spec)
             known[spec] = written.setdefault((spec.wire, axes), [0] * count), mine
         so_far, mine = known[spec]
         if len(so_far) > 1:

@@ -17,6 +17,7 @@ from partita.comm import Wire
 
 from .constants import with_constants
 from .cut import sections_of
+from .effects import checks_value
 from .generated import memory_of_sections
 from .phases import begin_phase
 from .program import Program
@@ -43,7 +44,7 @@ def build(
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
     begin_phase("compile")
-    cut = None if sections is False else sections_of(program, always=sections is True)
+    cut = _cut(program, sections)
     if cut is None:
         (built,) = have_all([Wanted(program, _facts(program, what))], wires)
         built = replace(built, call=with_constants(built.call, program.graph))
@@ -51,6 +52,18 @@ def build(
         built = _built_of_sections(program, cut, what, wires)
     begin_phase("graph")
     return built
+
+
+def _cut(program: Program, sections: bool | None) -> Sections | None:
+    """A program's graph as sections, if it is to be compiled so.
+
+    One that checks a value always is: the check stands between sections, where it is made in its
+    turn. A compiler may drop it, or make it behind what it is to prevent.
+    """
+    checks = any(map(checks_value, program.graph.graph.nodes))
+    if sections is False and not checks:
+        return None
+    return sections_of(program, always=checks or sections is True)
 
 
 def _built_of_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:

@@ -1,7 +1,8 @@
 """The cutting of a graph into sections.
 
 A section takes values that own their memory and gives such: what only shows memory is made again
-where it is read.
+where it is read. Between sections stand the collectives, and what checks a value: a compiler may
+drop that, since nobody reads what it gives.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .effects import has_effect
+from .effects import checks_value, has_effect
 from .equal_calls import tensors_in
 from .graph import is_collective, line_of
 from .graph_modules import lazy_graph_module
@@ -120,7 +121,7 @@ class _Cutting:
         """What stands between collectives; of what is long, or stands there once, each repeat."""
         runs: list[list[fx.Node]] = [[]]
         for node in self.order:
-            if _is_sent(node):
+            if _stands_between(node):
                 runs.append([])
             else:
                 runs[-1].append(node)
@@ -164,7 +165,7 @@ class _Cutting:
 
     def _shows(self, node: fx.Node) -> bool:
         """Does it only show memory, so that it can be made again? Not a piece of what one makes."""
-        if node.op != "call_function" or _is_sent(node) or node.target is _COPY:
+        if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
         if node.target is operator.getitem:
             return self._shows(node.args[0])  # type: ignore[arg-type]
@@ -327,9 +328,9 @@ class _Part:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 
-def _is_sent(node: fx.Node) -> bool:
-    """Is it a collective, or does it wait for one?"""
-    return node.target is _WAIT or is_collective(node)
+def _stands_between(node: fx.Node) -> bool:
+    """Is it no part of a section: a collective, what waits for one, or what checks a value?"""
+    return node.target is _WAIT or is_collective(node) or checks_value(node)
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-__all__ = ["drop_unused", "has_effect"]
+__all__ = ["checks_value", "drop_unused", "has_effect"]
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -24,3 +24,8 @@ def has_effect(node: fx.Node) -> bool:
     if facts.statistics:
         return bool(node.args[3] is not None and node.args[5])
     return bool(facts.writes) or facts.draws or facts.checks
+
+
+def checks_value(node: fx.Node) -> bool:
+    """Does it give nothing, and raise where a value is not as it must be?"""
+    return node.op == "call_function" and facts_of(node.target).checks

@@ -98,6 +98,10 @@ def compiled(
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
             # Of bytes, as which Gloo carries bools. Inductor's vectors of them do not compile.
             node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
+        if node.target is _aten._assert_async.default:
+            # Only where a graph cannot be cut. Without a text, torch.fx drops it.
+            said = "Expected Tensor with single nonzero value, but got zero"
+            node.target, node.args = _aten._assert_async.msg, (*node.args, said)
         if node.target is all_to_all:
             # Of torch's own, Inductor knows that what is sent is read until it is waited for.
             x, n, name = node.args

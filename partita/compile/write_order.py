@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from .effects import checks_value
 from .storages import Storages
 
 __all__ = ["with_early_writes"]
@@ -18,7 +19,8 @@ _COPY = torch.ops.aten.copy_.default
 def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     """The calls, each write into an input where what it needs is there and nobody reads what was.
 
-    And each piece of what a call gives directly behind that.
+    None before a check that it stands behind: where that raises, the write has not been made. And
+    each piece of what a call gives directly behind that.
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
     place: dict[fx.Node, int] = {}  # in the new order, of what is moved that of what it is behind
@@ -31,10 +33,13 @@ def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
         if node.target is not _COPY:
             _use(used, storages, node.all_input_nodes, place[node])
     written: dict[int, int] = {}
+    checked = -1
     for node in calls:
+        if checks_value(node):
+            checked = place[node]
         if node.target is _COPY:
             into, value = node.args[:2]
-            places = [used.get(s, -1) for s in storages.of[into]]  # type: ignore[index]
+            places = [checked, *(used.get(s, -1) for s in storages.of[into])]  # type: ignore[index]
             places += [place.get(n, -1) for n in node.all_input_nodes]
             places += [written.get(s, -1) for s in storages.of[value]]  # type: ignore[index]
             place[node] = max(places)

@@ -101,6 +101,24 @@ def test_an_operator_of_ones_own_is_refused_by_name_and_falls_back():
         assert step(torch.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("sections", [None, False])
+@pytest.mark.parametrize("message", [(), ('a "number" of %s',)])
+def test_compiled_code_checks_a_value_before_it_writes_what_follows(sections, message):
+    total = torch.zeros(3)
+
+    def checked(x):
+        total.add_(x)
+        torch._assert_async(x.min() > 0, *message)
+        total.mul_(3)
+        return x * 2
+
+    step = pt.compile(checked, sections=sections)
+    assert step(torch.ones(3)).tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match=message[0] if message else "nonzero"):
+        step(-torch.ones(3))
+    assert total.tolist() == [3, 3, 3]
+
+
 @pytest.mark.parametrize("graded", [False, True])
 def test_what_torch_checks_of_values_is_checked_in_each_call(graded):
     def checked(x):

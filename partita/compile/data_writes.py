@@ -29,6 +29,7 @@ from .inputs import Inputs
 from .refusals import not_an_input
 from .symbolic import as_number
 from .tensor_facts import Facts
+from .value_checks import check_values
 
 __all__ = ["DataWrites"]
 
@@ -83,6 +84,7 @@ class DataWrites(TorchFunctionMode):
         if getattr(func, "__name__", "") in _OF_SHAPE and args[0] in self._inputs.identities:
             raise _shape_is_changed(func.__name__)
         _check_function(func)
+        check_values(func, args, kwargs)
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
@@ -117,6 +119,37 @@ def test_compiled_code_checks_a_value_before_it_writes_what_follows(sections, me
     with pytest.raises(RuntimeError, match=message[0] if message else "nonzero"):
         step(-torch.ones(3))
     assert total.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "good", "bad"),
+    [
+        (lambda x: F.one_hot(x, num_classes=3), [0, 2], [0, 3]),
+        (lambda x: F.one_hot(x, 3), [0, 2], [0, -1]),
+        (lambda x: torch.ones(1).quantile(x), [0.0, 1.0], [0.0, 1.1]),
+        (lambda x: torch.nanquantile(torch.ones(1), x), [0.0, 1.0], [-0.1, 1.0]),
+    ],
+)
+def test_values_that_torch_checks_in_eager_alone_are_checked_in_a_graph(call, good, bad):
+    step = pt.compile(call, backend="graph")
+    assert torch.equal(step(torch.tensor(good)), call(torch.tensor(good)))
+    with pytest.raises(RuntimeError) as eager:
+        call(torch.tensor(bad))
+    with pytest.raises(RuntimeError, match=re.escape(str(eager.value))):
+        step(torch.tensor(bad))
+
+
+def test_a_rank_checks_the_classes_of_its_piece():
+    def each(mesh):
+        step = pt.compile(lambda x: F.one_hot(x, 5), backend="graph")
+        x = pt.distribute_tensor(torch.tensor([0, 1, 2, 4, 3]), mesh, [pt.Shard(0)])
+        assert step(x).full_tensor().argmax(-1).tolist() == [0, 1, 2, 4, 3]
+        assert "0 collectives" in str(step.graph)
+        with pytest.raises(RuntimeError, match="smaller than num_classes"):
+            step(pt.distribute_tensor(torch.tensor([0, 1, 5, 5, 5]), mesh, [pt.Shard(0)]))
+
+    with pt.ranks(dp=2) as world:
+        world.run(each)
 
 
 @pytest.mark.parametrize("graded", [False, True])

@@ -145,7 +145,7 @@ class Stepping:
 
     def __init__(self, optimizers: dict[str, Optimizer]):
         self.optimizers = optimizers
-        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._counts: list[tuple[dict[Any, Any], torch.Tensor]] = []
         self._kept: set[int] = set()
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
 
@@ -170,11 +170,14 @@ class Stepping:
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.updating = True
+                self._widen_counts(optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
-                recorder.updating, recorder.exact = False, None
+                recorder.exact = None
+                self._narrow_counts()
+                recorder.updating = False
 
         hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         # Private torch, which has no way to be first: partita's own hook, which is there already,
@@ -185,8 +188,8 @@ class Stepping:
                 standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
                 self._held[optimizer] = {}
                 for p, entries in state.items():
-                    standing[stand_in(p)] = self._counted(dict(entries))
-                    self._held[optimizer][stand_in(p)] = dict(standing[stand_in(p)])
+                    standing[stand_in(p)] = dict(entries)
+                    self._held[optimizer][stand_in(p)] = dict(entries)
                 optimizer.state = standing
                 optimizer.param_groups = [
                     self._group(name, i, group, stand_in, number) for i, group in enumerate(groups)
@@ -198,18 +201,27 @@ class Stepping:
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
 
-    def _counted(self, entries: dict[Any, Any]) -> dict[Any, Any]:
-        for name in ("step", "mu_product"):
-            number = entries.get(name)
-            kept = isinstance(number, torch.Tensor) and number.ndim == 0
-            if not kept or number.dtype != torch.float32:
-                continue
-            if name == "step":
-                entries[name] = number.double()
-                self._counts.append((number, entries[name]))
-            else:  # a product, which eager rounds
-                self._kept.add(id(number))
-        return entries
+    def _widen_counts(self, optimizer: Optimizer) -> None:
+        """Have an optimizer count in float64 until `_narrow_counts`.
+
+        Only while it steps: to the program its counts are what they are in eager.
+        """
+        for entries in optimizer.state.values():
+            for name in ("step", "mu_product"):
+                number = entries.get(name)
+                kept = isinstance(number, torch.Tensor) and number.ndim == 0
+                if not kept or number.dtype != torch.float32:
+                    continue
+                if name == "step":
+                    self._counts.append((entries, number))
+                    entries[name] = number.double()
+                else:  # a product, which eager rounds
+                    self._kept.add(id(number))
+
+    def _narrow_counts(self) -> None:
+        for entries, number in self._counts:
+            entries["step"] = number.copy_(entries["step"])
+        self._counts.clear()
 
     def _group(
         self,
@@ -247,8 +259,6 @@ class Stepping:
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
         """
-        for count, wide in self._counts:
-            count.copy_(wide)
         found = []
         for name, optimizer in self.optimizers.items():
             for p, entries in optimizer.state.items():

@@ -189,3 +189,27 @@ def test_a_parametrization_of_torch_is_put_on_a_model_that_is_spread_out(place):
 
     with pt.ranks(dp=2) as world:
         assert world.run(run)[1] == pytest.approx(run(None), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_what_a_step_gives_of_an_optimizers_counts_is_what_eager_gives(kind):
+    def run(compiled):
+        w = nn.Parameter(torch.ones(3))
+        optimizer = kind([w])
+
+        def step(x):
+            for _ in range(2):
+                optimizer.zero_grad()
+                (w * x).sum().backward()
+                optimizer.step()
+            count = optimizer.state[w]["step"]
+            return count, count / 3, w.sum()
+
+        step = pt.compile(step, backend="graph") if compiled else step
+        step(torch.ones(3))
+        count, *values = step(torch.ones(3))
+        assert count is optimizer.state[w]["step"]
+        return count, *values
+
+    for eager, captured in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-6, atol=0)

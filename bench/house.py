@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "partita"
-NOT_RUNTIME = ("app", "bench", "report", "testing", "train/models", "rules/samples")
+NOT_RUNTIME = ("app", "cli", "bench", "report", "testing", "train/models", "rules/samples")
 """The app, what measures and what tests: the runtime never imports them."""
 BACKENDS = re.compile(r"\b(gloo|nccl)\b", re.IGNORECASE)
 CORRECTIONS = ("tensor/op_facts.py", "rules/table/", "rules/decompositions/", "rules/exceptions/")

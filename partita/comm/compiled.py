@@ -19,8 +19,8 @@ _library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
 def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
     """The group's `x`, along dimension 0 in group order, each broadcast by the rank that has it.
 
-    On Gloo that takes half the processor's time of its own all-gather, a ring, and nothing of `x`
-    is read after this returns.
+    Of CPUs that takes half the processor's time of a ring, and nothing of `x` is read after this
+    returns.
     """
     # Private torch: a functional collective's group and its work are known by name and by tensor.
     c10d = torch._C._distributed_c10d

@@ -1,4 +1,4 @@
-"""The control group of a mesh: a Gloo group of all its ranks, apart from those that carry tensors,
+"""The control group of a mesh: a group of all its ranks, apart from those that carry tensors,
 on which ranks compare what they do and read values.
 
 A message on it says for what it comes, so it can meet no message of another kind, and no tensor: a
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
+from .backends.control import rendezvous_group
 from .deadlock import BEGUN, SLICE, Need, patience, wait_longer
 from .presence import describe_process, lost_rank, remember_processes
 from .source import user_line
@@ -42,13 +42,9 @@ class ControlGroup:
         ranks: of the mesh, in its order, as the job numbers them.
         """
         self._name, self._ranks = f"partita/control/{name}", list(ranks)
-        # Not by `new_group`: a group of some ranks gets a name from how many groups its rank is in
-        # already, which need not be the same number on all of them.
-        store = dist.PrefixStore(self._name, dist.group.WORLD.get_group_store())  # type: ignore
-        me = self._ranks.index(dist.get_rank())
         why = "makes the control group of a mesh"
         try:
-            self._group = dist.ProcessGroupGloo(store, me, len(self._ranks), patience())
+            self._group = rendezvous_group(self._name, self._ranks, patience())
         except RuntimeError as error:
             if (gone := lost_rank(error, _located(why), self._ranks)) is None:
                 raise

@@ -82,9 +82,9 @@ class Need:
 
 
 class Pending:
-    """A collective of a Gloo group that is under way: its wait ends where ranks wait for ever.
+    """A collective that is under way: its wait ends where ranks wait for ever.
 
-    Not for NCCL, where a wait with a time limit would block the processor.
+    Only of a backend whose waits block the processor anyhow.
     """
 
     __slots__ = ("_ask", "_group", "_number", "_work")
@@ -110,7 +110,7 @@ class Pending:
 
 
 def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | None = None) -> None:
-    """Go on waiting for `work` of a Gloo group, whose wait of `SLICE` seconds raised `error`.
+    """Go on waiting for `work` of such a backend, whose wait of `SLICE` seconds raised `error`.
 
     Raises:
         LayoutError: as `outlast`.
@@ -179,7 +179,7 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
             if now - begun > limit:
                 fact = f"rank {me} waited {now - begun:.0f} s for {named(away)}"
                 raise _agreed(store, fact, dict.fromkeys(away) | posts, me)
-    except RuntimeError as failure:  # of Gloo
+    except RuntimeError as failure:  # of the group
         late = late_ranks(failure, need.text, away, time.monotonic() - begun)
         if late is None or isinstance(failure, LayoutError):
             raise

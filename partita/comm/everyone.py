@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout import LayoutError
+from .backends.control import world_group
 from .messages import message, pack, unpack
 from .presence import lost_rank
 from .ranks import RankWire, running_wire
@@ -136,7 +137,7 @@ def _work(run: Callable[[Decide], Any], decide: Decide, outcomes: list[Aside]) -
 
 
 class _OfGroups(Everyone):
-    """The ranks of the default process group, over a Gloo group of their own.
+    """The ranks of the default process group, over a group of their own.
 
     Of its own, so that a thread may use it while the program's collectives run.
     """
@@ -146,7 +147,7 @@ class _OfGroups(Everyone):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Groups are torch's to keep: one that lived on would hold its threads until the very end.
         self._world = weakref.ref(dist.group.WORLD)
-        self._group = weakref.ref(dist.new_group(backend="gloo", group_desc="partita everyone"))
+        self._group = weakref.ref(world_group())
 
     @property
     def stands(self) -> bool:
@@ -163,7 +164,7 @@ class _OfGroups(Everyone):
             if brought is not None:
                 answers = _all_packed(_outcomes(list(map(unpack, brought)), answer))
             got = unpack(self._scatter(group, answers))
-        except RuntimeError as error:  # of Gloo: `answer`'s own are outcomes
+        except RuntimeError as error:  # of the group: `answer`'s own are outcomes
             if (gone := lost_rank(error, "agrees with all ranks", range(self.size))) is None:
                 raise
             raise gone from error

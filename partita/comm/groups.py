@@ -1,8 +1,6 @@
-"""How do bytes travel over `torch.distributed`?
+"""The wire over process groups: which of them serves which axes, and what its ranks compare.
 
-Each call into torch that is not public API stands here once. Process groups are called directly:
-the functional collectives cost more than the whole of `carry` (a dispatcher op, an async wrapper
-and its wait), and are needed only while a graph is captured.
+How a collective of a group is done, its backend says (`backends`).
 """
 
 from __future__ import annotations
@@ -10,17 +8,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layout import Coordinate, Fix, LayoutError, Mesh
-from . import gloo
 from .ask import Ask
+from .backends.choose import backend_of
 from .control import ControlGroup
-from .deadlock import Pending, patience
+from .deadlock import patience
 from .roll_call import roll_call
 from .source import place_of_user, user_line
 from .splits import Splits
@@ -36,11 +33,10 @@ _COMMON = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     + (torch.uint8, torch.int8, torch.int32, torch.int64)
 )
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class GroupWire(Wire):
-    """The wire of this process on a `DeviceMesh`: Gloo, NCCL, or the fake backend.
+    """The wire of this process on a `DeviceMesh`.
 
     The group of one axis is the mesh's own. A group over several axes is made at the first move
     that joins them, by its members only, who are all at that move; so no other rank has to know.
@@ -73,7 +69,7 @@ class GroupWire(Wire):
         self._rank_at = dict(zip(self.mesh.coordinates(), ranks, strict=True))
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
-        self.on_gloo = kind == "cpu" and "cpu:gloo" in dist.get_backend_config()
+        self.backend = backend_of(kind)
         self._control: ControlGroup | None = None
         self._read: str | None = None  # what reads the value that is carried
 
@@ -101,7 +97,7 @@ class GroupWire(Wire):
     def _world_serves(self) -> bool:
         """Whether the default group reaches the mesh's kind of device."""
         backend = dist.get_backend()
-        return (backend == "gloo") == (self.device.type == "cpu") or backend == "fake"
+        return backend in ("fake", dist.get_default_backend_for_device(self.device.type))
 
     def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
         members = self.mesh.group(axes, self.at)
@@ -119,27 +115,20 @@ class GroupWire(Wire):
         order = [number[rank] for rank in dist.get_process_group_ranks(self.process_group(axes))]
         return None if order == sorted(order) else order
 
-    # -- primitives: ProcessGroup methods that torch's own public collectives end in --------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
         if self._read is not None and (rows := self._shown(x, axes)) is not None:
             torch.cat([row.view(-1) for row in rows], out=out.view(-1))
             return
-        group = self._process_groups[axes]
-        if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: Gloo cuts the first
+        if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: a group cuts the first
             out, x = out.view(-1), x.view(-1)
-        self._wait(group._allgather_base(out, x), group, ask)
+        self.backend.all_gather(self._process_groups[axes], out, x, ask)
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
-        group = self._process_groups[axes]
-        if reduce_op == "sum" and self.on_gloo:
-            gloo.start_reduce_scatter(group, out, x, ask).wait()
-            return
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[reduce_op]
-        self._wait(group._reduce_scatter_base(out, x, options), group, ask)
+        self.backend.reduce_scatter(self._process_groups[axes], out, x, reduce_op, ask)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         if self._read is not None and (rows := self._shown(x, axes)) is not None:
@@ -149,33 +138,20 @@ class GroupWire(Wire):
                 stacked = torch.stack(rows)
                 x.copy_(stacked.amax(0) if reduce_op == "max" else stacked.amin(0))
             return
-        group = self._process_groups[axes]
-        if reduce_op == "sum" and self.on_gloo:
-            gloo.start_all_reduce(group, x, ask).wait()
-            return
-        self._wait(group.allreduce([x], _OPS[reduce_op]), group, ask)
+        self.backend.all_reduce(self._process_groups[axes], x, reduce_op, ask)
 
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
-        group = self._process_groups[axes]
-        return (
-            gloo.start_all_gather(group, out, x, ask)
-            if self.on_gloo
-            else group._allgather_base(out, x)
-        )
+        return self.backend.start_all_gather(self._process_groups[axes], out, x, ask)
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
-        group = self._process_groups[axes]
-        return gloo.start_all_reduce(group, x, ask) if self.on_gloo else group.allreduce([x])
+        return self.backend.start_all_reduce(self._process_groups[axes], x, ask)
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
     ) -> UnderWay:
-        group = self._process_groups[axes]
-        if self.on_gloo or out.dtype != x.dtype:
-            return gloo.start_reduce_scatter(group, out, x, ask)
-        return group._reduce_scatter_base(out, x)
+        return self.backend.start_reduce_scatter(self._process_groups[axes], out, x, ask)
 
     def _all_to_all(
         self,
@@ -186,19 +162,10 @@ class GroupWire(Wire):
         send: Splits,
         ask: Ask,
     ) -> None:
-        group = self._process_groups[axes]
-        sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
-        self._wait(group.alltoall_base(out, x, *sizes), group, ask)
+        self.backend.all_to_all(self._process_groups[axes], out, x, get, send, ask)
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
-        group = self._process_groups[axes]
-        self._wait(group.broadcast(x, root), group, ask)
-
-    def _wait(self, work: Any, group: dist.ProcessGroup, ask: Ask) -> None:
-        if self.on_gloo:
-            Pending(work, group, ask).wait()
-        else:
-            work.wait()
+        self.backend.broadcast(self._process_groups[axes], x, root, ask)
 
     # -- what ranks tell each other apart from their tensors --------------------------------------
 
@@ -236,7 +203,8 @@ class GroupWire(Wire):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        return list(self._rank_at.values()) if self._others_exist() and self.on_gloo else []
+        waits = self._others_exist() and self.backend.waits_on_host
+        return list(self._rank_at.values()) if waits else []
 
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:

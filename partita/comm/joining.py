@@ -18,6 +18,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .backends.control import prepare_control
+
 __all__ = ["LOOPBACK", "MEETING", "join"]
 
 MEETING = "PARTITA_MEETING"
@@ -38,11 +40,10 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     Raises:
         TimeoutError: the other ranks did not come within `timeout`.
     """
-    # A thread of Gloo's may be the last to let go of a tensor, for which it needs Python: where
+    # A thread of a group's may be the last to let go of a tensor, for which it needs Python: where
     # Python is ending just then, the process aborts.
     atexit.register(time.sleep, _GRACE)
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", ""):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else needs to reach us
+    prepare_control(os.environ, LOOPBACK)
     if (meeting := os.environ.get(MEETING)) is not None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         file = dist.FileStore(meeting, world)

@@ -1,8 +1,8 @@
 """Ranks that are gone: what the others hear where a collective fails since a rank has ended.
 
-Gloo says that a connection was closed, and not whose. The ranks of one machine know one another's
-processes, which they told when they made a control group, and look which of them have ended; of
-those on other machines they know that it must be one of them.
+A process group says that a connection was closed, and not whose. The ranks of one machine know one
+another's processes, which they told when they made a control group, and look which of them have
+ended; of those on other machines they know that it must be one of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import struct
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ..layout import Fix, LayoutError
+from .backends.control import LOST, TIMED_OUT
 from .source import user_line
 
 __all__ = [
@@ -34,14 +34,6 @@ __all__ = [
     "remember_processes",
 ]
 
-_LOST = re.compile(
-    r"(connection (closed|reset|refused)|broken pipe|socket closed|gloo/transport"
-    r"|recvValue failed)",
-    re.IGNORECASE,
-)
-"""What Gloo and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
-_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-"""What they say when a peer that may live has not come in time."""
 _FORM = struct.Struct("<8sqq")
 _PATIENCE, _LOOK = 0.5, 0.01
 """Seconds in which a process whose connections are closed has ended, and between two looks."""
@@ -98,7 +90,7 @@ def is_lost(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, RankGoneError):
             return True
-        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+        if isinstance(error, RuntimeError) and LOST.search(str(error)):
             return True
         error = error.__cause__
     return False
@@ -127,7 +119,7 @@ def late_ranks(
 ) -> RankGoneError | None:
     """What to raise where `failure` is the time limit of a collective that `ranks`, which live as
     far as is known, have not come to in `waited` seconds; None where it is another."""
-    if not _TIMED_OUT.search(str(failure)) or not ranks or find_ended(ranks):
+    if not TIMED_OUT.search(str(failure)) or not ranks or find_ended(ranks):
         return None
     me = dist.get_rank()
     return RankGoneError(

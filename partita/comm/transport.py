@@ -12,6 +12,7 @@ import torch
 
 from ..layout import Coordinate, LayoutError, Mesh
 from .ask import Ask
+from .backends.backend import Backend
 from .splits import Splits
 from .under_way import Done, Summed, UnderWay
 
@@ -44,6 +45,8 @@ class Transport:
     """Dtypes that the backend moves as they are; others travel as bytes."""
     reduced: frozenset[torch.dtype] = frozenset()
     """Dtypes that the backend reduces as they are; others are widened."""
+    backend = Backend()
+    """In what ways its collectives are done, which graphs ask."""
 
     def __init__(self, mesh: Mesh, at: Coordinate):
         self.mesh, self.at = mesh, at

@@ -96,7 +96,7 @@ def compiled(
         mark(node)
         node.meta.pop(NOTE, None)
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
-            # Of bytes, as which Gloo carries bools. Inductor's vectors of them do not compile.
+            # Of bytes, as which groups carry bools: Inductor's vectors of them do not compile.
             node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
         if node.target is _aten._assert_async.default:
             # Only where a graph cannot be cut. Without a text, torch.fx drops it.

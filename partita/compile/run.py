@@ -20,7 +20,6 @@ from torch import fx
 
 from partita.comm import Ask, UnderWay, Wire
 from partita.comm.compiled import all_gather, all_to_all
-from partita.comm.gloo import SMALL, ring_serves
 from partita.comm.splits import Splits
 
 from .notes import note_of
@@ -208,8 +207,7 @@ def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
         node.target is _functional.all_reduce.default
         and node.args[1] == "sum"
         and value.dtype in wire.reduced
-        and value.nbytes > SMALL
-        and ring_serves(value, wire.mesh_size(axes))
+        and wire.backend.way_of_sum(value, wire.mesh_size(axes)) == "own"
         and all(user.target is _WAIT for user in node.users)
     )
 

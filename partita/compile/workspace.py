@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.comm import GroupWire, Wire
+from partita.comm import Wire
 from partita.comm.compiled import all_gather
-from partita.comm.gloo import SMALL, ring_serves
 
 __all__ = ["staging", "workspace"]
 
@@ -218,26 +217,18 @@ def _real(value: Any) -> Any:
 def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compiled: bool) -> int:
     """Bytes in which a collective of the program's groups keeps what is under way.
 
-    Only of Gloo: NCCL works in the memory that it is given, and ranks of one process have none.
-
     Args:
         compiled: it is called as torch's functional collective, not through a wire.
     """
-    wire, axes = groups.get(args[-1], (None, ())) if args else (None, ())
-    if not (isinstance(wire, GroupWire) and wire.on_gloo):
+    if not args or args[-1] not in groups:
         return 0
-    x, n = args[0], wire.mesh_size(axes)
+    wire, axes = groups[args[-1]]
     if target is _functional.all_gather_into_tensor.default or (
         target is all_gather and not compiled
     ):
-        return made.nbytes  # type: ignore[no-any-return]  # Gloo's ring ends in one flat buffer
+        return wire.backend.staging_of_gather(made)
     if target is _functional.reduce_scatter_tensor.default:
-        return x.nbytes  # type: ignore[no-any-return]  # the shares, or the all-reduce of a copy
+        return wire.backend.staging_of_scatter(args[0])
     if target is _functional.all_reduce.default and not compiled and args[1] == "sum":
-        if x.nbytes <= SMALL:
-            return n * x.nbytes  # type: ignore[no-any-return]
-        if not ring_serves(x, n):
-            piece = -(-x.numel() // n) * x.element_size()
-            padded = n * piece if x.numel() % n else 0
-            return piece + n * piece + padded  # type: ignore[no-any-return]
+        return wire.backend.staging_of_sum(args[0], wire.mesh_size(axes))
     return 0

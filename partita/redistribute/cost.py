@@ -59,7 +59,7 @@ OPERATIONS_PER_BYTE = 1000
 Of data sheets, and of operations the half that good kernels reach, in bfloat16 within a node: H100
 990e12 a second and 450e9 bytes by NVLink, 1,100; A100 312e12 and 300e9, 520. From node to node, by
 50e9 bytes, it is 10,000, and less has to be repeated before it costs more than a gather; of CPUs
-over Gloo, some 50e9 operations and 1e9 bytes, it is 50.
+of one machine, some 50e9 operations and 1e9 bytes, it is 50.
 """
 RETYPE = 1e-7
 """Seconds of a move that does nothing, so that of two such paths the shorter wins."""

@@ -15,6 +15,7 @@ from ..effects import drop_unused
 from ..overlapping_results import keep_apart
 from ..program import Program
 from ..verify import IllegalGraph, verifies_each_pass, verify
+from .backend_ways import backend_ways
 from .bucket import bucket
 from .cancel import cancel
 from .cast import cast
@@ -22,7 +23,6 @@ from .change import Change, Seen
 from .contract import Promised, work_out
 from .dedupe import dedupe
 from .lifetime import lifetime
-from .on_gloo import on_gloo
 from .overlap import overlap
 from .regather import regather
 from .remat import remat
@@ -40,7 +40,7 @@ PASSES: dict[str, Pass] = {
     "bucket": bucket,
     "lifetime": lifetime,
     "overlap": overlap,
-    "on_gloo": on_gloo,
+    "backend_ways": backend_ways,
 }
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]

@@ -1,4 +1,4 @@
-"""Which way do bytes travel on Gloo, which has the collectives but does some of them slowly?"""
+"""The collectives of a graph, in the ways of the backends that do them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm import GroupWire
+from partita.comm.backends.backend import WayOfSum
 from partita.comm.compiled import all_gather, all_to_all, sum_of_shares
-from partita.comm.gloo import SMALL, ring_serves
 
 from ..graph import is_collective
 from ..notes import note_of
@@ -17,7 +16,7 @@ from ..program import Program
 from .gathered import only_moves
 from .making import Making
 
-__all__ = ["on_gloo"]
+__all__ = ["backend_ways"]
 
 _functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 _WAIT = _functional.wait_tensor.default
@@ -29,14 +28,12 @@ _ADDED = 8
 """Shares up to which each addition is a node, which Inductor fuses; of more, the sum is one."""
 
 
-def on_gloo(program: Program) -> str:
-    """On Gloo what is gathered is broadcast, and shards are exchanged and summed in rank order.
+def backend_ways(program: Program) -> str:
+    """A backend's collectives are done as it does them best: as in eager (`comm/backends`).
 
-    As in eager (`comm/gloo.py`), and for the same reasons: a broadcast takes half the processor's
-    time of Gloo's ring, its reduce-scatter is an all-reduce of which most is thrown away, and a sum
-    in rank order is the same bits in every collective, which of an all-reduce among more than two
-    ranks `torch.use_deterministic_algorithms(True)` asks for. A sum that waits for others is made
-    at once, so that its shares, which are as many times larger as there are ranks, need not wait.
+    What is gathered may be broadcast by each rank, and shares exchanged and summed in rank order. A
+    sum that waits for others is made at once, so that its shares, which are as many times larger as
+    there are ranks, need not wait.
     """
     graph = program.graph.graph
     changed = 0
@@ -45,17 +42,19 @@ def on_gloo(program: Program) -> str:
         if node.target not in (_GATHER, _SCATTER, _REDUCE):
             continue
         wire, axes = program.groups[node.args[-1]]
-        if not (isinstance(wire, GroupWire) and wire.on_gloo):
-            continue
-        n = wire.mesh_size(axes)
+        n, backend = wire.mesh_size(axes), wire.backend
         if node.target is _GATHER:
+            if not backend.gathers_by_broadcast:
+                continue
             node.target = all_gather
         elif node.args[1] != "sum" or not node.args[0].meta["val"].is_floating_point():
             continue
         elif node.target is _SCATTER:
+            if not backend.sums_in_rank_order:
+                continue
             _exchange(graph, node, n, node in waiting)
-        elif node.meta["val"].nbytes <= SMALL or not ring_serves(node.meta["val"], n):
-            _all_reduce(graph, node, n)
+        elif (way := backend.way_of_sum(node.meta["val"], n)) != "own":
+            _all_reduce(graph, node, n, way)
         else:
             continue
         changed += 1
@@ -93,11 +92,11 @@ def _exchange(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
     _erase(graph, wait, node)
 
 
-def _all_reduce(graph: fx.Graph, node: fx.Node, n: int) -> None:
+def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
     (wait,) = node.users
     x, name, value = node.args[0], node.args[-1], node.meta["val"]
     size, shape = value.numel(), list(value.shape)
-    small = value.nbytes <= SMALL
+    small = way == "gather"
     with graph.inserting_before(node):
         make = Making(graph, note_of(node))
         flat = make(_aten.reshape.default, x, [-1])

@@ -1,0 +1,6 @@
+"""Backends: what a kind of process group does in ways of its own. No other room knows one by name.
+
+In reading order: `backend` (what a transport and a graph ask of one, and the answers of one that is
+best used as it is), `gloo` (those of Gloo), `choose` (which serves a mesh), `control` (what ranks
+compare over, apart from their tensors).
+"""

@@ -1,0 +1,44 @@
+"""The backend of the control plane, on which ranks compare what they do apart from their tensors:
+Gloo, since every machine has it, whatever its devices are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["LOST", "TIMED_OUT", "prepare_control", "rendezvous_group", "world_group"]
+
+LOST = re.compile(
+    r"(connection (closed|reset|refused)|broken pipe|socket closed|gloo/transport"
+    r"|recvValue failed)",
+    re.IGNORECASE,
+)
+"""What it and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+"""What they say when a peer that may live has not come in time."""
+
+
+def world_group() -> dist.ProcessGroup:
+    """A new group of all ranks of the job; they all call this."""
+    return dist.new_group(backend="gloo", group_desc="partita everyone")
+
+
+def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
+    """A new group of some ranks of the job, which meet under `name`.
+
+    Not by `new_group`: a group of some ranks gets a name from how many groups its rank is in
+    already, which need not be the same number on all of them.
+    """
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore
+    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), limit)
+
+
+def prepare_control(environment: Any, loopback: str) -> None:
+    """Before a group is made: nobody else needs to reach one of this machine alone."""
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", ""):
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)

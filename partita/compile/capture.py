@@ -38,7 +38,7 @@ from .capture_context import call_by_call, compiling, swapped, unseen, without_d
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
-from .differentiate import Seed, differentiate, has_history, made_inputs
+from .differentiate import Seed, asks_gradient, differentiate, has_history, made_inputs
 from .effects import drop_unused
 from .errors import CaptureError, not_captured
 from .finished import Trace
@@ -580,6 +580,8 @@ class _Capture:
             if kind != "gradient" and has_history(value):
                 more["number"] = len(self.differentiable)
                 self.differentiable.append(value)
+            elif kind != "gradient":
+                more["asks_gradient"] = asks_gradient(value)
             self.outputs.append(Output(kind, self._real(spec), **more))
             values.append(value)
 

@@ -8,6 +8,7 @@ of its results come in the graph gets inputs, "cotangents"; they are laid out by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from .inputs import Inputs
 from .notes import NOTE, Recorder
 from .program import Input
 
-__all__ = ["Seed", "differentiate", "has_history", "made_inputs"]
+__all__ = ["Seed", "asks_gradient", "differentiate", "has_history", "made_inputs"]
 
 _SPENT = (
     "Trying to backward through the graph a second time",
@@ -45,11 +46,26 @@ class Seed:
 
 def has_history(value: torch.Tensor) -> bool:
     """Could a caller of the function that made `value` go backward from it?"""
-    with Local():
-        if not value.requires_grad or value.grad_fn is None:
-            return False
+    if not _requires_grad(value) or not _is_computed(value):
+        return False
     spec = getattr(value, "_spec", None)
     return spec is None or all(op == "sum" for _, op in spec.layout.partial)
+
+
+def asks_gradient(value: torch.Tensor) -> bool:
+    """Does it require a gradient without a history, as leaves do, and views under `no_grad`?"""
+    return _requires_grad(value) and not _is_computed(value)
+
+
+def _requires_grad(value: torch.Tensor) -> bool:
+    with Local():
+        return value.requires_grad
+
+
+def _is_computed(value: torch.Tensor) -> bool:
+    with Local(), suppress(RuntimeError):  # a view made under `no_grad`, of what was written since
+        return value.grad_fn is not None
+    return False
 
 
 def differentiate(

@@ -127,6 +127,8 @@ class Output:
         number: of a result or slot with a history: among all of these. Else -1.
         scalar: it is a Python number to the program.
         tensor: equal for outputs that are one tensor to the step.
+        asks_gradient: it has no history, and requires a gradient: so does a view of a parameter
+            that is made under `no_grad`.
     """
 
     kind: str
@@ -136,6 +138,7 @@ class Output:
     number: int = -1
     scalar: bool = False
     tensor: int = -1
+    asks_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -389,7 +392,9 @@ class Program:
             found = self.made(tensors, inputs)
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
-        for output, value in zip(self.given, found, strict=True):
+        for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
+            if output.asks_gradient:  # itself, but for an input, which is the caller's
+                value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
                 value = tagged(value, output.spec)
             if output.scalar and isinstance(value, torch.Tensor):  # else the step's own constant

@@ -318,3 +318,34 @@ def test_a_pass_that_takes_a_result_out_of_the_memory_of_another_is_refused():
 
     with pytest.raises(IllegalGraph, match="does not lie any more in the memory of output 0"):
         pt.compile(step, backend="graph", passes={"end": copying})(torch.ones(2, 2))
+
+
+def _view_of_what_is_written(w, x):
+    v = w[1:]
+    w.mul_(2)
+    return v
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.no_grad()(lambda w, x: (w[1:], w.detach()[1:], w.data, w.view(-1), w * 1)),
+        torch.no_grad()(_view_of_what_is_written),
+        lambda w, x: (torch.no_grad()(lambda: w[1:])(), (w * x).sum()),
+        lambda w, x: torch.no_grad()(lambda y: y[1:])(w * x),
+        lambda w, x: (x.detach().requires_grad_(), torch.zeros(2).requires_grad_()),
+    ],
+)
+def test_results_require_gradients_as_in_eager(made):
+    w = torch.nn.Parameter(torch.ones(3))
+    step = pt.compile(lambda x: made(w, x), backend="graph")
+    x = torch.ones(3)
+    for _ in range(2):
+        eager, captured = (f(x) for f in (lambda x: made(w, x), step))
+        for one, other in zip(*map(_in_tuple, (eager, captured)), strict=True):
+            assert one.requires_grad is other.requires_grad
+    assert not x.requires_grad
+
+
+def _in_tuple(found):
+    return found if isinstance(found, tuple) else (found,)

@@ -222,6 +222,19 @@ def _elementwise(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: A
     return getattr(_aten, base)(*[_beside(a, *args) for a in args], **kwargs)
 
 
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+def _as_kernels(*values: Any) -> tuple[Any, ...]:
+    """Operands as the kernels of one call reckon with them: rounded at its end alone, not between
+    the calls that stand for it."""
+    return tuple(v.float() if _is_reduced(v) else v for v in values)
+
+
+def _is_reduced(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _REDUCED
+
+
 def _add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     x, y = args[:2]
     alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
@@ -231,6 +244,9 @@ def _add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> A
     if isinstance(alpha, Scalar) or alpha != 1:
         if isinstance(y, torch.Tensor):  # the product has the dtype of the sum
             y = y.to(torch.result_type(x, y))
+        if _is_reduced(y) and y.device.type == "cpu" and isinstance(alpha, Scalar):
+            alpha = Scalar(alpha.tensor.to(y.dtype))  # as the kernels there take it
+        x, y = _as_kernels(x, y)
         y = y * _beside(alpha, y)
     return _aten.add(x, y) if base == "add" else _aten.sub(x, y)
 
@@ -239,12 +255,14 @@ def _add_product(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: A
     x, one, other = args[:3]
     value = args[3] if len(args) > 3 else kwargs["value"]
     one, other = (y.to(torch.promote_types(x.dtype, y.dtype)) for y in (one, other))
-    made = one * other if base == "addcmul" else one / other
-    return x + made * _beside(value, made)
+    x, one, other = _as_kernels(x, one, other)
+    made = one * _beside(value, one)
+    return x + (made * other if base == "addcmul" else made / other)
 
 
 def _lerp(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    x, end, weight = args
+    *given, weight = args
+    x, end = _as_kernels(*given)
     return _aten.lerp(x, end, weight.tensor.to(x.device, x.dtype))
 
 

@@ -504,3 +504,22 @@ def test_text_of_what_has_no_value_yet_does_not_leave_the_step(name):
     with pytest.raises(pt.CaptureError, match=r"text that a tensor|leaves a tensor in Said.text"):
         graph_of(TEXTS[name])(x)
     assert Said.text == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y, a: torch.add(x, y, alpha=a),
+        lambda x, y, a: torch.rsub(x, y, alpha=a),
+        lambda x, y, a: x.clone().sub_(y, alpha=a),
+        lambda x, y, a: torch._foreach_add([x], [y], alpha=a)[0],
+        lambda x, y, a: torch.addcdiv(x, x, y, value=a),
+        lambda x, y, a: x.lerp(y, a),
+    ],
+)
+def test_what_is_scaled_and_added_in_few_bits_is_rounded_as_in_eager(call, dtype):
+    x, y = torch.randn(2, 4096).to(dtype).unbind()  # a multiple of what vectors of any kernel hold
+    step = pt.compile(call, backend="graph")
+    for number in (0.3, 0.7):
+        assert torch.equal(step(x, y, number), call(x, y, number))

@@ -6,9 +6,11 @@ structure (`block_traces`), which also puts it in their places.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
@@ -66,6 +68,7 @@ class BlockCalls:
         self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
         self._heard = who_hears()
+        self._results: list[tuple[weakref.ref[torch.Tensor], type]] = []  # of those with several
 
     @contextmanager
     def intercepting(self, tracer: Any) -> Iterator[None]:
@@ -151,6 +154,29 @@ class BlockCalls:
         for number, stand in held.items():
             become(stand, by_number[number])
         call.note_versions([*taken, *held.values()])
+        if len(trace.results) > 1:
+            results = [t for n, t in held.items() if n in trace.results]
+            self._results += [(weakref.ref(t), trace.kind) for t in results]
+
+    def check_results(self, asked: Any) -> None:
+        """Raise NotABlock where a backward that begins is to show the gradient of one of several
+        results of a block: no gradient comes to it from the others, which may be made of it.
+
+        Args:
+            asked: the tensors whose gradients it gives: one, several or None.
+        """
+        asked = [*asked] if isinstance(asked, (tuple, list)) else [asked]
+        wanted = {id(t) for t in asked}
+        # An edge of the graph, or what gives its tensors only once, may be of any.
+        is_unsure = any(not isinstance(t, (torch.Tensor, NoneType)) for t in asked)
+        for known, kind in self._results:
+            result = known()
+            if result is None:
+                continue
+            with Local():
+                is_heard = result.retains_grad or _has_hooks(result)
+            if is_heard or is_unsure or id(result) in wanted:
+                raise NotABlock(kind, "the gradient of one of several results is looked at")
 
     def add_node(self, target: Any, *args: Any) -> fx.Node:
         """A new node of the graph."""

@@ -343,6 +343,7 @@ class _Capture:
             stack.enter_context(unseen())
             calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)
             stack.enter_context(calls.intercepting(mode.tracer))
+            self.record.before_backward = calls.check_results
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(exclusive(self._holders()))
             stack.enter_context(self.attributes.restored())

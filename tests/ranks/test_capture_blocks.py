@@ -696,3 +696,74 @@ def test_a_graph_prints_once_what_repeats_itself():
         assert set(lines) - set(every) == {line for line in lines if line.startswith("... ")}
         texts[count] = len(lines)
     assert texts[16] <= texts[8] + 8
+
+
+class TellingWithin(Block):
+    """It also gives what the rest of it is made of, as attention gives its weights."""
+
+    def forward(self, x):
+        h = F.gelu(self.up(self.norm(x)))
+        return x + self.down(h), h
+
+
+def retained(model, x):
+    within = []
+    for block in model:
+        x, h = block(x)
+        h.retain_grad()
+        within.append(h)
+    x.square().sum().backward()
+    return [h.grad for h in within]
+
+
+def asked_for(model, x):
+    x, h = model[0](x)
+    for block in model[1:]:
+        x, _ = block(x)
+    return list(torch.autograd.grad(x.square().sum(), [h]))
+
+
+def hooked(model, x):
+    total = 0
+    for block in model:
+        x, h = block(x)
+        h.register_hook(lambda g: g / 2)
+        total = total + h.mean()
+    weights = [block.up.weight for block in model]
+    return list(torch.autograd.grad(x.square().sum() + total, weights))
+
+
+def hooked_in_vain(model, x):
+    for block in model:
+        x, h = block(x)
+        h.register_hook(lambda g: g / 2)
+    return list(torch.autograd.grad(h.sum(), [model[-1].up.weight]))
+
+
+def added(model, x):
+    total = 0
+    for block in model:
+        x, h = block(x)
+        total = total + h.square().mean()
+    weights = [block.up.weight for block in model]
+    return list(torch.autograd.grad(x.square().sum() + total, weights))
+
+
+@pytest.mark.parametrize(
+    "ask, are_called",
+    [
+        (retained, False),
+        (asked_for, False),
+        (hooked, False),
+        (hooked_in_vain, False),
+        (added, True),
+    ],
+)
+def test_the_gradient_of_one_of_several_results_is_what_it_is_in_eager(ask, are_called):
+    torch.manual_seed(0)
+    model, x = nn.ModuleList(TellingWithin(i) for i in range(BLOCKS)), torch.randn(4, WIDTH)
+    expected = ask(model, x)
+    step = pt.compile(lambda: ask(model, x), backend="graph", blocks=True)
+    for wanted, found in zip(expected, step(), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert bool(step.program.blocks.structures) == are_called

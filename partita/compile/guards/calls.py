@@ -219,6 +219,7 @@ class Calls:
             if torch.is_anomaly_enabled():
                 self._record.error = self._record.error or of_anomalies()
                 raise self._record.error
+            self._record.before_backward(frame.f_locals.get("inputs"))
             return
         caller = frame.f_back
         while caller is not None and _is_between(caller.f_code, code):

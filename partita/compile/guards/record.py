@@ -102,6 +102,8 @@ class Record:
         stand_in_for_float: called for each float that is reached, before the step reads it, with
             its name, its home, its key and itself; gives what stands there while the step runs, or
             None. What has a stand-in is guarded by its type alone.
+        before_backward: called where a backward begins, with the tensors whose gradients are asked
+            for by name: one, several or None.
         places: what was read, in order.
         snapshots: of what was reached, to see what the step writes.
         by_name: whether what is reached now is perhaps not what the step reads.
@@ -109,6 +111,7 @@ class Record:
 
     def __init__(self, names: dict[int, str]) -> None:
         self.stand_in_for_float: Callable[[str, Any, Any, float], Any] = lambda *_: None
+        self.before_backward: Callable[[Any], None] = lambda _: None
         self.places: dict[tuple[int, Any], Place] = {}
         self.types: dict[int, tuple[Any, type]] = {}
         self.numbers: dict[tuple[int, Any], tuple[Place, float]] = {}

@@ -3,6 +3,7 @@
 #   make test     run the tests (ARGS="tests/pure -k layout")
 #   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
 #   make lint     style, layers and types
+#   make house    what a newcomer of the code meets, in figures (ARGS=-v names the places)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
@@ -10,7 +11,7 @@ CLIENTS := $(VENV)/.clients
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-clients lint style layers types format clean
+.PHONY: train test test-clients house lint style layers types format clean
 .DEFAULT_GOAL := test
 
 # The pip that is there installs into the new environment: ensurepip, which some systems lack, is
@@ -32,6 +33,9 @@ test: $(READY)
 
 test-clients: $(CLIENTS)
 	$(BIN)/python -m tests.clients.sweep $(ARGS)
+
+house: $(READY)
+	$(BIN)/python bench/house.py $(ARGS)
 
 lint: style layers types
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import io
 import re
 import sys
@@ -247,6 +248,8 @@ def files_that_name_a_backend(modules: list[Module]) -> list[str]:
 
 def names_without_docstring(modules: list[Module]) -> list[str]:
     """What `partita` and its public classes offer that says nothing of itself."""
+    import torch
+
     import partita as pt
 
     found = []
@@ -256,9 +259,10 @@ def names_without_docstring(modules: list[Module]) -> list[str]:
             found.append(name)
         if isinstance(value, type) and value.__module__.startswith("partita"):
             for key, member in vars(value).items():
-                told = (getattr(member, "__doc__", None) or "").strip()
-                if not key.startswith("_") and (callable(member) or isinstance(member, property)):
-                    found += [] if told else [f"{name}.{key}"]
+                of_torch = getattr(member, "__objclass__", None) is torch._C.TensorBase
+                shown = callable(member) or (isinstance(member, property) and not of_torch)
+                if not key.startswith("_") and shown:
+                    found += [] if inspect.getdoc(getattr(value, key)) else [f"{name}.{key}"]
     return found
 
 

@@ -20,15 +20,19 @@ class Placement:
         raise NotImplementedError
 
     def is_shard(self, dim: int | None = None) -> bool:
+        """Does every rank hold a slice, of dimension `dim` if that is given?"""
         return False
 
     def is_replicate(self) -> bool:
+        """Does every rank hold the whole value, which each may use differently?"""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Does every rank hold a share, pending a reduction (by `reduce_op` if that is given)?"""
         return False
 
     def is_invariant(self) -> bool:
+        """Does every rank hold the whole value, in the same computation on each?"""
         return False
 
 

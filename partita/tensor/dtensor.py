@@ -66,14 +66,17 @@ class DTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
+        """Of the global value, as `size()`; of this rank's piece with torch-function disabled."""
         return self._spec.shape if _global_view() else _shape(self)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """The shape of the global value, or its length along `dim`."""
         if not _global_view():
             return _size(self) if dim is None else _size(self, dim)
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
     def numel(self) -> int:
+        """Elements of the global value."""
         return self._spec.shape.numel() if _global_view() else _numel(self)
 
     nelement = numel
@@ -85,9 +88,11 @@ class DTensor(torch.Tensor):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
+        """The number of dimensions."""
         return len(self._spec.shape)
 
     def dim(self) -> int:
+        """The number of dimensions."""
         return len(self._spec.shape)
 
     ndimension = dim

@@ -464,7 +464,8 @@ def _reads(name: str) -> property:
         with Local():
             attribute.__set__(self, value)
 
-    return property(read, write)
+    told = f"`{name}` of this rank's piece, as of any tensor."
+    return property(read, write, doc=told)
 
 
 for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():

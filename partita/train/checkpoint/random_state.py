@@ -26,6 +26,7 @@ class RandomState:
         return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have torch's generators draw what they would have drawn when `state` was taken."""
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])

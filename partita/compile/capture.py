@@ -34,7 +34,14 @@ from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
 from .block_tape import NotABlock, NumbersRead
 from .block_traces import inline_blocks
-from .capture_context import call_by_call, compiling, swapped, unseen, without_dispatch_modes
+from .capture_context import (
+    call_by_call,
+    compiling,
+    swapped,
+    unlogged,
+    unseen,
+    without_dispatch_modes,
+)
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
@@ -83,7 +90,7 @@ _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 @contextmanager
 def _taking_turns() -> Iterator[None]:
     """Captures of several threads are made one after the other, and no mode of others follows."""
-    with _ONE_AT_A_TIME, without_dispatch_modes():
+    with _ONE_AT_A_TIME, without_dispatch_modes(), unlogged():
         yield
 
 

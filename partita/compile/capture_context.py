@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,7 @@ from partita.tensor.watch import HERE
 
 from .state import Slot
 
-__all__ = ["call_by_call", "compiling", "swapped", "unseen", "without_dispatch_modes"]
+__all__ = ["call_by_call", "compiling", "swapped", "unlogged", "unseen", "without_dispatch_modes"]
 
 
 class _InThisThread:
@@ -106,6 +107,25 @@ def without_dispatch_modes() -> Iterator[None]:
     hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
     with _disable_current_modes() if hidden else nullcontext():
         yield
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep from the user's log what fake tensors note of an error: it is raised, and told.
+
+    Private torch: the name of their logger. Other threads' are noted.
+    """
+    thread = threading.get_ident()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno != logging.ERROR
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 @contextmanager

@@ -93,6 +93,8 @@ def _shown(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
     value = first.meta["val"]
     with _disable_current_modes(), torch.no_grad():
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        like = like.conj() if value.is_conj() else like  # of which some views are others
+        like = torch._neg_view(like) if value.is_neg() else like
         return [_view(like, views_of(node)[1]) for node in nodes]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 
+import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from partita.comm import Uneven, user_line
@@ -15,6 +17,7 @@ __all__ = ["not_an_input", "told_of", "users_line"]
 
 _NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
 
+_TORCH, _PARTITA = Path(torch.__file__).parent, Path(__file__).parent.parent
 
 # What torch says of a tensor without memory to whom asks for it.
 _OF_MEMORY = (
@@ -51,11 +54,12 @@ def told_of(error: Exception, line: str) -> Exception:
         or "data is not allocated yet" in text  # a kernel that reads what has no memory
         or any(f"passed to {name}." in text for name in _NUMBERS)
     ):
+        asking = _code_of_torch(error)
         return not_captured(
-            "the step reads a value",
+            f"the step reads a value{asking and f', in {asking}'}",
             "while it is captured there are no values: float(x), a branch on x and text that x is "
             "put into ask for one; what .item() gives may be reckoned with, and be returned",
-            Fix("return the tensor", "and read it outside"),
+            _WITHOUT_READING.get(asking, Fix("return the tensor", "and read it outside")),
             place=line,
         )
     op, _, rest = text.partition(": ")
@@ -78,6 +82,36 @@ def told_of(error: Exception, line: str) -> Exception:
     if "Fake" in type(error).__name__ or ("FakeTensor" in text and type(error) is not ValueError):
         return not_an_input(line, f" ({text})")
     return error
+
+
+_WITHOUT_READING = {
+    "torch/nn/modules/batchnorm.py": Fix(
+        "BatchNorm(momentum=0.1)", "a number: for None it reads how many batches there were"
+    ),
+}
+"""For code of torch's that reads a value, what keeps it from that."""
+
+_MACHINERY = (
+    *("_ops.py", "_tensor.py", "overrides.py", "__init__.py"),
+    "_subclasses",
+    "fx",
+    "utils",
+)
+"""Of torch: what hands a question on, and asks none."""
+
+
+def _code_of_torch(error: BaseException) -> str:
+    """The file of torch's whose code asked for the value, of which the error came; "" where it is
+    the user's."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_TORCH):
+            file = path.relative_to(_TORCH)
+            if file.parts[0] not in _MACHINERY:
+                return f"torch/{file.as_posix()}"
+        elif not path.is_relative_to(_PARTITA):
+            return ""
+    return ""
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import warnings
 import weakref
 
@@ -538,3 +539,18 @@ def test_a_step_holds_nothing_of_what_it_was_called_with():
         evaluate(x)
         del x
         assert memory() is None
+
+
+def test_a_batch_norm_that_reads_its_count_is_named_with_what_keeps_it_from_that():
+    model = torch.nn.BatchNorm1d(3, momentum=None)
+    with pytest.raises(pt.CaptureError) as raised:
+        pt.compile(lambda x: model(x), backend="graph")(torch.ones(4, 3))
+    text = str(raised.value)
+    assert "reads a value, in torch/nn/modules/batchnorm.py (at " in text
+    assert "BatchNorm(momentum=0.1)" in text and "how many batches there were" in text
+
+
+def test_an_error_of_a_shape_is_raised_and_not_logged_too(caplog):
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        pt.compile(lambda x: x @ x, backend="graph")(torch.ones(2, 3))
+    assert all(record.levelno < logging.ERROR for record in caplog.records)

@@ -349,3 +349,17 @@ def test_results_require_gradients_as_in_eager(made):
 
 def _in_tuple(found):
     return found if isinstance(found, tuple) else (found,)
+
+
+def test_views_of_what_is_conjugated_are_results_and_another_program():
+    def step(x):
+        return x.t(), x.imag
+
+    captured = pt.compile(step, backend="graph")
+    x = torch.tensor([[1 + 2j, 3 - 1j]])
+    for given in (x.conj(), x, x.conj()):
+        for one, other in zip(captured(given), step(given), strict=True):
+            assert torch.equal(one, other)
+    assert len(captured.reasons) == 2 and "conjugated True became False" in captured.reasons[1]
+    captured(x)[1].zero_()
+    assert not x.imag.any()

@@ -186,7 +186,8 @@ def _kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
         own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
     trained = _requires_grad(t)
     hooks = hooks_of(t) if trained else ()
-    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks)
+    shown = t.is_conj(), t.is_neg()
+    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
 
 
 def _attribute_key(value: Any) -> Any:

@@ -65,6 +65,7 @@ def _tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
         said |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
         said["requires_grad"] = str(t.requires_grad)
         said["strides"] = "contiguous" if t.is_contiguous() else str(t.stride())
+        said |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
         grad = t.grad if t.requires_grad and t.is_leaf else None
     said["gradient"] = "none" if grad is None else "there"
     if first != name:

@@ -286,6 +286,11 @@ class Recorder(TorchDispatchMode):
         finally:
             self._behind = False
 
+    @property
+    def is_behind_forward(self) -> bool:
+        """Is a backward traced that nobody has asked for yet?"""
+        return self._behind
+
     def line(self) -> str:
         """The user's line that is at work now."""
         backward = torch._C._current_autograd_node()  # private; there is no public way to ask

@@ -179,11 +179,14 @@ def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
         return f"from_local(x, mesh, placements, grad_placements=[{text}])"
 
     axes = " and ".join(spec.used_differently)
-    whose = (
-        "a gradient came back to what left as Replicate"
-        if op == "to_local"
-        else "a gradient goes to a local tensor that was taken for Replicate"
-    )
+    ahead = HERE.recorder is not None and HERE.recorder.is_behind_forward
+    if op == "to_local":
+        whose = f"a gradient {'may come' if ahead else 'came'} back to what left as Replicate"
+    else:
+        goes = "may go" if ahead else "goes"
+        whose = f"a gradient {goes} to a local tensor that was taken for Replicate"
+    # A region has its backward before anybody asks for it.
+    none = (Fix("x.detach().to_local()", "no gradient comes back"),) if ahead else ()
     return LayoutError(
         f"{op}: {whose} on axis {axes}, and it may mean two things",
         place=line,
@@ -192,6 +195,7 @@ def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
         fixes=(
             Fix(call(Partial()), "each rank's part: they add up, as after other rows of a batch"),
             Fix(call(Replicate()), "all ranks the same: as torch.distributed.tensor takes it"),
+            *(none if op == "to_local" else ()),
         ),
     )
 

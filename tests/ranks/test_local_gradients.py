@@ -182,3 +182,21 @@ def test_a_compiled_step_asks_too():
             pt.compile(step, backend="graph")(rows_of(mesh))
 
     on_ranks(body)
+
+
+def test_a_region_says_that_a_gradient_may_come_back_and_how_none_does():
+    def each(mesh):
+        w = torch.nn.Parameter(pt.distribute_tensor(torch.ones(4), mesh, [pt.Replicate()]))
+        region = pt.compile(lambda: ((w * 2).to_local(), (w * 3).sum()), backend="graph")
+        with pytest.raises(pt.LayoutError) as raised:
+            region()
+        text = str(raised.value)
+        assert "to_local: a gradient may come back to what left as Replicate on axis dp" in text
+        assert "x.detach().to_local()" in text
+        region = pt.compile(lambda: ((w * 2).detach().to_local(), (w * 3).sum()), backend="graph")
+        local, total = region()
+        total.backward()
+        assert local.tolist() == [2] * 4 and w.grad.full_tensor().tolist() == [3] * 4
+
+    with pt.ranks(dp=2) as world:
+        world.run(each)

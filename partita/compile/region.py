@@ -7,6 +7,7 @@ gradients that it takes and gives are this rank's, laid out by duality.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -17,6 +18,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 from partita.tensor.autocast import without_any_autocast
 
 from .errors import of_anomalies
@@ -100,6 +103,23 @@ class Region(Program):
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
         return [i for i in range(len(self.given)) if i not in shared]
 
+    @cached_property
+    def ancestors(self) -> list[int]:
+        """The results with a history of which another one is made: gradients that come to that one
+        go on to the inputs at once, and not by way of these."""
+        graph = self.halves.forward.graph.graph
+        (end,) = graph.find_nodes(op="output")
+        made = [end.args[0][i] for i, o in enumerate(self.given) if o.number >= 0]
+        places = [i for i, o in enumerate(self.given) if o.number >= 0]
+        behind: set[Any] = set()
+        reached = [below for node in made for below in node.all_input_nodes]
+        while reached:
+            node = reached.pop()
+            if node not in behind and node.target is not torch.ops.aten.detach.default:
+                behind.add(node)
+                reached += node.all_input_nodes
+        return [i for i, node in zip(places, made, strict=True) if node in behind]
+
     @property
     def runs(self) -> Program:
         return self.halves.forward
@@ -127,6 +147,10 @@ class Region(Program):
             made: Sequence[torch.Tensor] = _Region.apply(
                 self, tensors, inputs, *[tensors[i] for i in self.graded]
             )
+            if self.ancestors:
+                node: Any = made[self.ancestors[0]].grad_fn
+                if node is not None:
+                    node.ancestors = [weakref.ref(made[i]) for i in self.ancestors]
         return made
 
 
@@ -163,6 +187,27 @@ def _reached(backward: Program) -> list[frozenset[int]]:
     return [found.get(n, nothing) for n in end.args[0]]
 
 
+def _check_unheard(ctx: Any) -> None:
+    """Raise where the user looks at a gradient that does not come to where he looks."""
+    for known in getattr(ctx, "ancestors", ()):
+        result = known()
+        if result is not None and (result.retains_grad or result._backward_hooks):
+            raise LayoutError(
+                "compile: the gradient of a region's result is looked at, of which another result "
+                "of the region is made",
+                place=user_line(),
+                operands=(
+                    f"a result of shape {tuple(result.shape)}, with a hook or retain_grad()",
+                ),
+                reason="a region's gradients go from its results to its inputs at once: what comes "
+                "by way of the other result is not in this one's",
+                fixes=(
+                    Fix("two regions", "that end and begin at the result whose gradient you want"),
+                    Fix("the hook within the region", "where the result is made"),
+                ),
+            )
+
+
 class _Region(Function):
     @staticmethod
     def forward(
@@ -189,6 +234,7 @@ class _Region(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_unheard(ctx)
         region, backward = ctx.region, ctx.region.halves.backward
         saved = ctx.saved_tensors
         if backward.scope is not None and backward.scope.busy:

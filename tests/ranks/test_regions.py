@@ -713,3 +713,44 @@ def test_backward_of_a_region_under_autocast_computes_as_it_was_captured():
         return x.grad.dtype, layer.weight.grad.dtype
 
     assert run(True) == run(False)
+
+
+def heard(watch):
+    """A region that gives a value and what is made of it; `watch` looks at the value's gradient."""
+    w = torch.ones(3, requires_grad=True)
+
+    def made(x):
+        h = w * x
+        return h.square(), h
+
+    region = pt.compile(made, backend="graph")
+    y, h = region(torch.arange(3.0))
+    watch(h)
+    (y.sum() + h.sum()).backward()
+    return w.grad
+
+
+@pytest.mark.parametrize(
+    "watch", [lambda h: h.retain_grad(), lambda h: h.register_hook(lambda g: g)]
+)
+def test_a_gradient_that_does_not_come_to_where_one_looks_is_refused(watch):
+    torch.testing.assert_close(heard(lambda h: None), torch.tensor([0.0, 3.0, 10.0]))
+    with pytest.raises(pt.LayoutError, match="of which another result of the region is made"):
+        heard(watch)
+
+
+def test_a_hook_within_a_region_hears_of_all_that_comes():
+    w = torch.ones(3, requires_grad=True)
+
+    def made(x):
+        h = w * x
+        h.register_hook(lambda g: g / 2)
+        return h.square(), h
+
+    found = []
+    for run in (made, pt.compile(made, backend="graph")):
+        y, h = run(torch.arange(3.0))
+        (y.sum() + h.sum()).backward()
+        found.append(w.grad)
+        w.grad = None
+    torch.testing.assert_close(*found)

@@ -68,6 +68,7 @@ class BlockCalls:
         self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
         self._heard = who_hears()
+        self._calls: list[_Call] = []
         self._results: list[tuple[weakref.ref[torch.Tensor], type]] = []  # of those with several
 
     @contextmanager
@@ -92,6 +93,9 @@ class BlockCalls:
             del tracer.call_module
             for wire in self._wires.values():
                 wire.admit_otherwise = None
+            for call in self._calls:
+                call.forget()
+            self._calls.clear()
 
     def call_block(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -137,6 +141,7 @@ class BlockCalls:
         admitted = [(w, a) for w, a in trace.tape.admitted]
         numbers += [a.number for _, a in admitted if type(a) is Made and a.number not in held]
         call = _Call(self, trace, numbers, floats, [_node_of(t, trace.kind) for t in taken])
+        self._calls.append(call)
         if any(_has_hooks(taken[i]) for i in trace.takes):
             raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
         with Local():
@@ -215,6 +220,14 @@ class _Call:
     taken: list[fx.Node]
     node: fx.Node | None = None
     _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """The step is captured: let go of what autograd's node, which C++ may keep in a circle with
+        the results that it made, would keep with it."""
+        self._versions.clear()
+        self.taken.clear()
+        self.node = None
+        del self.calls, self.trace
 
     def forward(self) -> list[FakeTensor]:
         self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)

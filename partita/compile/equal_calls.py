@@ -93,7 +93,17 @@ def _called(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None) ->
             known[storage._cdata] = -1 - len(nbytes)
             nbytes.append(storage.nbytes())
         shows.append(known[storage._cdata])
-    return MadeByCall(value, tuple(shows), tuple(nbytes))
+    return MadeByCall(_without_bases(value), tuple(shows), tuple(nbytes))
+
+
+def _without_bases(value: Any) -> Any:
+    """The value with views that hold nothing: a view holds its base, that its mode, and the mode
+    what is known here, in a circle that Python's collector does not see."""
+    views = any(t._is_view() for t in tensors_in(value))
+    if not views:
+        return value
+    with torch.no_grad():
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:

@@ -1,13 +1,16 @@
 """A structure of blocks is traced once, and the step's graph is what it would be without that."""
 
 import dataclasses
+import gc
 import re
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
@@ -767,3 +770,41 @@ def test_the_gradient_of_one_of_several_results_is_what_it_is_in_eager(ask, are_
     for wanted, found in zip(expected, step(), strict=True):
         torch.testing.assert_close(found, wanted)
     assert bool(step.program.blocks.structures) == are_called
+
+
+def stepped(blocks, **options):
+    model = Stack(Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, pt.compile(step, backend="graph", blocks=blocks, **options)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_model_that_nobody_has_is_gone_with_its_step(blocks):
+    model, step = stepped(blocks)
+    step(torch.ones(4, WIDTH))
+    known = [weakref.ref(p) for p in model.parameters()]
+    del model, step
+    gc.collect()
+    assert not any(p() is not None for p in known)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_captures_that_were_dropped_leave_nothing(blocks):
+    _, step = stepped(blocks, keep=1)
+
+    def left_by(rows):
+        for n in rows:
+            step(torch.ones(n, WIDTH))
+        gc.collect()
+        return sum(issubclass(type(x), FakeTensor) for x in gc.get_objects())
+
+    first = left_by(range(2, 8))
+    assert left_by(range(8, 14)) <= first

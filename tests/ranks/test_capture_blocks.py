@@ -803,7 +803,8 @@ def test_captures_that_were_dropped_leave_nothing(blocks):
     def left_by(rows):
         for n in rows:
             step(torch.ones(n, WIDTH))
-        gc.collect()
+        while gc.collect():  # what C++ held of what was found is found in another look
+            pass
         return sum(issubclass(type(x), FakeTensor) for x in gc.get_objects())
 
     first = left_by(range(2, 8))

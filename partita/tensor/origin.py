@@ -9,7 +9,7 @@ inference mode nothing is counted, and a copy is taken again at each read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Origin:
         source: an alias of the tensor, whose shape stays as it was.
         seen: how often it was written before the copy was taken.
         again: what was taken anew, and from what: (source, writes, with gradients?, copy).
+        graded: was it taken where gradients are? Else it has none, wherever it is read.
     """
 
     source: Any
@@ -41,18 +42,19 @@ class Origin:
     index: int | None
     seen: int | None
     again: tuple[Any, int, bool, Any] | None = None
+    graded: bool = field(default_factory=torch.is_grad_enabled)
 
     def taken_again(self, copy: Any) -> Any:
         """`copy` if it is up to date, else what takes its place."""
         source = current(self.source)
-        count = writes(source)
+        count, graded = writes(source), self.graded and torch.is_grad_enabled()
         if count is not None:
             if source is self.source and count == self.seen:
                 return copy
-            kept, graded = self.again, torch.is_grad_enabled()
+            kept = self.again
             if kept is not None and kept[0] is source and kept[1:3] == (count, graded):
                 return kept[3]
-        with _EnableTorchFunction():
+        with _EnableTorchFunction(), torch.set_grad_enabled(graded):
             part = self.view(source, *self.args, **self.kwargs)
             if self.index is not None:
                 part = part[self.index]

@@ -155,3 +155,18 @@ def test_a_copied_view_that_nothing_was_written_into_is_not_moved_again() -> Non
 
     with pt.ranks(a=2) as world:
         world.run(run)
+
+
+def test_a_view_taken_without_gradients_is_read_anew_where_there_are_some():
+    def run(mesh):
+        x = torch.ones(5, 7)
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        x.requires_grad_()
+        with torch.no_grad():
+            held = x.flatten()
+            x.mul_(2)
+        return held.detach().sum().item(), held.detach().requires_grad
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [run(None)] * 2

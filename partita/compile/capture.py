@@ -346,6 +346,8 @@ class _Capture:
             self._tag()
             stack.enter_context(stand_ins(dict(self.wires)))
             stack.enter_context(compiling())
+            # A function that the user had `torch.compile` compile is captured as what it is.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(call_by_call(self.modules))
             stack.enter_context(unseen())
             calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)

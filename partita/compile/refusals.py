@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -79,6 +81,8 @@ def told_of(error: Exception, line: str) -> Exception:
             Fix("with torch.no_grad()", "around an update"),
             place=line,
         )
+    if _are_of_functorch(traceback.walk_tb(error.__traceback__)):
+        return _of_functorch(line)
     if "Fake" in type(error).__name__ or ("FakeTensor" in text and type(error) is not ValueError):
         return not_an_input(line, f" ({text})")
     return error
@@ -114,8 +118,25 @@ def _code_of_torch(error: BaseException) -> str:
     return ""
 
 
+def _are_of_functorch(frames: Iterable[tuple[FrameType, int]]) -> bool:
+    """Are there some of a gradient of torch.func's among them?"""
+    path = str(_TORCH / "_functorch" / "eager_transforms.py")
+    return any(frame.f_code.co_filename == path for frame, _ in frames)
+
+
+def _of_functorch(place: str) -> CaptureError:
+    return not_captured(
+        "the step takes gradients by torch.func (grad, vjp, jacrev, hessian)",
+        "what it makes of tensors for that is not what a graph is made of",
+        Fix("torch.autograd.grad(...)", "of tensors with requires_grad_()"),
+        place=place,
+    )
+
+
 def not_an_input(place: str, more: str = "") -> CaptureError:
     """The error to raise where a step uses a tensor that it does not reach by name."""
+    if _are_of_functorch(traceback.walk_stack(None)):
+        return _of_functorch(place)
     return not_captured(
         "the step uses a tensor that is not among its inputs",
         f"it is not an argument, nor found by name where the step is defined{more}",

@@ -313,3 +313,20 @@ def test_a_copy_of_a_dtensor_does_not_trip_over_what_dynamo_asks():
 
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [X.sum().item()] * 2
+
+
+def test_what_torch_compile_compiled_is_captured_as_it_is_written():
+    m, x = model(), torch.randn(3, 2)
+    scale = [2.0]
+    called = torch.compile(lambda y: y * scale[0], backend="eager")
+    called(x)
+    m.compile(backend="eager")
+    step = pt.compile(lambda: called(m(x)).sum(), backend="graph")
+    for scale[0] in (2.0, 3.0):
+        torch.testing.assert_close(step(), scale[0] * m(x).sum())
+
+
+def test_gradients_of_functorch_are_refused_by_name():
+    step = pt.compile(lambda x: torch.func.grad(lambda y: y.sin().sum())(x), backend="graph")
+    with pytest.raises(pt.CaptureError, match=r"takes gradients by torch\.func"):
+        step(torch.ones(3))

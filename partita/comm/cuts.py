@@ -3,8 +3,8 @@
 The pieces of a dimension are found by arithmetic on the sizes of the axes that cut it, never by
 asking each rank: all full pieces come first (as `torch.chunk` has it), so that along each axis they
 are a run of equal pieces at equal distances, then at most one that is shorter, then empty ones. A
-`Block` is what such runs of all dimensions make together: one strided view of a tensor, however
-many ranks there are.
+`PieceBlock` is what such runs of all dimensions make together: one strided view of a tensor,
+however many ranks there are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ..redistribute import Move
 
 __all__ = [
-    "Block",
     "Cut",
     "Number",
+    "PieceBlock",
     "blocks_of",
     "cuts_of",
     "ends_last",
@@ -233,7 +233,7 @@ def least(a: Number, b: Number) -> Number:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PieceRun:
     """Pieces of one length at equal distances: `counts` of them along each axis, from `first`."""
 
     start: int
@@ -243,18 +243,18 @@ class _Run:
     steps: tuple[int, ...] = ()
 
 
-def _runs(length: int, parts: tuple[int, ...]) -> Iterator[_Run]:
+def _runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
     """All pieces that are not empty: at most two runs for each axis."""
     if not length:
         return
     if not parts:
-        yield _Run(0, length)
+        yield _PieceRun(0, length)
         return
     step = -(-length // parts[0])
     full, rest = divmod(length, step)
     for first, count, each in ((0, full, step), (full, 1, rest)):
         for run in _runs(each, parts[1:]):
-            yield _Run(
+            yield _PieceRun(
                 first * step + run.start,
                 run.length,
                 (first, *run.first),
@@ -264,7 +264,7 @@ def _runs(length: int, parts: tuple[int, ...]) -> Iterator[_Run]:
 
 
 @dataclass(frozen=True)
-class Block:
+class PieceBlock:
     """The pieces, all of one shape, that some ranks hold of what one rank holds.
 
     Attributes:
@@ -293,7 +293,7 @@ class Block:
 
 def blocks_of(
     cuts: Sequence[Cut], lengths: Sequence[int], shape: Sequence[int], grid: Sequence[str]
-) -> list[Block]:
+) -> list[PieceBlock]:
     """The pieces of a tensor of `shape` for each rank of `grid`, but for empty ones.
 
     Args:
@@ -311,5 +311,5 @@ def blocks_of(
             for axis, *one in zip(cut.inner, run.first, run.counts, run.steps, strict=True):
                 along[axis] = (one[0], one[1], cut.dim, one[2])
         first, counts, dims, steps = zip(*(along[a] for a in grid), strict=True)
-        found.append(Block(first, counts, dims, steps, tuple(start), tuple(piece)))
+        found.append(PieceBlock(first, counts, dims, steps, tuple(start), tuple(piece)))
     return found

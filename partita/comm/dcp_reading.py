@@ -101,16 +101,16 @@ class LoadPieces(DefaultLoadPlanner):
         try:
             self.values[name] = torch.load(value, weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
-            raise _Refused(
+            raise _NotRead(
                 f"{name} holds more than tensors and Python's own types, and its making may run "
                 "code: name its classes with torch.serialization.add_safe_globals, or pass "
                 f"weights_only=False if you trust the checkpoint ({str(error).splitlines()[0]})"
             ) from error
         except Exception as error:
-            raise _Refused(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+            raise _NotRead(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 
 
-class _Refused(Exception):
+class _NotRead(Exception):
     """A value that is not read."""
 
 
@@ -158,7 +158,7 @@ class Reader(FileSystemReader):
             if not is_intact:
                 _check_sizes(content)
             self.metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
-        except _Refused as error:
+        except _NotRead as error:
             raise ValueError(f"{folder / '.metadata'}: {error}") from None
         except Exception as error:
             raise self.damaged(".metadata", f"{type(error).__name__}: {error}") from error
@@ -207,7 +207,7 @@ class Reader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 self.read_data(LoadPlan(items), planner).wait()
-            except _Refused as error:
+            except _NotRead as error:
                 raise ValueError(f"{self._folder / name}: {error}") from error.__cause__
             except OSError:
                 raise
@@ -288,7 +288,7 @@ class _Unpickler(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)
-        raise _Refused(f"the metadata of the checkpoint refers to {module}.{name}")
+        raise _NotRead(f"the metadata of the checkpoint refers to {module}.{name}")
 
 
 _MADE_OF = {

@@ -10,12 +10,12 @@ from ..layout import LayoutError
 from .ask import Ask
 from .source import user_line
 
-__all__ = ["Call", "Payload", "Verdict", "brief", "is_from_verdict"]
+__all__ = ["MeetingCall", "Payload", "Verdict", "brief", "is_from_verdict"]
 
 Payload = tuple[Any, ...]
 
 
-class Call:
+class MeetingCall:
     """What one rank brings to a collective and waits for.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call:
         self.key, self.ask, self.payload = key, ask, payload
         self.frame: FrameType | None = sys._getframe(2)
 
-    def agrees(self, other: Call) -> bool:
+    def agrees(self, other: MeetingCall) -> bool:
         a, b = self.ask, other.ask
         return self.key == other.key and a.kind == b.kind and (a.move is b.move or a.move == b.move)
 

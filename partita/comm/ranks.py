@@ -15,7 +15,7 @@ from ..layout import LayoutError, Mesh
 from .ask import Ask
 from .handle import MeshHandle
 from .ledger import Scope
-from .meeting import Call, Payload
+from .meeting import MeetingCall, Payload
 from .splits import Splits
 from .transport import Axes
 from .wire import Wire
@@ -55,7 +55,9 @@ class RankWire(Wire):
         if group is None:
             group = tuple(self._number_at[m] for m in self.group(axes)[1])
             self._numbers[axes] = group
-        self._world.meet(Call(self._number, self._everyone, group, key, ask, payload), action)
+        self._world.meet(
+            MeetingCall(self._number, self._everyone, group, key, ask, payload), action
+        )
 
     def check(self, text: str) -> None:
         # Moves meet the other ranks' anyhow; what makes none, as a program that is run, does not.

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .cuts import Block, Cut, blocks_of, ends_last, padded_length, span, unravel
+from .cuts import Cut, PieceBlock, blocks_of, ends_last, padded_length, span, unravel
 from .splits import Splits
 from .transport import Axes, Transport
 
 __all__ = ["Side"]
 
 Strides = Sequence[int]
-Placing = Callable[[Block], tuple[tuple[int, ...], int]]
+Placing = Callable[[PieceBlock], tuple[tuple[int, ...], int]]
 
 
 class Side:
@@ -93,19 +93,19 @@ class Side:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
         return self._from_flat(self._end_to_end)
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[PieceBlock]:
         return blocks_of(self._cuts, self._lengths, self.shape, self._grid)
 
     def _in_rows(self, pad: int) -> Placing:
         strides = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
 
-        def placed(block: Block) -> tuple[tuple[int, ...], int]:
+        def placed(block: PieceBlock) -> tuple[tuple[int, ...], int]:
             offset = sum(map(int.__mul__, block.first, strides))
             return (*strides, *_contiguous(block.piece)), offset
 
         return placed
 
-    def _end_to_end(self, block: Block) -> tuple[tuple[int, ...], int]:
+    def _end_to_end(self, block: PieceBlock) -> tuple[tuple[int, ...], int]:
         (cut,), (length,) = self._cuts, self._lengths
         rest = math.prod(self.shape) // length
         strides = (*(rest * step for step in block.steps), *_contiguous(block.piece))

@@ -22,7 +22,7 @@ from ..layout import LayoutError, Mesh
 from .checks import listening
 from .handle import MeshHandle
 from .ledger import Scope, enter_rank_thread, scope
-from .meeting import Call, Payload, Verdict, brief, is_from_verdict
+from .meeting import MeetingCall, Payload, Verdict, brief, is_from_verdict
 from .source import user_line
 from .wire import Wire
 
@@ -85,7 +85,7 @@ class World:
         n = self.mesh.size()
         self._active = True
         self._state = [READY] * n
-        self._calls: list[Call | None] = [None] * n
+        self._calls: list[MeetingCall | None] = [None] * n
         self._verdict: list[Verdict | None] = [None] * n
         self._failures: dict[int, BaseException] = {}
         self._stopped: Verdict | None = None
@@ -166,7 +166,7 @@ class World:
 
     # -- a collective ----------------------------------------------------------------------------
 
-    def meet(self, call: Call, action: Action) -> None:
+    def meet(self, call: MeetingCall, action: Action) -> None:
         """Wait for the ranks of the call's mesh; the last to arrive performs all their calls."""
         r = call.rank
         if getattr(_running, "world", None) is not self or _running.rank != r:
@@ -196,7 +196,7 @@ class World:
         self._calls[r] = call.frame = None
         self._raise_verdict(r)
 
-    def _perform(self, calls: list[Call], action: Action) -> None:
+    def _perform(self, calls: list[MeetingCall], action: Action) -> None:
         first = calls[0]
         other = next((c for c in calls if not first.agrees(c)), None)
         verdict = None

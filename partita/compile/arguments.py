@@ -98,14 +98,14 @@ def refuse_closed(name: str, leaf: Any) -> None:
         )
 
 
-class _Here(threading.local):
+class _MadeHere(threading.local):
     """What this thread makes objects of."""
 
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}  # by number
 
 
-_HERE = _Here()
+_HERE = _MadeHere()
 
 
 @dataclass(frozen=True)

@@ -52,19 +52,19 @@ from .finished import Trace
 from .functional import functional
 from .gating import gate_writes
 from .graph_modules import lazy_graph_modules
-from .guards import Guards, Record, Write
+from .guards import Guards, ReadRecord, Write
 from .guards.codes import line_of_write
 from .guards.expected import MISSING, brief
 from .guards.instrument import exclusive
 from .guards.places import entry
 from .hooks import hang_hooks
 from .identity import check_arguments, check_truth
-from .inputs import Inputs
+from .inputs import GraphInputs
 from .notes import Recorder, note_of
 from .numbers import NUMBER, Numbers, Plain
-from .optimizers import Group, Stepping
+from .optimizers import ParamGroup, Stepping
 from .predicted_answers import predict_answer
-from .program import Input, Output, Place, Program
+from .program import Input, Output, Program, ResultPlace
 from .refusals import not_an_input, told_of, users_line
 from .repeated_moves import RepeatedMoves
 from .state import Cell, Slot, State, attributes_of
@@ -246,12 +246,12 @@ class _Capture:
         blocks: BlockChoice,
     ):
         self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
-        self.record = Record(_names_of(state))
+        self.record = ReadRecord(_names_of(state))
         self.writes: list[Write] = []
         self._left: list[Write] = []
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
         self._places = frozenset(slot.identity for slot in self.slots)
-        self.inputs = Inputs(self.slots, args, kwargs, unmarked)
+        self.inputs = GraphInputs(self.slots, args, kwargs, unmarked)
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
         self.asked = Asked(guesses)
@@ -471,7 +471,7 @@ class _Capture:
         for given in self.numbers.given:
             if given.path:
                 home = given.home
-                if isinstance(home, (Cell, Group)):
+                if isinstance(home, (Cell, ParamGroup)):
                     home = home.cell if isinstance(home, Cell) else home.now
                 numbers.add((id(home), given.path[0]))
 
@@ -603,7 +603,7 @@ class _Capture:
         results: list[Any] = []
         for leaf in leaves:
             if is_symbolic(leaf):
-                self.constants.append(Place("result", len(results)))
+                self.constants.append(ResultPlace("result", len(results)))
                 results.append(leaf)
                 give_number("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
@@ -611,10 +611,10 @@ class _Capture:
                     check_result(leaf)
                 self.constants.append(leaf)
             elif (place := self.inputs.place_of(leaf)) >= 0:
-                self.constants.append(Place("input", place))  # the very tensor, as it came
+                self.constants.append(ResultPlace("input", place))  # the very tensor, as it came
             else:
                 number = next((i for i, t in enumerate(results) if t is leaf), len(results))
-                self.constants.append(Place("result", number))
+                self.constants.append(ResultPlace("result", number))
                 if number == len(results):
                     results.append(leaf)
                     out("result", leaf)

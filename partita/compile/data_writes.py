@@ -25,7 +25,7 @@ from partita.tensor.watch import HERE
 from .errors import CaptureError, not_captured
 from .fakes import has_memory
 from .guards.codes import is_recorded
-from .inputs import Inputs
+from .inputs import GraphInputs
 from .refusals import not_an_input
 from .symbolic import as_number
 from .tensor_facts import Facts
@@ -60,7 +60,7 @@ class DataWrites(TorchFunctionMode):
         meets_others: is a tensor asked for something that is no input, nor made by the step?
     """
 
-    def __init__(self, inputs: Inputs, facts: Facts):
+    def __init__(self, inputs: GraphInputs, facts: Facts):
         super().__init__()
         self._inputs, self._facts = inputs, facts
         self.reads_number = ""

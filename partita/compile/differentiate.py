@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 
-from .inputs import Inputs
+from .inputs import GraphInputs
 from .notes import NOTE, Recorder
 from .program import Input
 
@@ -113,7 +113,7 @@ def _seed(like: torch.Tensor, exactly: bool) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: Inputs) -> None:
+def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
     """Make inputs of the graph of the nodes at which gradients come in."""
     if not seeds:
         return

@@ -22,7 +22,7 @@ from partita.tensor.dtensor import tagged
 from .compared import compared
 from .conditions import Conditions
 from .effects import drop_unused
-from .inputs import Inputs
+from .inputs import GraphInputs
 from .program import Input, Output, Program
 from .shared_results import refuse_cut_views
 from .uneven import border_of
@@ -43,7 +43,7 @@ class Trace:
         conditions: what it has asked of its numbers.
     """
 
-    inputs: Inputs
+    inputs: GraphInputs
     wires: dict[Wire, TraceWire]
     outputs: list[Output]
     result: pytree.TreeSpec

@@ -35,14 +35,14 @@ class UnsureOfWrites(Exception):
 
 
 @dataclass(frozen=True)
-class Operand:
+class PatternOperand:
     """In a pattern: a tensor that the call is given, by number."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Made:
+class PatternResult:
     """In a pattern: what one of its calls gives, by number."""
 
     number: int
@@ -53,7 +53,8 @@ class Pattern:
     """What a call becomes.
 
     Attributes:
-        calls: of each the target and the arguments, in which `Operand`s and `Made`s stand.
+        calls: of each the target and the arguments, in which `PatternOperand`s and
+            `PatternResult`s stand.
         gives: what the call gives, as a tree of these, and of `Scalar`s of these.
         writes: for each operand that is written what it becomes.
     """
@@ -126,7 +127,7 @@ def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     (end,) = graph.find_nodes(op="output")
     for node in graph.nodes:
         if node.op == "placeholder":
-            of[node] = Operand(len(of))
+            of[node] = PatternOperand(len(of))
         elif node.target is _aten.copy_.default and node.args[0].op == "placeholder":
             writes[of[node.args[0]].number] = of[node.args[1]]
             of[node] = of[node.args[1]]
@@ -134,7 +135,7 @@ def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
             if facts_of(node.target).writes:
                 raise UnsureOfWrites
             calls.append((node.target, *_replaced((node.args, node.kwargs), of)))
-            of[node] = Made(len(calls) - 1)
+            of[node] = PatternResult(len(calls) - 1)
         elif node.op != "output":
             raise UnsureOfWrites
     values = iter(end.args[0])

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .equal_calls import call_without_memory, tensors_in
-from .functional_calls import Made, Operand, UnsureOfWrites, pattern_of
+from .functional_calls import PatternOperand, PatternResult, UnsureOfWrites, pattern_of
 from .functional_memory import (
     BY_STRIDES,
     is_plain_write,
@@ -191,9 +191,9 @@ class _Rewrite:
         made: list[fx.Node] = []
 
         def part(value: Any) -> Any:
-            if isinstance(value, Operand):
+            if isinstance(value, PatternOperand):
                 return operands[value.number]
-            return made[value.number] if isinstance(value, Made) else value
+            return made[value.number] if isinstance(value, PatternResult) else value
 
         for target, its_args, its_kwargs in pattern.calls:
             filled = _filled((its_args, its_kwargs), part)

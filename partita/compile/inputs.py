@@ -16,10 +16,10 @@ from .guards.codes import is_of_users
 from .program import Input
 from .state import Slot, names_of_call, tensors_of_call
 
-__all__ = ["Inputs"]
+__all__ = ["GraphInputs"]
 
 
-class Inputs:
+class GraphInputs:
     """The inputs of one capture.
 
     Attributes:

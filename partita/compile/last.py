@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from .program import Program
     from .turns import Built
 
-__all__ = ["Last"]
+__all__ = ["LastProgram"]
 
 
-class Last:
+class LastProgram:
     """The part of a `CompiledStep` that is read, not called."""
 
     without: tuple[str, ...]

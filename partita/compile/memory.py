@@ -14,7 +14,7 @@ from functools import cached_property
 
 from partita.comm.ledger import human
 
-__all__ = ["Buffer", "Held", "Memory"]
+__all__ = ["Buffer", "HeldInput", "Memory"]
 
 _SHOWN = 12  # rows of a printed table
 
@@ -51,7 +51,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldInput:
     """Memory of an input, which is there before and after the step.
 
     Attributes:
@@ -79,7 +79,7 @@ class Memory:
 
     places: tuple[str, ...]
     buffers: tuple[Buffer, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldInput, ...]
 
     @cached_property
     def live(self) -> list[int]:
@@ -160,7 +160,7 @@ class Memory:
             return cls(
                 tuple(found["places"]),
                 tuple(Buffer(**{**b, "views": tuple(b["views"])}) for b in found["buffers"]),
-                tuple(Held(**h) for h in found["held"]),
+                tuple(HeldInput(**h) for h in found["held"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no schedule of memory: {error}") from error

@@ -20,7 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from partita.comm import user_line
 
 from .conditions import Condition
-from .optimizers import Group
+from .optimizers import ParamGroup
 from .program import Input
 from .symbolic import NumberEnv
 
@@ -149,7 +149,7 @@ def _is_traceable(value: float, given: Input, zeros: set[str]) -> bool:
     """
     if value != 0:
         return math.isfinite(value)
-    asked = type(given.home) is Group and given.path[0] != "lr"
+    asked = type(given.home) is ParamGroup and given.path[0] != "lr"
     return math.copysign(1, value) > 0 and not asked and given.name not in zeros
 
 

@@ -113,7 +113,7 @@ def unprime(primed: Primed, used: Callable[[Any], bool]) -> bool:
     return found
 
 
-class Group:
+class ParamGroup:
     """A group of an optimizer by its number: `load_state_dict` makes other dictionaries of all."""
 
     def __init__(self, optimizer: Optimizer, index: int):
@@ -236,7 +236,7 @@ class Stepping:
             if isinstance(value, float):
                 within = "".join(f"[{at}]" for at in path[1:])
                 called = f"{name}.{path[0]}[{index}]{within}"
-                return number(called, value, Group(self.optimizers[name], index), path)
+                return number(called, value, ParamGroup(self.optimizers[name], index), path)
             if type(value) in (tuple, list):
                 return type(value)(standing(v, *path, i) for i, v in enumerate(value))
             return stand_in(value)

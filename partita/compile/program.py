@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .sharing import Sharing
     from .turns import Built
 
-__all__ = ["Input", "Output", "Place", "Program", "written_inputs"]
+__all__ = ["Input", "Output", "Program", "ResultPlace", "written_inputs"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
@@ -142,7 +142,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Place:
+class ResultPlace:
     """Where a tensor that a step returns comes from.
 
     Attributes:
@@ -162,7 +162,7 @@ class Program:
         graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
             end.
         inputs, outputs: in the graph's order.
-        result: how what the step returns is put together of `constants`: a `Place` for each
+        result: how what the step returns is put together of `constants`: a `ResultPlace` for each
             tensor, and what is no tensor itself.
         cleared: places of the tensors whose gradients the step leaves None.
         compared: plain values that stand next to DTensors, which ranks compare before the first
@@ -409,7 +409,7 @@ class Program:
         for write in self.writes:
             write.redo()
         of = {"result": leaves, "input": tensors}
-        whole = [of[c.source][c.index] if type(c) is Place else c for c in self.constants]
+        whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
         return unflatten_call(whole, self.result)
 
 

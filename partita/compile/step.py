@@ -26,7 +26,7 @@ from .errors import CaptureError
 from .guards import CallGuard, Guards, History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
-from .last import Last
+from .last import LastProgram
 from .optimizers import prime, unprime
 from .state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 
@@ -41,7 +41,7 @@ _WAYS = 64  # programs that one call tries
 _TRIES = 16  # captures of one kind of call that may fail, for other values of Python
 
 
-class CompiledStep(Last):
+class CompiledStep(LastProgram):
     """A step that runs as a graph."""
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import fx
 
 from .equal_calls import call_without_memory, tensors_in
 from .graph import is_collective
-from .memory import Buffer, Held, Memory
+from .memory import Buffer, HeldInput, Memory
 from .notes import note_of
 from .program import Program
 from .workspace import staging, workspace
@@ -170,7 +170,7 @@ def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node
     return {s: node for s, node in last.items() if s not in stays}
 
 
-def held_by(program: Program) -> Iterator[Held]:
+def held_by(program: Program) -> Iterator[HeldInput]:
     """The inputs of a program that are there between calls, each storage once."""
     written = set(program.written)
     seen: set[int] = set()
@@ -180,7 +180,7 @@ def held_by(program: Program) -> Iterator[Held]:
         storage = fake.untyped_storage()
         nbytes = 0 if storage._cdata in seen else storage.nbytes()
         seen.add(storage._cdata)
-        yield Held(given.name, given.kind, nbytes, i in written)
+        yield HeldInput(given.name, given.kind, nbytes, i in written)
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:

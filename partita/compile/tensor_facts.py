@@ -22,7 +22,7 @@ from partita.tensor.tensor_state import count_writes
 
 from .errors import not_captured
 from .guards.codes import is_recorded
-from .inputs import Inputs
+from .inputs import GraphInputs
 from .symbolic import identity_of
 
 __all__ = ["FactCondition", "Facts"]
@@ -80,7 +80,7 @@ class Facts:
         inputs: of the graph.
     """
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
         # Of gradients that stand there when the step begins, whether they are marks, where there
         # is none, and how often they were written.

@@ -90,7 +90,7 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
     move = one_move(before, after, mesh)
     if move is not None and not pads(move, mesh, itemsize):
         return Plan((move,))
-    return Plan(_Search(before, after, mesh, itemsize).path())
+    return Plan(_PlanSearch(before, after, mesh, itemsize).path())
 
 
 def _check(before: Layout, after: Layout, mesh: Mesh) -> None:
@@ -136,7 +136,7 @@ State = tuple[Stacks, tuple[str, ...]]
 """The axes that split each dimension, and for each axis of the mesh "S", "R", "I" or its op."""
 
 
-class _Search:
+class _PlanSearch:
     """Uniform-cost search from `before` to `after` over the moves that could be of use."""
 
     def __init__(self, before: Layout, after: Layout, mesh: Mesh, itemsize: int):

@@ -4,7 +4,7 @@ from .bind import NUMBER, Bound, Operand, bind
 from .names import Names
 from .neutral import EXTREME, Fill, fills
 from .rows import Row
-from .rule import RULES, Arg, Call, Kernel, Like, Rewrite, Rule, Said, rule
+from .rule import RULES, Arg, Kernel, KernelCall, Like, Rewrite, Rule, Said, rule
 from .sentence import Sentence, SentenceError, parse
 from .table import LOADED
 from .views import resolve, views
@@ -17,9 +17,9 @@ __all__ = [
     "RULES",
     "Arg",
     "Bound",
-    "Call",
     "Fill",
     "Kernel",
+    "KernelCall",
     "Like",
     "Names",
     "Operand",

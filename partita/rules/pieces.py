@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .rule import Call, Kernel
+from .rule import Kernel, KernelCall
 
 __all__ = ["nothing", "of_none", "own", "part", "pick_traced", "unless_empty"]
 
@@ -63,13 +63,13 @@ def nothing(input: Any, shape: Sequence[int]) -> Any:
     return out + input.flatten()[:0].sum() if input.requires_grad else out
 
 
-def unless_empty(name: str) -> Callable[[Call], Kernel | None]:
+def unless_empty(name: str) -> Callable[[KernelCall], Kernel | None]:
     """The kernel of an op that cannot take a first dimension, called `name`, of no elements.
 
     A rank without any runs it on one, and drops the result.
     """
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         return of_none(call.run) if call.is_split(name) and not call.pieces[name][1] else None
 
     return local

@@ -25,7 +25,7 @@ from partita.layout import Placement, Replicate, Shard, chunk
 
 from .bind import Bound, bind
 from .rows import Row
-from .rule import RULES, Call, Rewrite, Said
+from .rule import RULES, KernelCall, Rewrite, Said
 from .sentence import parse
 from .split import cut, joined, same, tolerance_of
 from .trial import Trial, direction
@@ -139,7 +139,7 @@ def _kernel(trial: Trial, said: Said, bound: Bound, row: Row, n: int, r: int) ->
 
     outputs = tuple(tuple(local_size(d.names) for d in out) for out in bound.outputs)
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
-    return said.local(Call(trial.function, shapes, outputs, pieces)) or trial.function
+    return said.local(KernelCall(trial.function, shapes, outputs, pieces)) or trial.function
 
 
 def _differs(trial: Trial, said: Said, bound: Bound, row: Row, n: int) -> str:

@@ -11,7 +11,7 @@ from itertools import product
 
 from partita.layout import Invariant, Partial, Placement, Replicate, Shard
 
-from .sentence import Dim, Group, Sentence
+from .sentence import Dim, Products, Sentence
 
 __all__ = ["Row", "derive_rows"]
 
@@ -99,13 +99,13 @@ def derive_rows(
         yield row([everywhere] * len(inputs), [everywhere] * len(outputs))
 
 
-def _present(group: Group, absent: frozenset[int]) -> Group:
+def _present(group: Products, absent: frozenset[int]) -> Products:
     products = (tuple(i for i in p if i not in absent) for p in group.products)
-    return Group(tuple(p for p in products if p), group.linear)
+    return Products(tuple(p for p in products if p), group.linear)
 
 
 def _addends(
-    groups: Sequence[Group], where: Sequence[int | None], able: frozenset[int]
+    groups: Sequence[Products], where: Sequence[int | None], able: frozenset[int]
 ) -> Iterator[frozenset[int]]:
     """Which operands must be shares when a split name is summed over.
 

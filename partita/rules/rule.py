@@ -14,7 +14,7 @@ from typing import Any
 
 from .names import Names
 
-__all__ = ["ON_NEW_RULE", "RULES", "Arg", "Call", "Like", "Rewrite", "Rule", "Said", "rule"]
+__all__ = ["ON_NEW_RULE", "RULES", "Arg", "KernelCall", "Like", "Rewrite", "Rule", "Said", "rule"]
 
 
 Kernel = Callable[..., Any]
@@ -56,7 +56,7 @@ class Arg:
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """What a local kernel is told about the one rank that it runs on.
 
     Attributes:
@@ -85,9 +85,9 @@ class Said:
 
     Attributes:
         text: the sentence.
-        local: given the `Call`, a kernel with the function's own signature that takes and returns
-            plain local tensors (it may be `call.run` with other arguments), or None to run the
-            function itself.
+        local: given the `KernelCall`, a kernel with the function's own signature that takes and
+            returns plain local tensors (it may be `call.run` with other arguments), or None to run
+            the function itself.
         keeps: a name that stays split over an axis that splits it in the first operand, whatever
             else would cost less.
         beyond: may the kernel take what pads a piece, in a captured step, for what is behind it?
@@ -95,7 +95,7 @@ class Said:
     """
 
     text: str
-    local: Callable[[Call], Kernel | None] | None = None
+    local: Callable[[KernelCall], Kernel | None] | None = None
     keeps: str = ""
     beyond: bool = False
     work: tuple[str, ...] = ()
@@ -114,13 +114,13 @@ class Like:
 
     Shares are not inherited (`ones_like` of shares would be counted once per rank) unless `pending`
     says that the memory is overwritten at once (`new_empty`). `shape` is the global shape; where it
-    is another than the operand's the result is whole. The `Call` that `local` is given names the
-    pieces as `Arg.names` names the dimensions.
+    is another than the operand's the result is whole. The `KernelCall` that `local` is given names
+    the pieces as `Arg.names` names the dimensions.
     """
 
     shape: tuple[int, ...]
     pending: bool = False
-    local: Callable[[Call], Kernel | None] | None = None
+    local: Callable[[KernelCall], Kernel | None] | None = None
 
 
 @dataclass(frozen=True)

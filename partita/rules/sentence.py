@@ -26,7 +26,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Dim", "Group", "Sentence", "SentenceError", "Term", "parse"]
+__all__ = ["Dim", "Products", "Sentence", "SentenceError", "Term", "parse"]
 
 
 class SentenceError(ValueError):
@@ -65,7 +65,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Group:
+class Products:
     """A sum of products of terms (indices into `Sentence.terms`)."""
 
     products: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ class Sentence:
 
     text: str
     terms: tuple[Term, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[Products, ...]
     outputs: tuple[Term, ...]
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -102,7 +102,7 @@ def parse(text: str) -> Sentence:
     if not arrow:
         raise SentenceError(f'no "->" in the rule {text!r}')
     terms: list[Term] = []
-    groups: list[Group] = []
+    groups: list[Products] = []
     sizes: dict[str, int] = {}
     for part in left.split(","):
         linear = part.lstrip().startswith("+")
@@ -117,7 +117,7 @@ def parse(text: str) -> Sentence:
                 index = factor.startswith("[") and factor.endswith("]")
                 dims = _dims(factor[1:-1] if index else factor, text, sizes)
                 terms.append(Term(dims, index=index))
-        groups.append(Group(tuple(products), linear))
+        groups.append(Products(tuple(products), linear))
     outputs = []
     for part in right.split(","):
         words = part.split(None, 1)

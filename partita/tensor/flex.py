@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import BlockMask
 
 from partita.layout import Partial, Replicate
-from partita.rules import Arg, Call, Kernel, Said, rule
+from partita.rules import Arg, Kernel, KernelCall, Said, rule
 from partita.rules.own_op import op
 
 from .autograd import alias_without_base
@@ -151,7 +151,7 @@ def _sentence(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) 
     terms = f"b {heads} q! d!, {batch} {group} k! d!, {linear}{batch} {group} k! e!"
     results = [f"b {heads} q! e!"] + [f"b {heads} q!"] * (outputs - 1)
 
-    def local(call: Call) -> Kernel:
+    def local(call: KernelCall) -> Kernel:
         rows = call.pieces.get("b", (0, query.shape[0], query.shape[0]))
         some = call.pieces.get(group, (0, key.shape[1], key.shape[1]))
         times = query.shape[1] // key.shape[1]

@@ -16,8 +16,8 @@ from partita.rules import (
     NUMBER,
     Arg,
     Bound,
-    Call,
     Kernel,
+    KernelCall,
     Like,
     Operand,
     Rewrite,
@@ -253,7 +253,7 @@ def _layout(value: Any) -> Layout | None:
     return Layout(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
 
-def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool) -> Call:
+def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool) -> KernelCall:
     pieces = {}
     for name, axes in choice.splits.items():
         if name in bound.sizes and any(wire.mesh.size(a) > 1 for a in axes):
@@ -270,7 +270,7 @@ def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool) -
             sizes.append(length if length >= 0 else -1)
         outputs.append(tuple(sizes))
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
-    return Call(run, shapes, tuple(outputs), pieces, wire.share)
+    return KernelCall(run, shapes, tuple(outputs), pieces, wire.share)
 
 
 def _like(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPlan:
@@ -289,7 +289,9 @@ def _like(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPla
             d for d, axes in enumerate(layout.shards) if any(wire.mesh.size(a) > 1 for a in axes)
         ]
         pieces = {names[d]: (*out.region[d], said.shape[d]) for d in split}
-        kernel = said.local(Call(run, (spec.layout.shape,), (tuple(out.local_shape),), pieces))
+        kernel = said.local(
+            KernelCall(run, (spec.layout.shape,), (tuple(out.local_shape),), pieces)
+        )
     return CallPlan(name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from partita.rules import Call, Kernel, Like, Said, rule
+from partita.rules import Kernel, KernelCall, Like, Said, rule
 from partita.rules.pieces import part
 
 from .one_device import strides_of_whole
@@ -48,7 +48,7 @@ def random_mode(mode: str) -> Iterator[None]:
 
 
 def _drawn(
-    call: Call, names: tuple[str, ...], x: torch.Tensor, draw: Callable[..., torch.Tensor]
+    call: KernelCall, names: tuple[str, ...], x: torch.Tensor, draw: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """This rank's piece of what `draw(empty tensor, generator)` fills on one device."""
     if _MODE.get() == "pieces":
@@ -78,7 +78,7 @@ def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
     names = tuple(x.names)
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         if not call.pieces:
             return None
 
@@ -107,7 +107,7 @@ rule(torch.dropout)(_dropout)
 def _alpha_dropout(x: Any) -> Said:
     names = tuple(x.names)
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         if not call.pieces:
             return None
 
@@ -139,7 +139,7 @@ def _register_fill(name: str) -> None:
     def derive(x: Any) -> Said:
         names = tuple(x.names)
 
-        def local(call: Call) -> Kernel | None:
+        def local(call: KernelCall) -> Kernel | None:
             if not call.pieces:
                 return None
 
@@ -168,7 +168,7 @@ def _register_like(function: Callable[..., Any]) -> None:
     def derive(x: Any) -> Like:
         names = tuple(x.names)
 
-        def local(call: Call) -> Kernel | None:
+        def local(call: KernelCall) -> Kernel | None:
             if not call.pieces:
                 return None
 

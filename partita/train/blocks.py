@@ -17,14 +17,14 @@ from torch import nn
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
-__all__ = ["Block", "Slot", "block_modules", "find_blocks"]
+__all__ = ["Block", "ParameterSlot", "block_modules", "find_blocks"]
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """One name under which modules hold a parameter."""
 
     owner: nn.Module
@@ -66,7 +66,7 @@ class Block:
 
     name: str
     modules: tuple[nn.Module, ...]
-    slots: list[list[Slot]] = field(default_factory=list)
+    slots: list[list[ParameterSlot]] = field(default_factory=list)
 
 
 def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = None) -> list[Block]:
@@ -93,11 +93,11 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
                     f"and within {names[root]}; name one of the two"
                 )
             home.setdefault(module, root)
-    slots: dict[nn.Parameter, list[Slot]] = {}
+    slots: dict[nn.Parameter, list[ParameterSlot]] = {}
     for module in model.modules():
         for attr, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim:
-                slots.setdefault(parameter, []).append(Slot(module, attr))
+                slots.setdefault(parameter, []).append(ParameterSlot(module, attr))
     blocks: dict[tuple[nn.Module, ...], Block] = {}
     for places in slots.values():
         roots_of = {home.get(s.owner, s.owner): None for s in places}

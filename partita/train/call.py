@@ -22,7 +22,7 @@ from partita.tensor.engine import in_backward
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["Call", "Gathered", "Shares", "leave"]
+__all__ = ["ForwardCall", "GatherBlock", "Shares", "leave"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shares:
     used: list[bool]
 
 
-class Call:
+class ForwardCall:
     """One forward of a block, as its backward sees it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Call:
         if not unit.shown:
             # A checkpoint within the block runs parts of its forward again.
             with torch.enable_grad():
-                unit.show(Call(unit, False))
+                unit.show(ForwardCall(unit, False))
 
     def came(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
@@ -147,11 +147,11 @@ class Call:
             )
 
 
-class Gathered(torch.autograd.Function):
+class GatherBlock(torch.autograd.Function):
     """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: Call) -> Any:
+    def forward(ctx: Any, token: torch.Tensor, call: ForwardCall) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         unit = call.unit
@@ -174,7 +174,7 @@ class _Left(torch.autograd.Function):
     """The identity on an input of a block; tells when the input's gradient is complete."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, call: ForwardCall) -> torch.Tensor:
         ctx.call = call
         return x.view_as(x)
 
@@ -184,7 +184,7 @@ class _Left(torch.autograd.Function):
         return grad, None
 
 
-def leave(t: torch.Tensor, call: Call | None) -> torch.Tensor:
+def leave(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
     with Local():
         out = _Left.apply(t, call)
     return tagged(out, t._spec) if isinstance(t, DTensor) else out

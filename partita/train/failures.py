@@ -10,7 +10,7 @@ from typing import Any
 
 from partita.comm import is_lost, user_line
 
-__all__ = ["Failure", "Last", "failure_of", "obituary", "phase_of"]
+__all__ = ["Failure", "LastKnown", "failure_of", "obituary", "phase_of"]
 
 _PHASES = {
     "forward": "in forward of step {}",
@@ -66,7 +66,7 @@ def _place(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Last:
+class LastKnown:
     """The last that is known of a rank.
 
     Attributes:
@@ -87,7 +87,7 @@ class Last:
     stopped: int = 0
 
 
-def obituary(ranks: Sequence[Last], saved: dict[str, Any] | None) -> str:
+def obituary(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
     """Which rank ended the job, why, and where the others were.
 
     One that fails because a peer is gone is not to blame.
@@ -121,7 +121,7 @@ def obituary(ranks: Sequence[Last], saved: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def _how(rank: Last) -> str:
+def _how(rank: LastKnown) -> str:
     if rank.code is not None and rank.code < 0:
         return f"was killed by {signal.Signals(-rank.code).name}"
     if rank.stopped:
@@ -129,7 +129,7 @@ def _how(rank: Last) -> str:
     return "failed" if rank.failed else f"ended with exit code {rank.code}"
 
 
-def _where(others: Sequence[Last]) -> list[str]:
+def _where(others: Sequence[LastKnown]) -> list[str]:
     """Where the ranks were that had nothing to do with it; those at one place in one line."""
     places: dict[str, list[str]] = {}
     for r in others:

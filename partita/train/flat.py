@@ -26,11 +26,11 @@ from partita.tensor.spec import Spec
 
 from .released import take_from_views
 
-__all__ = ["Flat", "Piece"]
+__all__ = ["Flat", "FlatPiece"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """One parameter's place.
 
     Attributes:
@@ -147,14 +147,14 @@ class Flat:
         self.name, self.names, self.dtype, self.device = name, names, dtype, device
         mesh = self.wire.mesh
         self.n = math.prod(mesh.size(a) for a in axes)
-        self.pieces: list[Piece] = []
+        self.pieces: list[FlatPiece] = []
         start = place = longest = 0
         for whole, shard in zip(wholes, shards, strict=True):
             shape = whole.local_shape
             length = _padded(shape, self.n)
             strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
             spans = _spans(whole, shard, axes, length)
-            self.pieces.append(Piece(whole, shard, strides, start, place, length, spans))
+            self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
             longest += _padded(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
@@ -333,7 +333,7 @@ class Flat:
                 pairs += p.blocks(room, rows)
         return [to for to, _ in pairs], [rows for _, rows in pairs]
 
-    def _of_each(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _of_each(self, flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
 
     # -- gradients ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from partita.comm import LOOPBACK, MEETING, find_ended, join, user_line
 
-from .failures import Failure, Last, failure_of, obituary, phase_of
+from .failures import Failure, LastKnown, failure_of, obituary, phase_of
 from .progress import printable
 
 __all__ = ["Rank", "cores", "is_rank", "joined", "launch"]
@@ -75,14 +75,14 @@ class _Child:
         """Ended without a word: asked only of what it wrote, which may outlast the process."""
         return self.ended and not self.done
 
-    def last(self) -> Last:
+    def last(self) -> LastKnown:
         """What is known of it when the job ends."""
         code = self.process.returncode if self.died() else None
         # A signal from outside says all; what was written before has nothing to do with it.
         told = not self.died() or self.failed is not None or code in _ENDING
         log = "" if told else _last_lines(self.log)
         stopped = self.stopped_by if self.has_stopped() else 0
-        return Last(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
+        return LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
 
     def has_stopped(self) -> bool:
         """Has it been stopped for so long that the job cannot wait for it?"""

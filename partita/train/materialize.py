@@ -21,7 +21,7 @@ from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, was_written_since
 
-from .parameters import Held, held_by, put_in_place
+from .parameters import HeldParameter, held_by, put_in_place
 
 __all__ = ["materialize"]
 
@@ -117,7 +117,7 @@ def _as_constructed(model: nn.Module, bare: set[int]) -> None:
 
 
 def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:
-    left: list[Held] = []
+    left: list[HeldParameter] = []
     for held in (found for kind in held_by(model) for found in kind):
         t = held.tensor
         count = writes.get(id(t))

@@ -22,7 +22,7 @@ from partita.tensor.settled import is_watched
 from partita.tensor.tensor_state import OURS, own_state, state_of
 
 __all__ = [
-    "Held",
+    "HeldParameter",
     "has_hooks",
     "held_by",
     "plain_name",
@@ -36,7 +36,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 @dataclass
-class Held:
+class HeldParameter:
     """A parameter or buffer, and who holds it.
 
     Attributes:
@@ -53,17 +53,17 @@ class Held:
         return self.names[0]
 
 
-def held_by(model: nn.Module) -> tuple[list[Held], list[Held]]:
+def held_by(model: nn.Module) -> tuple[list[HeldParameter], list[HeldParameter]]:
     """The parameters and the buffers of `model`, each once, in the order of their first names."""
-    parameters: dict[int, Held] = {}
-    buffers: dict[int, Held] = {}
+    parameters: dict[int, HeldParameter] = {}
+    buffers: dict[int, HeldParameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for found, members in (
             (parameters, module.named_parameters(recurse=False, remove_duplicate=False)),
             (buffers, module.named_buffers(recurse=False, remove_duplicate=False)),
         ):
             for key, tensor in members:
-                held = found.setdefault(id(tensor), Held(tensor))
+                held = found.setdefault(id(tensor), HeldParameter(tensor))
                 held.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
                 if not any(home is module and k == key for home, k in held.homes):
                     held.homes.append((module, key))
@@ -82,7 +82,7 @@ def has_hooks(p: torch.Tensor) -> bool:
     return hooks > 0 or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
-def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
+def put_in_place(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
     """Let all that hold a tensor hold `new` instead, with its attributes and requires_grad.
 
     A parameter stays the object that it is, unless its device changes.
@@ -110,7 +110,7 @@ def put_in_place(held: Held, new: torch.Tensor, *, by: str) -> None:
     own_state(old).given_up = (held.name, by)
 
 
-def put_memory(held: Held, *, by: str) -> None:
+def put_memory(held: HeldParameter, *, by: str) -> None:
     """Let a tensor on the meta device have memory where it lies, of no value yet."""
     x = held.tensor
     if isinstance(x, DTensor):

@@ -20,7 +20,7 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import state_of
 
 from .activations import Inputs, Outputs, Places, arguments, in_range
-from .parameters import Held, has_hooks, held_by, plain_name
+from .parameters import HeldParameter, has_hooks, held_by, plain_name
 
 __all__ = ["Plan", "Reading"]
 
@@ -47,7 +47,7 @@ class Reading:
     model: nn.Module
     wire: Wire
     plan: dict[str, Any]
-    layouts: list[tuple[Held, Layout]] = field(default_factory=list)
+    layouts: list[tuple[HeldParameter, Layout]] = field(default_factory=list)
     doors: list[tuple[nn.Module, str, Inputs | Outputs]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -126,7 +126,7 @@ class Reading:
             if pattern not in used:
                 self._unmatched(pattern, "parameter", known, [h.name for h in buffers])
 
-    def _layout(self, held: Held, pattern: str, places: Places) -> Layout | None:
+    def _layout(self, held: HeldParameter, pattern: str, places: Places) -> Layout | None:
         layout = _start(held)
         for axis, placement in places.items():
             placement = own_placement(placement)
@@ -145,7 +145,7 @@ class Reading:
                 layout = layout.put(axis, placement)
         return layout
 
-    def _take(self, held: Held, layout: Layout) -> None:
+    def _take(self, held: HeldParameter, layout: Layout) -> None:
         """Note where a tensor goes, unless something would be lost that hangs on it."""
         t = held.tensor
         self.layouts.append((held, layout))
@@ -206,7 +206,7 @@ def _all_places(door: Inputs | Outputs) -> Iterable[Places]:
     return [p for p in (*door.places, *door.named.values()) if p is not None]
 
 
-def _start(held: Held) -> Layout:
+def _start(held: HeldParameter) -> Layout:
     """Where it is: on this mesh already, or nowhere, which is to become everywhere."""
     t = held.tensor
     return t._spec.layout if isinstance(t, DTensor) else Layout(tuple(t.shape))

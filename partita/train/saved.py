@@ -16,7 +16,7 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward, saving_hooks
 from partita.tensor.spec import Spec
 
-from .call import Call, Gathered
+from .call import ForwardCall, GatherBlock
 from .flat import Flat
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = ["Saving"]
 class Saving:
     """Keeps autograd from keeping what is gathered, while one forward of a block runs."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: ForwardCall):
         self.call = call
         self._flats = call.unit.flats
         self._dtypes = {flat.dtype for flat in self._flats}
@@ -66,13 +66,13 @@ def _keep_from_the_next_graph(unit: Unit) -> None:
     one has to take these off.
     """
     if in_backward() and torch.is_grad_enabled():
-        Saving(Call(unit, False))
+        Saving(ForwardCall(unit, False))
 
 
 class _Stood:
     """Where a view of a gathered parameter stood."""
 
-    def __init__(self, call: Call, flat: Flat, t: torch.Tensor):
+    def __init__(self, call: ForwardCall, flat: Flat, t: torch.Tensor):
         self.call, self.unit, self.flat, self.spec = call, call.unit, flat, _spec(t)
         self.version = t._version
         self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
@@ -104,7 +104,7 @@ def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
     if node is None or not node.name().startswith("ToCopyBackward"):
         return None
     source, place = node.next_functions[0]
-    if not isinstance(source, Gathered._backward_cls):  # type: ignore[attr-defined]
+    if not isinstance(source, GatherBlock._backward_cls):  # type: ignore[attr-defined]
         return None
     return place if source.call.unit is unit else None  # type: ignore[attr-defined]
 
@@ -112,7 +112,7 @@ def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
 class _Cast:
     """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
 
-    def __init__(self, call: Call, place: int, t: torch.Tensor):
+    def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
         self.call, self.unit, self.number, self.spec = call, call.unit, place, _spec(t)
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())

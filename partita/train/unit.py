@@ -27,7 +27,7 @@ from partita.tensor.tensor_state import count_writes, count_writes_of, own_state
 from partita.tensor.watch import HERE
 
 from .blocks import Block
-from .call import Call, Gathered, Shares, leave
+from .call import ForwardCall, GatherBlock, Shares, leave
 from .flat import Flat
 from .in_graph import InGraph
 from .nested import map_tensors, tensors_in
@@ -69,8 +69,8 @@ class Unit:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
-        self.busy: set[Call] = set()
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.busy: set[ForwardCall] = set()
+        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
         self.held: dict[int, Shares] = {}
         self.shown = False
         self.versions: list[int] = []
@@ -214,7 +214,7 @@ class Unit:
         self.zero.note_alive()
 
     def check_unwritten(
-        self, flat: Flat, i: int, versions: list[int], call: Call, version: int
+        self, flat: Flat, i: int, versions: list[int], call: ForwardCall, version: int
     ) -> None:
         """Is the flat's parameter `i` as it was when `call` saved it?
 
@@ -262,12 +262,12 @@ class Unit:
 
     # -- what the modules see ----------------------------------------------------------------------
 
-    def show(self, call: Call | None) -> None:
+    def show(self, call: ForwardCall | None) -> None:
         self.shards()
         self.shown = True
         with Local():
             if call is not None and call.trains:
-                plain = Gathered.apply(self.zero.token(self), call)
+                plain = GatherBlock.apply(self.zero.token(self), call)
             else:
                 plain = [v for flat in self.flats for v in flat.views()]
         wholes, given = [], []
@@ -282,7 +282,7 @@ class Unit:
         writes = count_writes_of(wholes)
         self._seen = list(zip(self._order, wholes, writes, given, strict=True))
 
-    def _write_back(self, call: Call | None) -> None:
+    def _write_back(self, call: ForwardCall | None) -> None:
         """What the forward wrote into gathered parameters, each rank writes into its shards.
 
         Raises:
@@ -348,7 +348,7 @@ class Unit:
             self.depth = 1
             call, trained = None, self.trained()
             if is_recorded and (graded or any(trained)):
-                call = Call(self, graded, trained)
+                call = ForwardCall(self, graded, trained)
             self.show(call)
         if call is not None:
             self._open[-1] = Saving(call)
@@ -357,7 +357,7 @@ class Unit:
             call.since = next_node()
         return prepared
 
-    def _prepared(self, args: Any, kwargs: Any, call: Call | None) -> Any:
+    def _prepared(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
         """The inputs of a forward, cast and marked; None where they stay as they are."""
         dtype = self.zero.precision.param_dtype
         cast = dtype is not None and self.zero.precision.cast_inputs

@@ -9,8 +9,8 @@ check), `marks` and `tensors` (all tensors at once), `call`, `signature` and `co
 from .call import CallGuard
 from .guards import Guards
 from .reasons import History, described
-from .record import Record
+from .record import ReadRecord
 from .signature import signature_of
 from .writes import Write
 
-__all__ = ["CallGuard", "Guards", "History", "Record", "Write", "described", "signature_of"]
+__all__ = ["CallGuard", "Guards", "History", "ReadRecord", "Write", "described", "signature_of"]

@@ -115,7 +115,7 @@ class Bits(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class Kind(Expected):
+class OnlyType(Expected):
     """A value of which only the type is part of a program: a number that the graph takes."""
 
     value: Any
@@ -134,7 +134,7 @@ class AnyTensor(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class Bound(Expected):
+class BoundMethod(Expected):
     """A method of an object. Each time that it is read it is another object.
 
     Attributes:
@@ -160,7 +160,7 @@ class Bound(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class Held(Expected):
+class Content(Expected):
     """An array, a buffer, a file in memory: what it holds is compared each time."""
 
     kind: type
@@ -387,10 +387,10 @@ def as_expected(
         places = range(len(values)) if keys is None else keys
         for key, v in zip(places, values, strict=False):
             taken = number(value, key)
-            found.values.append(Kind(v) if taken else as_expected(v, known, number))
+            found.values.append(OnlyType(v) if taken else as_expected(v, known, number))
         return found
     if is_held_in_c(value):
-        return Held(type(value), content_of(value))
+        return Content(type(value), content_of(value))
     if (under := dict_under(value)) is not None:
         return View(value, as_expected(under, known, number))
     if isinstance(value, METHODS) and value.__self__ is not None:
@@ -398,7 +398,7 @@ def as_expected(
         owner = value.__self__
         held = is_container(owner) or is_held_in_c(owner)
         inner = as_expected(owner, known, number) if held else None
-        return Bound(type(value), value.__name__, function, owner, inner)
+        return BoundMethod(type(value), value.__name__, function, owner, inner)
     if compares_by_value(value):
         return Bits(value)
     return Identity(value)

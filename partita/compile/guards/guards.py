@@ -22,8 +22,8 @@ from .expected import (
     Contents,
     Expected,
     Identity,
-    Kind,
     Many,
+    OnlyType,
     as_expected,
 )
 from .instrument import own_attributes
@@ -70,7 +70,7 @@ class Guards:
         self._guards = []
         for place in places:
             value, taken = place.value, numbers(place.home, place.key)
-            expected = Kind(value) if taken else as_expected(value, known, numbers)
+            expected = OnlyType(value) if taken else as_expected(value, known, numbers)
             self._guards.append(_Guard(place, expected))
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
@@ -150,7 +150,7 @@ class Guards:
             if is_mark(guard.place):
                 continue
             value = guard.place.value
-            if isinstance(guard.expected, (AnyTensor, Kind)):
+            if isinstance(guard.expected, (AnyTensor, OnlyType)):
                 if guard.place.identity not in self._slots:
                     self._loose.append((guard.expected, guard.place))
             elif guard.place.get is None:
@@ -181,7 +181,9 @@ class Guards:
             return  # it cannot change
         elif not len(part):
             self._empty.append(part)
-        elif isinstance(expected, Contents) and any(isinstance(e, Kind) for e in expected.values):
+        elif isinstance(expected, Contents) and any(
+            isinstance(e, OnlyType) for e in expected.values
+        ):
             self._watch_items(expected, part)
         else:
             self._containers.append(part)
@@ -193,7 +195,7 @@ class Guards:
         self._sized.append((part, len(part)))
         keys = range(len(part)) if expected.keys is None else expected.keys
         for key, was in zip(keys, expected.values, strict=True):
-            if isinstance(was, Kind):
+            if isinstance(was, OnlyType):
                 self._loose.append((was, item("", part, key)))
             elif isinstance(part, dict):
                 self._homes.append(part)

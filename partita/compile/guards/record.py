@@ -57,7 +57,7 @@ from .reflection import names_asked_by, read_registry
 from .settings import read_ambient, read_environment_of
 from .writes import Snapshots
 
-__all__ = ["Record"]
+__all__ = ["ReadRecord"]
 
 _MODULES = vars(nn.modules.module)
 _HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a module looks at
@@ -92,7 +92,7 @@ class _Known:
     names: dict[str, None] = field(default_factory=dict)
 
 
-class Record:
+class ReadRecord:
     """What one run of a step under capture reads.
 
     Args:

@@ -18,11 +18,11 @@ from partita.tensor.op_facts import facts_of
 from ..graph import is_collective
 from ..notes import note_of
 
-__all__ = ["Gathered", "Runs", "is_backward", "only_moves"]
+__all__ = ["GatheredParameter", "Runs", "is_backward", "only_moves"]
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
+class GatheredParameter:
     """What one collective of ZeRO gathers.
 
     Attributes:
@@ -67,11 +67,11 @@ class Runs:
             self._number[user, block] = len(self._first) - 1
         self._begins = [self.place[node] for node in self._first]
 
-    def number(self, one: Gathered, user: fx.Node) -> int:
+    def number(self, one: GatheredParameter, user: fx.Node) -> int:
         """Of the run in which `user` uses it."""
         return self._number[user, one.block]
 
-    def of(self, one: Gathered) -> int:
+    def of(self, one: GatheredParameter) -> int:
         """The run for which it is gathered; -1 where nothing computes with it."""
         return self.number(one, one.users[0]) if one.users else -1
 
@@ -83,7 +83,7 @@ class Runs:
         """The call with which a run begins."""
         return self._first[number]
 
-    def _gathered(self, gather: fx.Node) -> Gathered:
+    def _gathered(self, gather: fx.Node) -> GatheredParameter:
         chain = [gather]
         reached = {gather}
         for node in sorted(_after(gather), key=self.place.__getitem__):
@@ -91,7 +91,7 @@ class Runs:
                 chain.append(node)
                 reached.add(node)
         users = {u for n in chain for u in n.users if u not in reached and u.op != "output"}
-        return Gathered(gather, chain, sorted(users, key=self.place.__getitem__))
+        return GatheredParameter(gather, chain, sorted(users, key=self.place.__getitem__))
 
 
 def is_backward(node: fx.Node) -> bool:

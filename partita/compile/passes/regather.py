@@ -8,7 +8,7 @@ from torch import fx
 
 from ..notes import NOTE, note_of
 from ..program import Program
-from .gathered import Gathered, Runs, is_backward, only_moves
+from .gathered import GatheredParameter, Runs, is_backward, only_moves
 
 __all__ = ["regather"]
 
@@ -39,7 +39,7 @@ def regather(program: Program) -> str:
     return f"{backward} parameters are gathered again for backward, {again - backward} for forward"
 
 
-def _apart(one: Gathered, runs: Runs) -> list[list[fx.Node]]:
+def _apart(one: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
     """Its users, in groups between which it is let go."""
     groups: list[list[fx.Node]] = []
     for user in one.users:
@@ -53,7 +53,7 @@ def _apart(one: Gathered, runs: Runs) -> list[list[fx.Node]]:
     return groups
 
 
-def _gather_again(graph: fx.Graph, one: Gathered, users: list[fx.Node]) -> None:
+def _gather_again(graph: fx.Graph, one: GatheredParameter, users: list[fx.Node]) -> None:
     late = is_backward(users[0])
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(users[0]):
@@ -71,7 +71,7 @@ def _gather_again(graph: fx.Graph, one: Gathered, users: list[fx.Node]) -> None:
                 user.replace_input_with(node, copies[node])
 
 
-def _bring(one: Gathered, first: fx.Node) -> None:
+def _bring(one: GatheredParameter, first: fx.Node) -> None:
     """Have it gathered right before it is first used, however early its block was entered."""
     moved = [*_from_shard(one.gather), *one.chain]
     together = set(one.chain)

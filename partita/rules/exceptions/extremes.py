@@ -10,7 +10,7 @@ import torch
 
 from ..names import Names
 from ..own_op import op
-from ..rule import Arg, Call, Kernel, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said, rule
 from .pending import settled
 
 __all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max", "stands_at"]
@@ -63,7 +63,7 @@ def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
     names = x.names
     left = names.without(dim, keepdim=True)
 
-    def local(call: Call) -> Kernel:
+    def local(call: KernelCall) -> Kernel:
         offset = [call.pieces.get(n, (0,))[0] for n in names]
         return lambda x, best, dim: _first_index(x, best, dim, offset, list(call.shapes[0] or ()))
 
@@ -85,7 +85,7 @@ def _stands_at(x: Any, at: Any, dim: int, offset: int) -> Any:
 def _stands_at_rule(x: Arg, at: Arg, dim: int) -> Said:
     names = x.names
 
-    def local(call: Call) -> Kernel:
+    def local(call: KernelCall) -> Kernel:
         offset = call.pieces.get(names[dim], (0,))[0]
         return lambda x, at, dim: _stands_at(x, at, dim, offset)
 

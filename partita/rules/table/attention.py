@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ..own_op import op
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 
 @op
@@ -58,7 +58,7 @@ def _attention(
     return Said(text, _causal if is_causal else None, keeps="q", beyond=True, work=work)
 
 
-def _causal(call: Call) -> Kernel | None:
+def _causal(call: KernelCall) -> Kernel | None:
     """Causal attention of this rank's queries; torch's own where they are the first ones."""
     first = call.pieces.get("q", (0,))[0]
     if isinstance(first, int) and first == 0:

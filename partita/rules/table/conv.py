@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..pieces import of_none
-from ..rule import Arg, Call, Kernel, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said, rule
 
 
 def _conv(input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transposed: bool) -> Said:
@@ -34,7 +34,7 @@ def _conv(input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transpos
     return Said(f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _local, work=(work,))
 
 
-def _local(call: Call) -> Kernel | None:
+def _local(call: KernelCall) -> Kernel | None:
     """A convolution of this rank's groups, and of no sample where it has none."""
     empty = call.is_split("n") and not call.pieces["n"][1]
     run = of_none(call.run) if empty else call.run

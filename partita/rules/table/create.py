@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Call, Kernel, Like, rule
+from ..rule import Arg, Kernel, KernelCall, Like, rule
 
 
 def _like(*functions: Kernel, pending: bool = False) -> None:
@@ -21,10 +21,10 @@ _like(torch.zeros_like, torch.ones_like, torch.full_like)
 _like(torch.empty_like, pending=True)
 
 
-def _local(rest: int) -> Callable[[Call], Kernel]:
+def _local(rest: int) -> Callable[[KernelCall], Kernel]:
     """`run(input, local shape, ...)`; the arguments after the shape begin at number `rest`."""
 
-    def local(call: Call) -> Kernel:
+    def local(call: KernelCall) -> Kernel:
         def new(input: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("size", None)
             # As a list: of an empty tuple torch makes "no sizes given".
@@ -57,7 +57,7 @@ def new_full(input: Arg, size: Sequence[int]) -> Like:
 
 @rule(torch.Tensor.new_empty_strided)
 def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
-    def local(call: Call) -> Kernel:
+    def local(call: KernelCall) -> Kernel:
         def new(input: Any, size: Any, stride: Sequence[int], **kwargs: Any) -> Any:
             # The order of the strides is kept; their sizes are those of this rank's piece.
             shape = call.outputs[0]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ..pieces import nothing, own
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
@@ -63,7 +63,7 @@ def embedding(
     if scale_grad_by_freq:
         return None
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def run(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
             return _rows_of(weight, input, call.pieces["v"], padding_idx)
 
@@ -87,7 +87,7 @@ def embedding_builtin(
     if scale_grad_by_freq:
         return None
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def run(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
             padding = None if padding_idx < 0 else padding_idx
             return _rows_of(weight, indices, call.pieces["v"], padding)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..pieces import part
-from ..rule import Arg, Call, Kernel, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said, rule
 
 _ALIGNED = 8
 """Elements: rows of 16 bytes are what torch's kernels ask for, in the smallest dtype they take."""
@@ -49,7 +49,7 @@ def _local(ours: int | None, theirs: int | None, result: int | None) -> Any:
     """The kernel; `ours`, `theirs` and `result` are the dimensions of grouped rows of both factors
     and of what comes out, None where it has none."""
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         if not call.is_split("t", "g"):
             return None
         rows, groups = call.pieces.get("t"), call.pieces.get("g")

@@ -16,7 +16,7 @@ import torch
 
 from ..own_op import op
 from ..pieces import nothing, own, pick_traced
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 INDEX = "index"
 """Stands for a tensor of integers in a pattern."""
@@ -111,7 +111,7 @@ def _plain(e: Any) -> bool:
 
 
 def _picked(
-    call: Call, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
+    call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
     mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
     if not mine:
@@ -131,7 +131,7 @@ def _picked(
 
 
 def _picked_traced(
-    call: Call, entries: Sequence[Any], names: Sequence[str], mine: dict[str, Any]
+    call: KernelCall, entries: Sequence[Any], names: Sequence[str], mine: dict[str, Any]
 ) -> Kernel:
     """`_picked` in a captured step, where no number says at which places a piece begins."""
     index, places, rest = [], [], iter(enumerate(names))
@@ -234,7 +234,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
         return Said(text)
     name, after = left[d], len(kept) - start
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def run(input: Any, _pattern: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
                 return nothing(input, call.outputs[0])

@@ -9,7 +9,7 @@ import torch
 
 from ..names import Names
 from ..pieces import nothing, own
-from ..rule import Arg, Call, Kernel, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said, rule
 
 # -- one dimension by an index ---------------------------------------------------------------------
 
@@ -22,7 +22,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said | None:
     name = f"x{i}"
     ours, out = input.names.put(i, name), input.names.put(i, "xi" if index.ndim else "1")
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def run(input: Any, dim: int, index: Any) -> Any:
             if not input.shape[i]:
                 shape = [*input.shape[:i], index.numel(), *input.shape[i + 1 :]]
@@ -47,7 +47,7 @@ def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> S
     ours = Names(n if s else f"y{d}!" for d, (n, s) in enumerate(zip(ours, same, strict=True)))
     theirs = Names(n if s else f"z{d}!" for d, (n, s) in enumerate(zip(theirs, same, strict=True)))
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def run(input: Any, index: Any) -> Any:
             if not input.shape[i]:
                 return nothing(input, index.shape)

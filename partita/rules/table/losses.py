@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import exceptions
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 NONE, MEAN, SUM = 0, 1, 2
 _n = torch._C._nn
@@ -36,7 +36,7 @@ def _reduced(terms: str, out: str, count: int, reduction: Any, at: int) -> Said 
     if reduction == NONE:
         return f"{terms} -> {out}"
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def share(*args: Any, **kwargs: Any) -> Any:
             if len(args) > at:
                 args = (*args[:at], SUM, *args[at + 1 :])

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import exceptions
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 
 def _affine(weight: Any, bias: Any, names: str) -> str:
@@ -52,7 +52,7 @@ def group_norm(input: Arg, num_groups: int, weight: Any = None, bias: Any = None
     channels = f"(g={num_groups} c)"
     x = f"n {channels}! {spatial}" if num_groups == 1 else f"n {channels} {spatial}"
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         if not call.is_split("g"):
             return None
         mine = max(call.pieces["g"][1], 1)  # torch takes no channels, but not no groups

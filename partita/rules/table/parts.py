@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..names import Names
 from ..pieces import nothing, pick_traced
-from ..rule import Arg, Call, Kernel, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said, rule
 
 # -- parts of a dimension --------------------------------------------------------------------------
 
@@ -24,7 +24,7 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
     if not -input.shape[i] <= index < input.shape[i]:
         raise IndexError(f"select: index {index} of {input.shape[i]}")
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         def run(input: Any, dim: int, index: int) -> Any:
             offset, length, size = call.pieces[name]
             at = index % size - offset
@@ -134,7 +134,7 @@ def triu(input: Arg) -> Said:
 def _triangle(input: Arg, lower: bool) -> Said:
     rows, columns = input.names[-2:]
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         # Row i of this rank's piece is row i + offset of the whole: the diagonal is shifted.
         shift = call.pieces.get(rows, (0,))[0] - call.pieces.get(columns, (0,))[0]
         if isinstance(shift, torch.Tensor):

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import exceptions
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 from .pointwise import keeps_sums
 
 Dim = int | Sequence[int] | None
@@ -62,7 +62,7 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
     if any(input.shape[d] == 0 for d in names.dims(dim)):
         return kept_whole(input, dim, keepdim)
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
         if not cut:
             return None

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ..names import Names
-from ..rule import Arg, Call, Kernel, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 from ..views import resolve, views
 
 
-def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[Call], Kernel | None]:
+def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[KernelCall], Kernel | None]:
     """`run(input, shape)` with this rank's shape, where something is split: the arguments, which
     speak of the global shape, are for the whole tensor."""
 
-    def local(call: Call) -> Kernel | None:
+    def local(call: KernelCall) -> Kernel | None:
         shape = call.outputs[0]
         return (lambda input, *_, **__: run(input, shape)) if call.pieces else None
 

@@ -13,7 +13,7 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.tensor_state import count_writes, was_written_since
 
-from ..parameters import Held, held_by, put_memory
+from ..parameters import HeldParameter, held_by, put_memory
 
 __all__ = ["initialize_rest"]
 
@@ -93,7 +93,7 @@ def _ancestors(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     return found
 
 
-def _was_written(held: Held, writes: dict[int, int]) -> bool:
+def _was_written(held: HeldParameter, writes: dict[int, int]) -> bool:
     module, key = held.homes[0]
     t = getattr(module, key)
     if t is not held.tensor:  # assigned anew

@@ -28,7 +28,7 @@ from partita.tensor.plain import admit
 from ..parameters import held_by, put_memory
 from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
 from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
-from .state import Leaf, Path, State, opened
+from .state import Leaf, OpenedState, Path, opened
 
 __all__ = [
     "WholeCopies",
@@ -169,7 +169,7 @@ def load_full_state_dict(
         told = error
     if rank0_only:
         told = ranks.decide(told if sends else None, lambda brought: [brought[0]] * len(brought))
-    target = State()
+    target = OpenedState()
     there: dict[str, str] = {}
     try:
         if isinstance(told, Exception):

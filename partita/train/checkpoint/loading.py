@@ -23,7 +23,7 @@ from partita.tensor.pieces import piece_held
 from .checksums import NAME, Checksums
 from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
 from .folder import reading, standing
-from .state import State, opened
+from .state import OpenedState, opened
 
 if TYPE_CHECKING:
     from partita.comm.dcp import Metadata
@@ -145,7 +145,7 @@ class _Load:
 
 
 def _destinations(
-    state: State, metadata: Metadata
+    state: OpenedState, metadata: Metadata
 ) -> tuple[dict[str, Piece], list[str], list[torch.Tensor]]:
     """The memory to read tensors into, the names of the values to read, and the memory to empty."""
     pieces, values, emptied = {}, [], []

@@ -25,7 +25,7 @@ from partita.tensor.checksum import checksum
 from partita.tensor.pieces import holders, piece_held
 from partita.tensor.spec import Spec
 
-from .state import Path, State
+from .state import OpenedState, Path
 
 __all__ = ["Memory", "Staged", "bytes_of", "staged"]
 
@@ -80,7 +80,7 @@ class Staged:
         }
 
 
-def staged(state: State, memory: Memory | None) -> Staged:
+def staged(state: OpenedState, memory: Memory | None) -> Staged:
     """What this rank writes of `state`. Ranks that share tensors on a mesh must call it together.
 
     Pending tensors are reduced first: one collective each, noted in the ledger as explicit.

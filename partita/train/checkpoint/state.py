@@ -20,7 +20,7 @@ from .named_optimizer import named_parameters_of, opened_optimizer, without_wrap
 if TYPE_CHECKING:
     from partita.comm.dcp import Metadata
 
-__all__ = ["Leaf", "Path", "State", "opened", "opened_module"]
+__all__ = ["Leaf", "OpenedState", "Path", "opened", "opened_module"]
 
 Path = tuple[str | int, ...]
 
@@ -49,7 +49,7 @@ class Leaf:
 
 
 @dataclass
-class State:
+class OpenedState:
     """A state whose objects have been opened.
 
     Attributes:
@@ -61,7 +61,7 @@ class State:
     closing: list[Callable[[], None]] = field(default_factory=list)
 
 
-def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> State:
+def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedState:
     """All that is in `state`.
 
     Args:
@@ -76,7 +76,7 @@ def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> State:
             f"a state is a dict, and this is a {type(state).__name__}: "
             'write {"model": model, "optimizer": optimizer, "step": step}'
         )
-    out = State()
+    out = OpenedState()
     modules = list(_modules(state, ()))
 
     def visit(value: Any, path: Path, holder: Any, key: Any) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .reads import Read
     from .surroundings import Draws
 
-__all__ = ["Event", "Slot"]
+__all__ = ["Event", "SavedSlot"]
 
 
 class Event:
@@ -35,7 +35,7 @@ class Event:
 
     def __init__(self, key: Key, ordinal: int, number: int):
         self.key, self.ordinal, self.number = key, ordinal, number
-        self.slots: list[weakref.ref[Slot]] = []
+        self.slots: list[weakref.ref[SavedSlot]] = []
         self.draws: Draws | None = None
         self.kept: KeptKernels | KeptCall | None = None
         self.reads: tuple[Read, ...] = ()
@@ -45,7 +45,7 @@ class Event:
         return describe(self.key)
 
 
-class Slot:
+class SavedSlot:
     """Stands for a tensor that autograd saved. Autograd alone holds it.
 
     Attributes:

@@ -18,20 +18,20 @@ from partita.tensor.engine import saving_hooks
 from partita.tensor.watch import HERE
 
 from ..nested import tensors_in
-from .calls import Event, Slot
+from .calls import Event, SavedSlot
 from .errors import RematError
 from .identity import Key, Origins, carried_key, printed, site
-from .inputs import Inputs
+from .inputs import RegionInputs
 from .kept import Keeping, KeptCall, KeptKernels, start_of
 from .mode import Kind, is_plumbing
-from .opaque import Held, Inside
+from .opaque import Inside, SavedWithin
 from .policy import OneCall
 from .reads import reads
 from .report import open_reports
 from .surroundings import Draws, Surroundings, is_random
 
 if TYPE_CHECKING:
-    from .region import Region
+    from .region import RematRegion
 
 __all__ = ["Forward"]
 
@@ -46,7 +46,7 @@ class Forward:
         kept_bytes: what is kept, counted as tensors are (one storage once).
     """
 
-    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, region: RematRegion, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.region, self.policy, self.plan = region, region.policy, region.plan
         self.reports = open_reports()
         self.origins = Origins()
@@ -64,7 +64,7 @@ class Forward:
         self._kept: dict[int, KeptKernels | KeptCall] = {}
         self._outer = saving_hooks()
         self.surroundings = Surroundings(t.device for t in tensors_in((args, kwargs)))
-        self.inputs = Inputs(args, kwargs, self.origins)
+        self.inputs = RegionInputs(args, kwargs, self.origins)
         self.names = region.names.start(self) if self.policy.wants_names else None
         self.hooks = saved_tensors_hooks(self._pack, _unpack)
         if self.plan is not None and self.plan.measures:
@@ -182,7 +182,9 @@ class Forward:
             return run()
         return self._opaque(marked, marked, args, kwargs, run, True)
 
-    def region_within(self, region: Region, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def region_within(
+        self, region: RematRegion, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
         """A region within this one."""
         if self._event is not None:
             return run()
@@ -280,7 +282,7 @@ class Forward:
 
     # -- what autograd saves -----------------------------------------------------------------------
 
-    def _pack(self, t: torch.Tensor) -> Slot | Held:
+    def _pack(self, t: torch.Tensor) -> SavedSlot | SavedWithin:
         event, inside = self._event, self._inside
         with Local():
             shape, dtype = t.shape, t.dtype
@@ -291,8 +293,8 @@ class Forward:
             if borrowed is not None:
                 event.borrowed.append(borrowed)
             elif inside is not None and inside.holds(t):
-                return Held(t, self._outer)
-        slot = Slot(self, event, shape, dtype)
+                return SavedWithin(t, self._outer)
+        slot = SavedSlot(self, event, shape, dtype)
         slot.inside = inside is not None and borrowed is None
         event.slots.append(weakref.ref(slot))
         self.saved += 1
@@ -337,5 +339,5 @@ def _title(function: Any) -> str:
     return getattr(function, "title", None) or function.__name__
 
 
-def _unpack(slot: Slot | Held) -> torch.Tensor:
+def _unpack(slot: SavedSlot | SavedWithin) -> torch.Tensor:
     return slot.take()

@@ -18,7 +18,7 @@ from partita.tensor.spec import Spec
 from .identity import Origins
 from .tree import rebuilt
 
-__all__ = ["Inputs"]
+__all__ = ["RegionInputs"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Saved(torch.autograd.Function):
         raise AssertionError("nothing is computed from this node")
 
 
-class Inputs:
+class RegionInputs:
     """The arguments of one call of a region. Containers are kept as they were at the call."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: Origins):

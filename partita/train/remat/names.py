@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from .calls import Event
     from .forward import Forward
 
-__all__ = ["Names", "Naming"]
+__all__ = ["LearnedNames", "Naming"]
 
 _Calls = tuple[Any, tuple[int, ...]]
 """The calls of one op from one place."""
 
 
-class Names:
+class LearnedNames:
     """What a region has learned of names.
 
     Attributes:
@@ -41,7 +41,7 @@ class Names:
         self.named: dict[_Calls, str] = {}
 
     def __reduce__(self) -> Any:
-        return Names, ()  # places in the program are known within one process
+        return LearnedNames, ()  # places in the program are known within one process
 
     def start(self, forward: Forward) -> Naming:
         return Naming(self, forward)
@@ -61,7 +61,7 @@ class _Where:
 class Naming:
     """Names, during one run."""
 
-    def __init__(self, names: Names, forward: Forward):
+    def __init__(self, names: LearnedNames, forward: Forward):
         self._names = names
         self._forward: Any = weakref.proxy(forward)
         self._makers: dict[int, Event] = {}

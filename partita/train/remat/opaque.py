@@ -16,10 +16,10 @@ from ..nested import tensors_in
 from .identity import local_of
 from .kept import start_of
 
-__all__ = ["Held", "Inside"]
+__all__ = ["Inside", "SavedWithin"]
 
 
-class Held:
+class SavedWithin:
     """A tensor that autograd saved within a kept call: as a region around, if any, packs it."""
 
     __slots__ = ("hooks", "packed")

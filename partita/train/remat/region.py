@@ -14,18 +14,18 @@ from partita.tensor.watch import HERE
 from ..blocks import block_modules
 from .again import Again
 from .budget import Budget, Whole
-from .calls import Slot
+from .calls import SavedSlot
 from .forward import Forward
 from .identity import within
 from .mode import listening
-from .names import Names
+from .names import LearnedNames
 from .policy import Policy
 from .wrapped import Wrapped
 
-__all__ = ["Region", "checkpoint_name", "remat"]
+__all__ = ["RematRegion", "checkpoint_name", "remat"]
 
 
-class Region(Wrapped):
+class RematRegion(Wrapped):
     """A function, or a module's forward, that is run again in backward.
 
     Attributes:
@@ -43,7 +43,7 @@ class Region(Wrapped):
     ):
         super().__init__(fn, module)
         self.policy, self.budget = policy, budget
-        self.names = Names()
+        self.names = LearnedNames()
 
     @property
     def plan(self) -> Any:
@@ -79,7 +79,7 @@ class Region(Wrapped):
         forward.close()
         return out
 
-    def recompute(self, forward: Forward, slot: Slot) -> None:
+    def recompute(self, forward: Forward, slot: SavedSlot) -> None:
         """Run again what `forward` was the first run of, for the sake of `slot`."""
         again = Again(forward)
         again.run()
@@ -126,8 +126,8 @@ def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | No
     if blocks is not None:
         raise ValueError("blocks are parts of a module, and this is a function")
     if read.budget is None:
-        return Region(fn, None, read)
-    region = Region(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
+        return RematRegion(fn, None, read)
+    region = RematRegion(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
     return Whole(region, None, budget)
 
 
@@ -142,7 +142,7 @@ def _remat_module(
         budget = Budget(policy.budget, type(module).__name__)
         policy = Policy(None)
     for block in chosen:
-        Region.in_place_of_forward(block, policy, budget)
+        RematRegion.in_place_of_forward(block, policy, budget)
     if budget is not None:
         Whole.in_place_of_forward(module, budget)
     return module

@@ -27,7 +27,7 @@ from .kept import KeptCall, KeptKernels, Replaying
 from .mode import Kind, is_plumbing, listening
 from .policy import OneCall
 from .reads import check_unwritten
-from .report import Flops, open_reports
+from .report import Flops, Recomputed, open_reports
 
 __all__ = ["Again", "is_recomputing"]
 
@@ -91,7 +91,17 @@ class Again:
         try:
             self._check_counts(enough)
             for report in meters:
-                report.note(forward, len(self._done), self._flops.total)
+                kept = forward.kept_results
+                report.regions.append(
+                    Recomputed(
+                        forward.region.title,
+                        len(forward.order),
+                        len(self._done),
+                        len(kept),
+                        sum(k.nbytes for k in kept),
+                        self._flops.total,
+                    )
+                )
             if measuring:
                 forward.plan.recomputed(forward, self.flops_of)
         except BaseException:
@@ -103,8 +113,12 @@ class Again:
     def _find(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
         event = self._found((what, site(), inputs))
-        check_unwritten(self.forward, event, tensors)
+        self._check_unwritten(event, tensors)
         return event
+
+    def _check_unwritten(self, event: Event, tensors: list[torch.Tensor]) -> None:
+        forward = self.forward
+        check_unwritten(event, tensors, forward.region, forward.surroundings)
 
     def _found(self, key: Key) -> Event:
         n = self._counts[key] = self._counts.get(key, -1) + 1
@@ -176,7 +190,7 @@ class Again:
         if (key, self._counts.get(key, -1) + 1) not in self.forward.events:
             return run()
         event = self._found(key)
-        check_unwritten(self.forward, event, tensors)
+        self._check_unwritten(event, tensors)
         return self._opaque(event, tensors, run)
 
     def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:

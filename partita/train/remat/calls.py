@@ -1,21 +1,21 @@
-"""What is noted of one call of a region, and what stands for a tensor that autograd saved in it?"""
+"""Calls of a region: what is noted of one, and what stands for a tensor that autograd saved."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .identity import Key, describe, local_of
+from .kept import KeptCall, KeptKernels
+from .surroundings import Draws
 
-if TYPE_CHECKING:
-    from .forward import Forward
-    from .kept import KeptCall, KeptKernels
-    from .reads import Read
-    from .surroundings import Draws
+__all__ = ["Event", "Read", "SavedSlot"]
 
-__all__ = ["Event", "SavedSlot"]
+Read = tuple[int, "weakref.ref[torch.Tensor]", int]
+"""Of a tensor of a call: its place among them, what holds its values at rest, and its version."""
 
 
 class Event:
@@ -49,13 +49,29 @@ class SavedSlot:
     """Stands for a tensor that autograd saved. Autograd alone holds it.
 
     Attributes:
+        recompute: called with the slot, has its tensor made again.
         inside: it was made within an opaque call, unseen.
     """
 
-    __slots__ = ("__weakref__", "dtype", "event", "forward", "inside", "shape", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "event",
+        "inside",
+        "recompute",
+        "shape",
+        "value",
+        "version",
+    )
 
-    def __init__(self, forward: Forward, event: Event, shape: torch.Size, dtype: torch.dtype):
-        self.forward, self.event, self.shape, self.dtype = forward, event, shape, dtype
+    def __init__(
+        self,
+        recompute: Callable[[SavedSlot], None],
+        event: Event,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ):
+        self.recompute, self.event, self.shape, self.dtype = recompute, event, shape, dtype
         self.value: torch.Tensor | None = None
         self.version = 0
         self.inside = False
@@ -67,7 +83,7 @@ class SavedSlot:
     def take(self) -> torch.Tensor:
         """The tensor, recomputed if it is not here. It is let go again."""
         if self.value is None:
-            self.forward.region.recompute(self.forward, self)
+            self.recompute(self)
         value, self.value = self.value, None
         assert value is not None
         if value._version != self.version:  # with hooks, autograd does not look

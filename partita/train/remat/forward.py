@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -25,15 +26,26 @@ from .inputs import RegionInputs
 from .kept import Keeping, KeptCall, KeptKernels, start_of
 from .mode import Kind, is_plumbing
 from .opaque import Inside, SavedWithin
-from .policy import OneCall
+from .policy import OneCall, Policy
 from .reads import reads
 from .report import open_reports
 from .surroundings import Draws, Surroundings, is_random
 
-if TYPE_CHECKING:
-    from .region import RematRegion
-
 __all__ = ["Forward"]
+
+
+class _Owner(Protocol):
+    """What a forward asks of the region whose first run it is: see `region.RematRegion`."""
+
+    policy: Policy
+    names: Any
+    title: str
+    module: nn.Module | None
+
+    @property
+    def plan(self) -> Any: ...
+
+    def recompute(self, forward: Forward, slot: SavedSlot) -> None: ...
 
 
 class Forward:
@@ -46,7 +58,7 @@ class Forward:
         kept_bytes: what is kept, counted as tensors are (one storage once).
     """
 
-    def __init__(self, region: RematRegion, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, region: _Owner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.region, self.policy, self.plan = region, region.policy, region.plan
         self.reports = open_reports()
         self.origins = Origins()
@@ -182,9 +194,7 @@ class Forward:
             return run()
         return self._opaque(marked, marked, args, kwargs, run, True)
 
-    def region_within(
-        self, region: RematRegion, args: Any, kwargs: Any, run: Callable[[], Any]
-    ) -> Any:
+    def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """A region within this one."""
         if self._event is not None:
             return run()
@@ -282,6 +292,9 @@ class Forward:
 
     # -- what autograd saves -----------------------------------------------------------------------
 
+    def _recompute(self, slot: SavedSlot) -> None:
+        self.region.recompute(self, slot)
+
     def _pack(self, t: torch.Tensor) -> SavedSlot | SavedWithin:
         event, inside = self._event, self._inside
         with Local():
@@ -294,7 +307,7 @@ class Forward:
                 event.borrowed.append(borrowed)
             elif inside is not None and inside.holds(t):
                 return SavedWithin(t, self._outer)
-        slot = SavedSlot(self, event, shape, dtype)
+        slot = SavedSlot(self._recompute, event, shape, dtype)
         slot.inside = inside is not None and borrowed is None
         event.slots.append(weakref.ref(slot))
         self.saved += 1

@@ -13,16 +13,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import first_instruction
 from partita.tensor.dtensor import DTensor, short_dtype
-
-if TYPE_CHECKING:
-    from .calls import Event
 
 __all__ = [
     "Key",
@@ -206,8 +203,15 @@ def _text(part: Any) -> str:
     return part.__name__ if isinstance(part, type) else repr(part)
 
 
+class _Identified(Protocol):
+    """A call that has its identity."""
+
+    key: Key
+    ordinal: int
+
+
 def carried_key(
-    counts: dict[Any, int], event: Event | None, op: str, what: Any, x: torch.Tensor
+    counts: dict[Any, int], event: _Identified | None, op: str, what: Any, x: torch.Tensor
 ) -> Any:
     """The identity of a redistribution: where it stands, or in which call, and what it does."""
     where: Any = site() if event is None else (event.key, event.ordinal)

@@ -15,11 +15,11 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from ..nested import tensors_in
+from .calls import Event
 from .kept import KeptKernels, start_of
 from .tree import parts, rebuilt
 
 if TYPE_CHECKING:
-    from .calls import Event
     from .forward import Forward
 
 __all__ = ["LearnedNames", "Naming"]

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Fix
 from partita.tensor.tensor_state import state_of
 
+from .calls import Event, Read
 from .errors import RematError
 from .identity import Origins
+from .surroundings import Surroundings
+from .wrapped import Wrapped
 
-if TYPE_CHECKING:
-    from .calls import Event
-    from .forward import Forward
-
-__all__ = ["Read", "check_unwritten", "reads"]
-
-Read = tuple[int, "weakref.ref[torch.Tensor]", int]
-"""Of a tensor of a call: its place among them, what holds its values at rest, and its version."""
+__all__ = ["check_unwritten", "reads"]
 
 
 def reads(tensors: list[torch.Tensor], origins: Origins) -> tuple[Read, ...]:
@@ -40,8 +36,13 @@ def reads(tensors: list[torch.Tensor], origins: Origins) -> tuple[Read, ...]:
     return found
 
 
-def check_unwritten(forward: Forward, event: Event, tensors: list[torch.Tensor]) -> None:
+def check_unwritten(
+    event: Event, tensors: list[torch.Tensor], region: Wrapped, surroundings: Surroundings
+) -> None:
     """Of the second run's call that is `event`: does it read what the first one read?
+
+    Args:
+        region: that is run again, in these surroundings.
 
     Raises:
         RematError: a tensor was written in place in between. Names it, the call and both versions.
@@ -50,11 +51,11 @@ def check_unwritten(forward: Forward, event: Event, tensors: list[torch.Tensor])
         if i >= len(tensors):
             continue
         held, now = _at_rest(tensors[i])
-        if now == before or ref() is not held or forward.surroundings.writes.has(held):
+        if now == before or ref() is not held or surroundings.writes.has(held):
             continue
-        name = _name_of(tensors[i], forward)
+        name = _name_of(tensors[i], region.module)
         raise RematError(
-            f"the recompute of {forward.region.title} reads a tensor that was written in place "
+            f"the recompute of {region.title} reads a tensor that was written in place "
             "since its forward read it",
             operands=(
                 f"{name or f'tensor {i}'} of {event}",
@@ -79,8 +80,7 @@ def _at_rest(t: torch.Tensor) -> tuple[torch.Tensor, int]:
         return t, 0 if t.is_inference() else t._version
 
 
-def _name_of(t: torch.Tensor, forward: Forward) -> str | None:
-    module = forward.region.module
+def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
     if module is None:
         return None
     named: Iterable[tuple[str, torch.Tensor]]

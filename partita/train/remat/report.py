@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -14,9 +14,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from partita.comm.ledger import human
 
 from ..kernels import EachKernel
-
-if TYPE_CHECKING:
-    from .forward import Forward
 
 __all__ = ["Flops", "Recomputed", "Report", "open_reports", "remat_report"]
 
@@ -58,19 +55,6 @@ class Report:
     def kept_bytes(self) -> int:
         """Bytes of kept results, of all regions together."""
         return sum(r.kept_bytes for r in self.regions)
-
-    def note(self, forward: Forward, met: int, flops: int) -> None:
-        kept = forward.kept_results
-        self.regions.append(
-            Recomputed(
-                forward.region.title,
-                len(forward.order),
-                met,
-                len(kept),
-                sum(k.nbytes for k in kept),
-                flops,
-            )
-        )
 
     def __str__(self) -> str:
         if not self.regions:

@@ -67,6 +67,7 @@ from .predicted_answers import predict_answer
 from .program import Input, Output, Program, ResultPlace
 from .refusals import not_an_input, told_of, users_line
 from .repeated_moves import RepeatedMoves
+from .result_parts import cut_history, part_results
 from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 from .tensor_facts import Facts
@@ -662,18 +663,39 @@ class _Capture:
             hook.remove()
         pairs = zip(self.inputs.all, self.inputs.fakes, strict=True)
         wanted = [(i, t) for i, t in pairs if i.kind not in ("mark", "gradient") and _graded(t)]
-        found = differentiate(self.differentiable, [t for _, t in wanted], self.recorder)
-        if found is None:
-            return []
-        seeds, grads = found
-        self.seeds = [replace(seed, spec=self._real(seed.spec)) for seed in seeds]
-        values = []
-        for (given, fake), grad in zip(wanted, grads, strict=True):
-            if grad is not None:
-                spec = getattr(fake, "_spec", None)
-                real = self._real(spec and spec.gradient)
-                self.outputs.append(Output("cotangent", real, index=given.index))
-                values.append(grad)
+        if len(self.differentiable) > 1:
+            self.record.before_backward(self.differentiable)
+        values: list[torch.Tensor] = []
+        parts = part_results(self.differentiable) if wanted else []
+        part_of = {n: i for i, part in enumerate(parts) for n in part.results}
+        outputs = [replace(o, part=part_of.get(o.number, 0)) for o in self.outputs]
+        self.outputs = [*outputs]
+        for number, part in enumerate(parts):
+            results = [self.differentiable[n] for n in part.results]
+            ancestors = [self.differentiable[n] for n in part.ancestors]
+            with cut_history(ancestors):
+                found = differentiate(
+                    results,
+                    [*ancestors, *(t for _, t in wanted)],
+                    self.recorder,
+                    again=number + 1 < len(parts),
+                )
+            if found is None:
+                self.seeds, self.outputs = [], outputs
+                return []
+            seeds, grads = found
+            for seed in seeds:
+                spec = self._real(seed.spec)
+                self.seeds.append(replace(seed, spec=spec, number=part.results[seed.number]))
+            places = [*({"number": n} for n in part.ancestors)]
+            places += [{"index": given.index} for given, _ in wanted]
+            takes = [*ancestors, *(t for _, t in wanted)]
+            for place, taken, grad in zip(places, takes, grads, strict=True):
+                if grad is not None:
+                    spec = getattr(taken, "_spec", None)
+                    real = self._real(spec and spec.gradient)
+                    self.outputs.append(Output("cotangent", real, part=number, **place))
+                    values.append(grad)
         return values
 
     def _admitted(self) -> list[torch.Tensor]:

@@ -38,10 +38,12 @@ class Seed:
     Attributes:
         node: the name of the node that stands there while the graph is made.
         spec: of the gradient, where the result is a DTensor.
+        number: of the result.
     """
 
     node: str
     spec: Spec | None
+    number: int
 
 
 def has_history(value: torch.Tensor) -> bool:
@@ -73,10 +75,12 @@ def differentiate(
     inputs: Sequence[torch.Tensor],
     recorder: Recorder,
     like: Mapping[int, torch.Tensor] | None = None,
+    again: bool = False,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
     """The gradients of `inputs`, and where those of `results` come in.
 
     Args:
+        again: what is computed here may be asked once more.
         like: gradients of the results as they will be, strides and all; then what is computed here
             may be asked once more, of others.
 
@@ -89,15 +93,16 @@ def differentiate(
         return None
     seeds, values = [], []
     with recorder.behind_forward():
-        for result, as_given in zip(results, (like or {}).values() or results, strict=True):
+        pairs = zip(results, (like or {}).values() or results, strict=True)
+        for number, (result, as_given) in enumerate(pairs):
             spec = getattr(result, "_spec", None)
             with Local(), torch.no_grad():
                 value = _seed(as_given.detach(), like is not None)
-            seeds.append(Seed(recorder.newest().name, spec and spec.gradient))
+            seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
             values.append(value if spec is None else tagged(value, spec.gradient))
         try:
             found = torch.autograd.grad(
-                results, inputs, values, retain_graph=like is not None, allow_unused=True
+                results, inputs, values, retain_graph=again or like is not None, allow_unused=True
             )
         except RuntimeError as error:
             if any(told in str(error) for told in _SPENT):
@@ -119,8 +124,8 @@ def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> 
         return
     nodes = {n.name: n for n in graph.nodes}
     last = graph.find_nodes(op="placeholder")[-1]
-    for number, seed in enumerate(seeds):
-        node = nodes[seed.node]
+    for seed in seeds:
+        number, node = seed.number, nodes[seed.node]
         with graph.inserting_after(last):
             last = graph.placeholder(f"cotangent_{number}")
         last.meta = {k: v for k, v in node.meta.items() if k != NOTE}

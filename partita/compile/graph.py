@@ -168,7 +168,8 @@ def canonical(program: Program) -> list[str]:
     for output in program.outputs:
         spec = output.spec
         layout = "plain" if spec is None else f"{spec.layout} on {spec.wire.mesh}"
-        lines.append(f"{output.kind} {layout}")
+        part = f" of part {output.part}" if output.part else ""
+        lines.append(f"{output.kind}{part} {layout}")
     lines.append(f"returns {program.result} of {program.constants}")
     return lines
 

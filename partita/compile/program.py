@@ -124,7 +124,10 @@ class Output:
         spec: of a DTensor.
         slot: which it becomes the value of.
         index: where the tensor whose gradient it is stands among the tensors of a call.
-        number: of a result or slot with a history: among all of these. Else -1.
+        number: of a result or slot with a history: among all of these; of a gradient that is that
+            of such a result: of that. Else -1.
+        part: of what has a history: the part of the backward that it begins; of a gradient that
+            backward gives: the part that gives it.
         scalar: it is a Python number to the program.
         tensor: equal for outputs that are one tensor to the step.
         asks_gradient: it has no history, and requires a gradient: so does a view of a parameter
@@ -136,6 +139,7 @@ class Output:
     slot: Slot | None = None
     index: int = -1
     number: int = -1
+    part: int = 0
     scalar: bool = False
     tensor: int = -1
     asks_gradient: bool = False
@@ -243,11 +247,14 @@ class Program:
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """By the place of an output that is an earlier output too the place of that."""
+        """By the place of an output that is an earlier output too the place of that. One whose
+        padding is cut off is another than what backward is kept of it."""
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
         found = {
-            i: first.setdefault(n, i) for i, n in enumerate(end.args[0]) if isinstance(n, fx.Node)
+            i: first.setdefault((n, i in self.leaving), i)
+            for i, n in enumerate(end.args[0])
+            if isinstance(n, fx.Node)
         }
         return {i: j for i, j in found.items() if i != j}
 

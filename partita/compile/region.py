@@ -7,7 +7,6 @@ gradients that it takes and gives are this rank's, laid out by duality.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -18,8 +17,6 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from partita.comm import user_line
-from partita.layout import Fix, LayoutError
 from partita.tensor.autocast import without_any_autocast
 
 from .errors import of_anomalies
@@ -65,36 +62,101 @@ class _Entrance:
 
 
 @dataclass(eq=False)
+class _BackwardPart:
+    """The gradients of results that go backward together.
+
+    Attributes:
+        backward: what computes them.
+        results: their places among the results of the region.
+        numbers: theirs, as gradients are told apart by.
+        ancestors: the places of the results that these are made of, to which it gives gradients.
+        graded: places, among the tensors of a call, of those whose gradients it gives then.
+        saved: the places, among what the region saves, of what it reads.
+        entrances: of its inputs.
+        reached: for each gradient that it gives, the numbers of the results' gradients that it is
+            computed of. Where none of them is there it is None, as without a graph.
+    """
+
+    backward: Program
+    results: list[int]
+    numbers: list[int]
+    ancestors: list[int]
+    graded: list[int]
+    saved: list[int]
+    entrances: list[_Entrance]
+    reached: list[frozenset[int]]
+
+    @staticmethod
+    def of(region: Region, backward: Program, results: list[int]) -> _BackwardPart:
+        numbers = [o.number for o in region.given]
+        ancestors = [numbers.index(o.number) for o in backward.outputs if o.number >= 0]
+        return _BackwardPart(
+            backward,
+            results,
+            [numbers[i] for i in results],
+            ancestors,
+            [o.index for o in backward.outputs[len(ancestors) :]],
+            sorted({i.index for i in backward.inputs if i.kind in ("saved", "kept")}),
+            # The device of what stands in for a tensor is that of the tensor.
+            [
+                _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
+                for i, x in enumerate(backward.example())
+            ],
+            _reached(backward),
+        )
+
+    def grads(
+        self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """What it gives.
+
+        Args:
+            cotangents: the gradients of its results, by number.
+            saved: what it reads of what the region saved, by place there.
+        """
+        backward = self.backward
+        given: dict[str, Any] = {"saved": saved, "kept": saved, "cotangent": cotangents}
+        # And without gradients, which `once_differentiable` sees to.
+        with Local(), without_any_autocast():
+            args = []
+            for what, entrance in zip(backward.inputs, self.entrances, strict=True):
+                x = given[what.kind][what.index] if what.kind in given else what.now(())
+                args.append(entrance.enter(x))
+            found: list[torch.Tensor | None] = list(backward.call(*args))  # type: ignore[misc]
+            for i, border in backward.leaving.items():
+                found[i] = border.leave(found[i])  # type: ignore[arg-type]
+        absent = {n for n, g in cotangents.items() if g is None}
+        if not absent:
+            return found
+        return [
+            None if reached and reached <= absent else g
+            for g, reached in zip(found, self.reached, strict=True)
+        ]
+
+
+@dataclass(eq=False)
 class Region(Program):
     """A program whose results have a history: gradients of them are given later, and taken on.
 
     Attributes:
         halves: its forward and its backward.
-        entrances: of its backward's inputs.
-        graded: places, among the tensors of a call, of those whose gradients it gives.
-        plain: the numbers of the results without a history.
-        reached: for each gradient that it gives, the places of the results' gradients that it is
-            computed of. Where none of them is there it is None, as without a graph.
+        parts: of its backward, in the order in which they run: each of those results that go
+            backward together is one node of autograd's.
     """
 
     halves: Halves = field(init=False)
-    entrances: list[_Entrance] = field(init=False)
-    graded: list[int] = field(init=False)
-    plain: list[int] = field(init=False)
-    reached: list[frozenset[int]] = field(init=False)
+    parts: list[_BackwardPart] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.halves = split(self)
-        backward = self.halves.backward
-        self.graded = [o.index for o in backward.outputs]
-        # The device of what stands in for a tensor is that of the tensor.
-        self.entrances = [
-            _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
-            for i, x in enumerate(backward.example())
-        ]
-        self.reached = _reached(backward)
-        self.plain = [i for i, o in enumerate(self.given) if o.number < 0]
+        backwards = self.halves.backwards
+        # A result whose gradient comes to nothing that the region takes goes with the first part.
+        results: dict[int, list[int]] = {number: [] for number in backwards}
+        for place, output in enumerate(self.given):
+            if output.number >= 0:
+                results.get(output.part, results[min(results)]).append(place)
+        self.parts = [_BackwardPart.of(self, b, results[n]) for n, b in backwards.items()]
 
     @cached_property
     def alone(self) -> list[int]:
@@ -103,39 +165,17 @@ class Region(Program):
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
         return [i for i in range(len(self.given)) if i not in shared]
 
-    @cached_property
-    def ancestors(self) -> list[int]:
-        """The results with a history of which another one is made: gradients that come to that one
-        go on to the inputs at once, and not by way of these."""
-        graph = self.halves.forward.graph.graph
-        (end,) = graph.find_nodes(op="output")
-        made = [end.args[0][i] for i, o in enumerate(self.given) if o.number >= 0]
-        places = [i for i, o in enumerate(self.given) if o.number >= 0]
-        behind: set[Any] = set()
-        reached = [below for node in made for below in node.all_input_nodes]
-        while reached:
-            node = reached.pop()
-            if node not in behind and node.target is not torch.ops.aten.detach.default:
-                behind.add(node)
-                reached += node.all_input_nodes
-        return [i for i, node in zip(places, made, strict=True) if node in behind]
-
     @property
     def runs(self) -> Program:
         return self.halves.forward
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        for name, half in (
-            ("forward", self.halves.forward),
-            ("backward", self.halves.backward),
-        ):
+        halves = {"forward": self.halves.forward}
+        for number, backward in self.halves.backwards.items():
+            halves[f"backward {number}" if number else "backward"] = backward
+        for name, half in halves.items():
             half.key = key_of([self.key, name])
             half.prepare(call_of)
-
-    def numbered(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Of the gradients of all results those of results with a history, by number."""
-        pairs = zip(self.given, grads, strict=True)
-        return [g for o, g in pairs if o.number >= 0]
 
     def made(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
@@ -143,15 +183,23 @@ class Region(Program):
         if inputs is not None:
             known = {id(given): x for given, x in zip(self.taken, inputs, strict=True)}
             inputs = [known[id(given)] for given in self.halves.forward.inputs]
+        made = self.halves.forward.made(tensors, inputs)
+        count = len(self.given)
         with Local():
-            made: Sequence[torch.Tensor] = _Region.apply(
-                self, tensors, inputs, *[tensors[i] for i in self.graded]
-            )
-            if self.ancestors:
-                node: Any = made[self.ancestors[0]].grad_fn
-                if node is not None:
-                    node.ancestors = [weakref.ref(made[i]) for i in self.ancestors]
-        return made
+            results, inside = list(made[:count]), iter(made[count:])
+            with torch.no_grad():
+                for (
+                    i
+                ) in self.alone:  # a view could not be written: autograd would look for its base
+                    results[i] = results[i].detach()
+                saved = [next(inside).detach() if i < 0 else tensors[i] for i in self.halves.saved]
+            for part in reversed(self.parts):  # ancestors first
+                takes = [*(results[i] for i in part.ancestors), *(tensors[i] for i in part.graded)]
+                values = [results[i] for i in part.results]
+                given = _RegionPart.apply(part, values, [saved[n] for n in part.saved], *takes)
+                for i, result in zip(part.results, given, strict=True):
+                    results[i] = result
+        return results
 
 
 def region_of(program: Program) -> Program:
@@ -168,7 +216,8 @@ def region_of(program: Program) -> Program:
     region = Region(**{f.name: getattr(program, f.name) for f in fields(program) if f.init})
     verify(region, "split")
     verify(region.halves.forward, "split, forward")
-    verify(region.halves.backward, "split, backward")
+    for backward in region.halves.backwards.values():
+        verify(backward, "split, backward")
     return region
 
 
@@ -187,73 +236,26 @@ def _reached(backward: Program) -> list[frozenset[int]]:
     return [found.get(n, nothing) for n in end.args[0]]
 
 
-def _check_unheard(ctx: Any) -> None:
-    """Raise where the user looks at a gradient that does not come to where he looks."""
-    for known in getattr(ctx, "ancestors", ()):
-        result = known()
-        if result is not None and (result.retains_grad or result._backward_hooks):
-            raise LayoutError(
-                "compile: the gradient of a region's result is looked at, of which another result "
-                "of the region is made",
-                place=user_line(),
-                operands=(
-                    f"a result of shape {tuple(result.shape)}, with a hook or retain_grad()",
-                ),
-                reason="a region's gradients go from its results to its inputs at once: what comes "
-                "by way of the other result is not in this one's",
-                fixes=(
-                    Fix("two regions", "that end and begin at the result whose gradient you want"),
-                    Fix("the hook within the region", "where the result is made"),
-                ),
-            )
-
-
-class _Region(Function):
+class _RegionPart(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
-        tensors: Sequence[Any],
-        inputs: Sequence[torch.Tensor] | None,
-        *graded: torch.Tensor,
+        part: _BackwardPart,
+        results: list[torch.Tensor],
+        saved: Sequence[torch.Tensor],
+        *takes: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.region = region
-        forward = region.halves.forward
-        made = forward.made(tensors, inputs)
-        count = len(region.given)
-        results, inside = list(made[:count]), iter(made[count:])
-        for i in region.alone:  # a view could not be written: autograd would look for its base
-            results[i] = results[i].detach()
-        ctx.save_for_backward(
-            *[next(inside).detach() if i < 0 else tensors[i] for i in region.halves.saved]
-        )
-        ctx.mark_non_differentiable(*[results[i] for i in region.plain])
+        ctx.part = part
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _check_unheard(ctx)
-        region, backward = ctx.region, ctx.region.halves.backward
-        saved = ctx.saved_tensors
-        if backward.scope is not None and backward.scope.busy:
-            tell(backward)
-        cotangents = region.numbered(grads)
-        given = {"saved": saved, "kept": saved, "cotangent": cotangents}
-        # And without gradients, which `once_differentiable` sees to.
-        with Local(), without_any_autocast():
-            args = []
-            for what, entrance in zip(backward.inputs, region.entrances, strict=True):
-                x = given[what.kind][what.index] if what.kind in given else what.now(())
-                args.append(entrance.enter(x))
-            found = list(backward.call(*args))
-            for i, border in backward.leaving.items():
-                found[i] = border.leave(found[i])
-        absent = {i for i, g in enumerate(cotangents) if g is None}
-        if absent:
-            found = [
-                None if reached and reached <= absent else g
-                for g, reached in zip(found, region.reached, strict=True)
-            ]
-        return None, None, None, *found
+        part: _BackwardPart = ctx.part
+        saved = dict(zip(part.saved, ctx.saved_tensors, strict=True))
+        if part.backward.scope is not None and part.backward.scope.busy:
+            tell(part.backward)
+        cotangents = dict(zip(part.numbers, grads, strict=True))
+        return None, None, None, *part.grads(cotangents, saved)

@@ -37,13 +37,15 @@ class Halves:
 
     Attributes:
         forward: gives what the whole gives but gradients, and then what it saves.
-        backward: takes what is saved, in the order of `saved`, then the gradients of results.
+        backwards: the parts of the backward by number, in the order in which they run. Each takes
+            what it reads of `saved`, an input's index being the place there, then gradients of
+            results.
         saved: for each value that backward is kept: a place among the tensors of a call; -1 where
             it is the next of those that forward saves.
     """
 
     forward: Program
-    backward: Program
+    backwards: dict[int, Program]
     saved: list[int]
 
 
@@ -58,9 +60,10 @@ def split(program: Program) -> Halves:
     needs = _read_by(program, late, given)
     # A number is no tensor of the call, and an input that forward writes is another afterwards.
     inside = [n for n in needs if n not in given or _is_no_tensor(given[n]) or _is_written(n)]
+    parts = sorted({o.part for o in program.outputs if o.kind == "cotangent"})
     return Halves(
         _forward(program, given, late, inside),
-        _backward(program, given, late, needs, inside),
+        {part: _backward(program, given, late, needs, inside, part) for part in parts},
         [-1 if n in inside else given[n].index for n in needs],
     )
 
@@ -191,6 +194,7 @@ def _backward(
     late: set[fx.Node],
     saved: list[fx.Node],
     inside: list[fx.Node],
+    part: int,
 ) -> Program:
     new = _New(program)
     own = _with_memory_of_their_own(program, [n for n in saved if n not in given])
@@ -208,7 +212,7 @@ def _backward(
     for node in program.graph.graph.nodes:
         if node in late or node.op == "get_attr":
             new.copy(node)
-    kept = [(o, n) for o, n in _results(program) if o.kind == "cotangent"]
+    kept = [(o, n) for o, n in _results(program) if o.kind == "cotangent" and o.part == part]
     return new.program([new.of[n] for _, n in kept], [o for o, _ in kept], None)
 
 

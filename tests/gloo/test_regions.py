@@ -23,9 +23,9 @@ def trains(rank, backend, stage, remat):
     x = pt.distribute_tensor(BATCH, mesh, ROWS)
     losses = train(model, optimizer, x)
     regions = [block.forward.__wrapped__ if remat else block.forward for block in model]
-    for half in ("forward", "backward"):
-        built = getattr(regions[0].program.halves, half).built
-        assert (built is not None) == (backend == "inductor")
+    halves = regions[0].program.halves
+    for half in (halves.forward, *halves.backwards.values()):
+        assert (half.built is not None) == (backend == "inductor")
     return losses, [region.key for region in regions], [len(region.reasons) for region in regions]
 
 

@@ -715,28 +715,107 @@ def test_backward_of_a_region_under_autocast_computes_as_it_was_captured():
     assert run(True) == run(False)
 
 
-def heard(watch):
-    """A region that gives a value and what is made of it; `watch` looks at the value's gradient."""
+def chain(x, w):
+    """Results of which each is made of others, and one that is not."""
+    h = w * x
+    a, b = h.chunk(2)
+    y = a * b + h[:2]
+    return y.square(), h, (a, b), y, x.sin()
+
+
+WATCHES = {
+    "nothing": lambda results: [],
+    "retain_grad": lambda results: [r.retain_grad() for r in results],
+    "hook": lambda results: [r.register_hook(lambda g: g / 2) for r in results],
+}
+
+
+def differentiated(run, watch, x, w):
+    y2, h, (a, b), y, sine = run(x, w)
+    results = (y2, h, a, b, y, sine)
+    WATCHES[watch](results)
+    loss = sum((i + 1) * r.square().sum() for i, r in enumerate(results))
+    of_results = torch.autograd.grad(loss, results, retain_graph=True)
+    loss.backward()
+    watched = [r.grad for r in results] if watch == "retain_grad" else []
+    return [*of_results, x.grad, w.grad, *watched]
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+def test_the_gradient_of_a_result_has_what_comes_by_way_of_others_made_of_it(watch, backend):
+    found = []
+    for run in (chain, pt.compile(chain, backend=backend)):
+        leaves = (torch.arange(4.0) / 4, torch.linspace(-1, 1, 4))
+        found.append(differentiated(run, watch, *(t.clone().requires_grad_() for t in leaves)))
+    assert len(found[0]) == (14 if watch == "retain_grad" else 8)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_gradients_of_split_results_go_through_what_is_made_of_them(rows):
+    x = torch.linspace(-2, 2, rows * 3).view(rows, 3)
+    w = torch.linspace(1, 2, 3)
+
+    def run(x, w):
+        h = x * w
+        return (h.cumsum(0) * h).sum(1), h, h.mean()
+
+    def grads(run, x, w):
+        y, h, mean = run(x, w)
+        return torch.autograd.grad(y.square().sum() + h.sum() + mean.exp(), (h, x, w, mean))
+
+    def body(mesh):
+        split = pt.distribute_tensor(x, mesh, [pt.Shard(0)]).requires_grad_()
+        weight = pt.distribute_tensor(w, mesh, [pt.Replicate()]).requires_grad_()
+        found = [grads(f, split, weight) for f in (run, pt.compile(run, backend="graph"))]
+        assert [t.placements for t in found[0]] == [t.placements for t in found[1]]
+        return [[t.full_tensor() for t in ts] for ts in found]
+
+    expected = [*grads(run, x.clone().requires_grad_(), w.clone().requires_grad_())]
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, [expected, expected])
+
+
+def test_results_without_a_common_history_go_backward_one_at_a_time():
     w = torch.ones(3, requires_grad=True)
-
-    def made(x):
-        h = w * x
-        return h.square(), h
-
-    region = pt.compile(made, backend="graph")
-    y, h = region(torch.arange(3.0))
-    watch(h)
-    (y.sum() + h.sum()).backward()
-    return w.grad
+    region = pt.compile(lambda x, y: (x.square(), w * y * y), backend="graph")
+    x, y = (torch.arange(3.0, requires_grad=True) for _ in range(2))
+    a, b = region(x, y)
+    a.sum().backward()
+    assert (y.grad, w.grad) == (None, None)
+    b.sum().backward()
+    torch.testing.assert_close([x.grad, y.grad], [2 * x.detach()] * 2)
+    torch.testing.assert_close(w.grad, y.detach().square())
 
 
-@pytest.mark.parametrize(
-    "watch", [lambda h: h.retain_grad(), lambda h: h.register_hook(lambda g: g)]
-)
-def test_a_gradient_that_does_not_come_to_where_one_looks_is_refused(watch):
-    torch.testing.assert_close(heard(lambda h: None), torch.tensor([0.0, 3.0, 10.0]))
-    with pytest.raises(pt.LayoutError, match="of which another result of the region is made"):
-        heard(watch)
+def test_two_results_of_one_block_are_told_apart_in_a_region():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.linear(x)
+            return h.relu(), h
+
+    torch.manual_seed(0)
+    model = nn.ModuleList(Pair() for _ in range(6))
+
+    def run(x):
+        results = []
+        for block in model:
+            x, h = block(x)
+            results.append(h)
+        return x, *results
+
+    found = []
+    for f in (run, pt.compile(run, backend="graph", blocks=True)):
+        results = f(torch.linspace(-1, 1, 8).view(2, 4))
+        loss = sum(r.square().sum() for r in results)
+        found.append(torch.autograd.grad(loss, [*results, *model.parameters()]))
+    torch.testing.assert_close(*found)
 
 
 def test_a_hook_within_a_region_hears_of_all_that_comes():

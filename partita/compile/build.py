@@ -15,6 +15,7 @@ import torch
 
 from partita.comm import Wire
 
+from .built import Built
 from .constants import with_constants
 from .cut import sections_of
 from .effects import checks_value
@@ -23,7 +24,7 @@ from .phases import begin_phase
 from .program import Program
 from .section_run import function_of_sections
 from .sections import Sections
-from .turns import Built, Wanted, WantedSection, have_all
+from .turns import Wanted, WantedSection, have_all
 
 __all__ = ["build"]
 

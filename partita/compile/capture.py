@@ -43,6 +43,7 @@ from .capture_context import (
     without_dispatch_modes,
 )
 from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
+from .captured_program import CapturedProgram
 from .conditions import Conditions, GradientCondition, kind_of_gradient
 from .data_writes import DataWrites
 from .differentiate import Seed, asks_gradient, differentiate, has_history, made_inputs
@@ -64,7 +65,7 @@ from .notes import Recorder, note_of
 from .numbers import NUMBER, Numbers, Plain
 from .optimizers import ParamGroup, Stepping
 from .predicted_answers import predict_answer
-from .program import Input, Output, Program, ResultPlace
+from .program import Input, Output, ResultPlace
 from .refusals import not_an_input, told_of, users_line
 from .repeated_moves import RepeatedMoves
 from .result_parts import cut_history, part_results
@@ -103,7 +104,7 @@ def capture(
     state: State,
     guesses: Guesses,
     blocks: BlockChoice,
-) -> Program:
+) -> CapturedProgram:
     """The graph of `step(*args, **kwargs)`.
 
     Captures of several threads are made one after the other.
@@ -173,7 +174,7 @@ def _note_guards(error: LayoutError, run: _Capture) -> None:
         error.guards = run.guards()
 
 
-def _run(run: _Capture) -> Program | None:
+def _run(run: _Capture) -> CapturedProgram | None:
     try:
         return run.program()
     finally:
@@ -198,7 +199,7 @@ def _check_repeats(run: _Capture, other: _Capture) -> None:
             raise run.lost(write)
 
 
-def _settle(run: _Capture, program: Program) -> None:
+def _settle(run: _Capture, program: CapturedProgram) -> None:
     """Note as guards of a program what its step has read, as it was before the step."""
     run.undo()
     program.guards = run.guards()
@@ -272,7 +273,7 @@ class _Capture:
         self._given: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
         self.meets_others = False
 
-    def program(self) -> Program | None:
+    def program(self) -> CapturedProgram | None:
         """None where the step read gradients that it was given as marks: those in `read_marks`."""
         inputs = self.inputs
         self._line, self.raised = "", False

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from partita.comm import user_line
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
-if TYPE_CHECKING:
-    from .guards import Guards
-
-__all__ = ["EAGER", "CaptureError"]
+__all__ = ["EAGER", "CaptureError", "Holding"]
 
 EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
+
+
+class Holding(Protocol):
+    """What a step had read when it could not be captured, and whether it is still so: guards."""
+
+    def hold(self) -> bool:
+        """Is everything as it was?"""
+
+    def as_now(self) -> Holding:
+        """The same of what is there now."""
 
 
 class CaptureError(LayoutError):
@@ -23,7 +30,7 @@ class CaptureError(LayoutError):
         guards: what the step had read of Python until then; None where that is not known.
     """
 
-    guards: Guards | None = None
+    guards: Holding | None = None
 
 
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:

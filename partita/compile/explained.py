@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import pairwise
 from textwrap import indent
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
@@ -25,21 +25,23 @@ from .storages import memory_of
 
 __all__ = ["AsCaptured", "changes_of", "explained"]
 
+P = TypeVar("P", bound=Program)
 
-class AsCaptured:
+
+class AsCaptured(Generic[P]):
     """A program as it is now, before passes change it: a row for each node, until somebody asks."""
 
-    def __init__(self, program: Program):
-        self._root = program.graph
+    def __init__(self, program: P):
+        self._kind, self._root = type(program), program.graph
         self._rows = [
             (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
             for n in program.graph.graph.nodes
         ]
-        self._parts = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
+        self._parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
         for name in ("inputs", "outputs"):
             self._parts[name] = list(self._parts[name])
 
-    def program(self) -> Program:
+    def program(self) -> P:
         """One like it, to be changed."""
         parts: dict[str, Any] = {
             **self._parts,
@@ -47,7 +49,7 @@ class AsCaptured:
         }
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])
-        return Program(**parts)
+        return self._kind(**parts)
 
     def _graph(self) -> fx.Graph:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -58,7 +60,7 @@ class AsCaptured:
         return graph
 
 
-def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> str:
+def explained(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
     """What each pass changes, what that saves, and a short diff; then all of them together."""
     program = captured.program()
     peaks = [memory_of(program).peak]
@@ -78,7 +80,7 @@ def explained(captured: AsCaptured, without: Iterable[str], passes: Passes) -> s
     return "\n".join(told)
 
 
-def changes_of(captured: AsCaptured, without: Iterable[str], passes: Passes) -> list[Change]:
+def changes_of(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> list[Change]:
     """What each pass changes in a captured program."""
     return _recorded(captured.program(), without, passes, lambda change: None)
 

@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, user_line
 from partita.tensor.dtensor import tagged
 
+from .captured_program import CapturedProgram
 from .compared import compared
 from .conditions import Conditions
 from .effects import drop_unused
 from .inputs import GraphInputs
-from .program import Input, Output, Program
+from .program import Input, Output
 from .shared_results import refuse_cut_views
 from .uneven import border_of
 
@@ -51,7 +52,7 @@ class Trace:
     cleared: list[int]
     conditions: Conditions
 
-    def program(self, made: fx.GraphModule) -> Program:
+    def program(self, made: fx.GraphModule) -> CapturedProgram:
         """The program whose graph `made` is; that is changed in place."""
         cleared = list(self.cleared)
         kept, admitted = self._kept(made.graph, cleared)
@@ -71,7 +72,7 @@ class Trace:
             for trace in self.wires.values()
             for name, axes in trace.groups.items()
         }
-        return Program(
+        return CapturedProgram(
             made,
             [*used.values()],
             kept,

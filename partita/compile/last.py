@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .built import Built
+    from .captured_program import CapturedProgram
     from .graph import Graph
     from .guards import History
     from .memory import Memory
     from .passes import Passes
-    from .program import Program
-    from .turns import Built
 
 __all__ = ["LastProgram"]
 
@@ -21,7 +21,7 @@ class LastProgram:
     without: tuple[str, ...]
     passes: Passes
     _history: History
-    _last: Program | None
+    _last: CapturedProgram | None
 
     @property
     def reasons(self) -> list[str]:
@@ -29,7 +29,7 @@ class LastProgram:
         return self._history.reasons
 
     @property
-    def program(self) -> Program:
+    def program(self) -> CapturedProgram:
         """What ran last.
 
         Raises:

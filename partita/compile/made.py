@@ -12,6 +12,7 @@ from partita.comm import Wire
 from .answers import Guesses
 from .block_choice import BlockChoice
 from .capture import capture
+from .captured_program import CapturedProgram
 from .errors import CaptureError, cannot_be_kept
 from .explained import AsCaptured, changes_of
 from .graph import canonical
@@ -19,7 +20,6 @@ from .key import agree, digest_of, key_of, versions
 from .notes import note_of
 from .passes import Passes, in_order, run_passes
 from .phases import begin_phase
-from .program import Program
 from .region import region_of
 from .sharing import Sharing
 from .state import State, tensors_of_call
@@ -41,7 +41,7 @@ def make_program(
     options: Iterable[str],
     budget: int | None = None,
     blocks: BlockChoice,
-) -> Program:
+) -> CapturedProgram:
     """The program of the call `step(*args, **kwargs)`. Every rank calls this.
 
     Args:
@@ -59,7 +59,7 @@ def make_program(
     slots = [*state.slots, *state.optimizer_slots()]
     tensors = tensors_of_call(slots, args, kwargs)
 
-    def captured() -> Program:
+    def captured() -> CapturedProgram:
         program = capture(step, args, kwargs, state, guesses, blocks)
         program.budget, program.without, program.passes = budget, tuple(without), passes
         if verifies_each_pass():
@@ -99,14 +99,14 @@ def _take_for_old() -> None:
 
 
 def kept_within(
-    program: Program,
-    prepare: Callable[[Program], None],
+    program: CapturedProgram,
+    prepare: Callable[[CapturedProgram], None],
     tensors: Sequence[Any],
     *,
     without: Iterable[str],
     passes: Passes,
     options: Iterable[str],
-) -> Program:
+) -> CapturedProgram:
     """A program that is ready to run and takes no more than its budget. Every rank calls this.
 
     That is `program`, unless what is compiled of it takes more than its graph would: a kernel that
@@ -131,7 +131,7 @@ def kept_within(
         least = taken if least is None else min(least, taken)
         less = memory_of(program).peak - 1
 
-        def again(less: int = less) -> Program:
+        def again(less: int = less) -> CapturedProgram:
             assert given is not None
             tighter = given.program()
             tighter.budget, tighter.captured = less, given
@@ -145,7 +145,7 @@ def kept_within(
         program.budget = budget
 
 
-def _taken(program: Program) -> int:
+def _taken(program: CapturedProgram) -> int:
     """Bytes that compiled code takes at most, on any rank; of what runs otherwise 0."""
     if program.built is None:
         return 0
@@ -156,13 +156,13 @@ def _taken(program: Program) -> int:
 
 
 def _finished(
-    make: Callable[[], Program],
+    make: Callable[[], CapturedProgram],
     tensors: Sequence[Any],
     wires: Iterable[Wire],
     without: Iterable[str],
     passes: Passes,
     said: Sequence[str],
-) -> Program:
+) -> CapturedProgram:
     """What `make` has captured, rewritten by the passes, and agreed on."""
     failed, lines, where, as_captured = None, [], [], None
     try:
@@ -187,7 +187,7 @@ def _finished(
 
 
 def _stages(
-    captured: AsCaptured | None, without: Iterable[str], passes: Passes
+    captured: AsCaptured[CapturedProgram] | None, without: Iterable[str], passes: Passes
 ) -> list[tuple[str, int]]:
     """Capture and each pass, with a digest of what each makes; as far as one comes."""
     if captured is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,33 +13,18 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from partita.comm import Record, Wire, agree
-from partita.layout import Fix
+from partita.comm import Record, Wire
 from partita.tensor.autocast import without_any_autocast
-from partita.tensor.draws import default_generator
-from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import facts_of
-from partita.tensor.padded_storage import give_room
 from partita.tensor.spec import Spec
-from partita.tensor.special import clear_gradients
 from partita.tensor.tensor_state import state_of
 
-from .answers import Answers
-from .arguments import unflatten_call
-from .block_choice import BlocksTraced
-from .conditions import Conditions
+from .built import Built
 from .fakes import local_of
 from .state import Slot
 from .uneven import Border, border_of
 
-if TYPE_CHECKING:
-    from .compared import Compared
-    from .explained import AsCaptured
-    from .guards import Guards, Write
-    from .sharing import Sharing
-    from .turns import Built
-
-__all__ = ["Input", "Output", "Program", "ResultPlace", "written_inputs"]
+__all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
@@ -160,7 +145,7 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class Program:
-    """A captured step.
+    """A graph, and what goes into it and comes out of it.
 
     Attributes:
         graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
@@ -169,28 +154,18 @@ class Program:
         result: how what the step returns is put together of `constants`: a `ResultPlace` for each
             tensor, and what is no tensor itself.
         cleared: places of the tensors whose gradients the step leaves None.
-        compared: plain values that stand next to DTensors, which ranks compare before the first
-            run.
-        conditions: what it takes for granted of Python numbers.
+        groups: by the name that the graph calls it, each group: its wire and axes.
         key: equal for equal programs.
         call: what runs it, over its inputs.
-        captured: it, before any pass.
-        sharing: looks whether what it writes lies in the memory of another input.
         carried: the moves that it makes, once somebody has asked for them.
         written: the places of the inputs that it writes.
         entering, leaving: how inputs are padded and outputs cut, by place, where those are uneven.
         taken, given: the inputs that a call takes and the outputs that it gives: all, but for the
             gradients that backward takes and gives.
-        groups: by the name that the graph calls it, each group: its wire and axes.
         built: what was compiled of it, or loaded; None where it runs otherwise.
         metadata: what is kept of it beside what is compiled; JSON.
         budget: the most bytes that the step may take above its inputs, where it is given one.
         without, passes: the names of the passes that are left out, and those that were given.
-        guards: what must be as it was at capture.
-        writes: what the step changes of Python, the same in each call.
-        answers: what it takes for granted of the values that torch asks for.
-        blocks: how its blocks were traced.
-        work: its matrix products, as ledgers are told of them; none where blocks are traced once.
     """
 
     graph: fx.GraphModule
@@ -201,22 +176,13 @@ class Program:
     cleared: list[int]
     groups: dict[str, tuple[Wire, tuple[str, ...]]]
     call: Call | None = None
-    compared: Compared | None = None
-    conditions: Conditions = field(default_factory=Conditions)
     key: str = ""
     built: Built | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
     without: tuple[str, ...] = ()
     passes: Any = ()
-    guards: Guards | None = None
-    writes: list[Write] = field(default_factory=list)
-    answers: Answers = field(default_factory=Answers)
-    blocks: BlocksTraced = field(default_factory=BlocksTraced)
-    work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
     carried: list[Record] | None = field(init=False, default=None)
-    captured: AsCaptured | None = field(init=False, default=None)
-    sharing: Sharing = field(init=False)
     _has_run: bool = field(init=False, default=False)
     written: list[int] = field(init=False)
     taken: list[Input] = field(init=False)
@@ -282,14 +248,6 @@ class Program:
             if all(facts_of(user.target).makes_new for user in node.users)
         }
 
-    @cached_property
-    def changes(self) -> list[Any]:
-        """What each pass did to the graph. They are run again: it may take seconds."""
-        from .explained import changes_of
-
-        assert self.captured is not None
-        return changes_of(self.captured, self.without, self.passes)
-
     @property
     def runs(self) -> Program:
         """What runs when it is called: itself."""
@@ -298,35 +256,6 @@ class Program:
     def example(self) -> list[torch.Tensor]:
         """Tensors without memory like the inputs, for a compiler."""
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
-
-    def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if a plain value or a number that is taken for one value differs."""
-        numbers = [i for i in self.inputs if i.kind == "number"]
-        for wire in self.wires if numbers else ():
-            agree(
-                "compile",
-                "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
-                wire,
-                fact="the ranks bring other numbers to a step",
-                reason="a number is one value, equal on every rank",
-                fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
-            )
-        if self.compared is not None:
-            from .run import function_of
-
-            self.compared.check(tensors, function_of(self.compared.graph, self.groups))
-
-    def meet(self, tensors: Sequence[Any]) -> None:
-        """Look at the memory of what stays between calls, which may be another than before.
-
-        Let it have room for its padding, where it has come without, and note where it is.
-        """
-        for i, border in self.entering.items():
-            if border.in_place:
-                given = self.inputs[i]
-                held = tensors[given.index]
-                give_room(held.grad if given.kind == "gradient" else held)
-        self.sharing.note_held(tensors)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         """Have what runs it: `call_of` compiles a program."""
@@ -374,50 +303,6 @@ class Program:
             if i not in self.given_again:
                 found[i] = border.leave(found[i]) if came is None else given[came]
         return found
-
-    def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Run it over the tensors of a call, and put everything where it belongs.
-
-        Args:
-            inputs: as for `made`.
-
-        Returns:
-            What the step does; an `OtherAnswers` where the call has other answers: it has then
-            changed nothing, and drawn nothing.
-        """
-        if self.answers.values:
-            generators = map(default_generator, self.draws_on)
-            before = [(generator, generator.get_state()) for generator in generators]
-            found = self.made(tensors, inputs)
-            at = next(i for i, o in enumerate(self.given) if o.kind == "answers")
-            otherwise = self.answers.compare(found[at].tolist())
-            if otherwise is not None:
-                for generator, state in before:
-                    generator.set_state(state)
-                return otherwise
-        else:
-            found = self.made(tensors, inputs)
-        clear_gradients([tensors[i] for i in self.cleared])
-        leaves: list[Any] = []
-        for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
-            if output.asks_gradient:  # itself, but for an input, which is the caller's
-                value = (value.detach() if i in self.given_back else value).requires_grad_()
-            if output.spec is not None:
-                value = tagged(value, output.spec)
-            if output.scalar and isinstance(value, torch.Tensor):  # else the step's own constant
-                value = value.item()
-            if output.kind == "result":
-                leaves.append(value)
-            elif output.kind == "gradient":
-                tensors[output.index].grad = value
-            elif output.kind == "slot":
-                assert output.slot is not None
-                output.slot.put(value)
-        for write in self.writes:
-            write.redo()
-        of = {"result": leaves, "input": tensors}
-        whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
-        return unflatten_call(whole, self.result)
 
 
 def _those(borders: Sequence[Border | None]) -> dict[int, Border]:

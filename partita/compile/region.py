@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from partita.tensor.autocast import without_any_autocast
 
+from .captured_program import CapturedProgram
 from .errors import of_anomalies
 from .key import key_of
 from .overlapping_results import overlapping_results
@@ -135,7 +136,7 @@ class _BackwardPart:
 
 
 @dataclass(eq=False)
-class Region(Program):
+class Region(CapturedProgram):
     """A program whose results have a history: gradients of them are given later, and taken on.
 
     Attributes:
@@ -202,7 +203,7 @@ class Region(Program):
         return results
 
 
-def region_of(program: Program) -> Program:
+def region_of(program: CapturedProgram) -> CapturedProgram:
     """The program, as a region if it gives gradients for those of its results.
 
     Raises:

@@ -22,8 +22,10 @@ from partita.tensor.watch import HERE
 
 from .answers import Guesses, OtherAnswers, StepRaises
 from .block_choice import BlockChoice
-from .errors import CaptureError
-from .guards import CallGuard, Guards, History, described, signature_of
+from .call_guard import CallGuard
+from .captured_program import CapturedProgram
+from .errors import CaptureError, Holding
+from .guards import History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
 from .last import LastProgram
@@ -32,7 +34,6 @@ from .state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 
 if TYPE_CHECKING:
     from .passes import Passes
-    from .program import Program
 
 __all__ = ["CompiledStep"]
 
@@ -64,14 +65,14 @@ class CompiledStep(LastProgram):
         self.blocks = blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks)
         self._history = History(self.title)
         # By signature, and a number that tells programs of one signature apart.
-        self._programs: OrderedDict[tuple[Any, int], Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
         self._made = 0
         self._eager: dict[Any, _Refused] = {}  # by signature
         self._runs_eagerly: _Refused | None = None
         self._raised: StepRaises | None = None
         self._state: State | None = None
         self._reached: list[Place] = []  # where runs were seen to name something
-        self._last: Program | None = None
+        self._last: CapturedProgram | None = None
         self._call_guard: CallGuard | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -115,7 +116,12 @@ class CompiledStep(LastProgram):
         return self._heard(program, tensors, args, kwargs)
 
     def _result(
-        self, program: Program | None, tensors: list[Any], args: Any, kwargs: Any, told: Any = None
+        self,
+        program: CapturedProgram | None,
+        tensors: list[Any],
+        args: Any,
+        kwargs: Any,
+        told: Any = None,
     ) -> Any:
         """Run the program; another one as long as torch's questions have other answers.
 
@@ -143,7 +149,7 @@ class CompiledStep(LastProgram):
 
     def _ready(
         self, args: Any, kwargs: Any, found: OtherAnswers | None = None
-    ) -> tuple[Program | None, list[Any]]:
+    ) -> tuple[CapturedProgram | None, list[Any]]:
         """The program of a call and the call's tensors; None where it runs eagerly.
 
         Args:
@@ -198,7 +204,9 @@ class CompiledStep(LastProgram):
             why = failed
         return None, why
 
-    def _allowed(self, program: Program, tensors: list[Any]) -> tuple[Program | None, list[Any]]:
+    def _allowed(
+        self, program: CapturedProgram, tensors: list[Any]
+    ) -> tuple[CapturedProgram | None, list[Any]]:
         """A program that was captured before, unless this call must run eagerly."""
         sharing = program.sharing
         if sharing.may(tensors) and (error := sharing.refused(tensors)) is not None:
@@ -209,7 +217,7 @@ class CompiledStep(LastProgram):
             self._tell(program, tensors)
         return program, tensors
 
-    def _tell(self, program: Program, tensors: list[Any]) -> None:
+    def _tell(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Let ledgers, `strict()` and `check_ranks()` know what is going to run."""
         from .told import tell, tell_work
 
@@ -233,13 +241,13 @@ class CompiledStep(LastProgram):
             )
         return result
 
-    def _run(self, program: Program, tensors: list[Any]) -> Any:
+    def _run(self, program: CapturedProgram, tensors: list[Any]) -> Any:
         if function_modes():
             with without_function_modes():  # what they make of a step is in its graph
                 return self._run_graph(program, tensors)
         return self._run_graph(program, tensors)
 
-    def _run_graph(self, program: Program, tensors: list[Any]) -> Any:
+    def _run_graph(self, program: CapturedProgram, tensors: list[Any]) -> Any:
         guard = self._call_guard
         known = guard is not None and guard.program is program
         if program.ranks:
@@ -254,7 +262,7 @@ class CompiledStep(LastProgram):
         finally:
             end_graph()
 
-    def _heard(self, program: Program, tensors: list[Any], args: Any, kwargs: Any) -> Any:
+    def _heard(self, program: CapturedProgram, tensors: list[Any], args: Any, kwargs: Any) -> Any:
         """Run it as a call that remat hears of."""
         watcher = HERE.watcher
 
@@ -271,7 +279,7 @@ class CompiledStep(LastProgram):
         why: str,
         found: OtherAnswers | None,
         state: State | None = None,
-    ) -> tuple[Program | None, list[Any]]:
+    ) -> tuple[CapturedProgram | None, list[Any]]:
         """Capture a program.
 
         Args:
@@ -292,7 +300,7 @@ class CompiledStep(LastProgram):
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.of(self.blocks)
 
-        def making() -> Program:
+        def making() -> CapturedProgram:
             assert self._state is not None
             call = self.step, args, kwargs, self._state
             return make_program(*call, guesses, budget=self.budget, blocks=blocks, **how)
@@ -381,7 +389,7 @@ class CompiledStep(LastProgram):
         how = [] if self.sections is None else [f"sections {self.sections}"]
         return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
 
-    def _call_of(self, program: Program, wires: list[Wire]) -> Any:
+    def _call_of(self, program: CapturedProgram, wires: list[Wire]) -> Any:
         from .run import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
@@ -405,7 +413,7 @@ class _Refused:
     after one call is what the next is compared to.
     """
 
-    def __init__(self, guards: Guards | None, tries: int):
+    def __init__(self, guards: Holding | None, tries: int):
         self._guards = guards if tries < _TRIES else None
         self.tries = tries
 

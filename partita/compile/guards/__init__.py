@@ -2,15 +2,14 @@
 
 In reading order: `expected` (what a value was), `places` (where it stands), `record` with
 `instrument`, `calls` and `codes` (what a step reads), `writes` (what it changes), `guards` (the
-check), `marks` and `tensors` (all tensors at once), `call`, `signature` and `content_keys`
+check), `marks` and `tensors` (all tensors at once), `tensor_kinds`, `signature` and `content_keys`
 (arguments), `reasons`.
 """
 
-from .call import CallGuard
 from .guards import Guards
 from .reasons import History, described
 from .record import ReadRecord
 from .signature import signature_of
 from .writes import Write
 
-__all__ = ["CallGuard", "Guards", "History", "ReadRecord", "Write", "described", "signature_of"]
+__all__ = ["Guards", "History", "ReadRecord", "Write", "described", "signature_of"]

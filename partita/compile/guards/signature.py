@@ -12,9 +12,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from ..arguments import flatten_call
 from ..state import State
-from .call import kind_of_tensor
 from .content_keys import argument_key
 from .modes import modes
+from .tensor_kinds import kind_of_tensor
 
 __all__ = ["signature_of"]
 

@@ -25,22 +25,25 @@ from .dedupe import dedupe
 from .lifetime import lifetime
 from .overlap import overlap
 from .regather import regather
-from .remat import remat
+from .remat import remat_before
 
 __all__ = ["PASSES", "Pass", "Passes", "in_order", "record_changes", "run_passes"]
 
 Pass = Callable[[Program], Any]
 
-PASSES: dict[str, Pass] = {
-    "dedupe": dedupe,
-    "cancel": cancel,
-    "cast": cast,
-    "remat": remat,
+_BEHIND_REMAT: dict[str, Pass] = {
     "regather": regather,
     "bucket": bucket,
     "lifetime": lifetime,
     "overlap": overlap,
     "backend_ways": backend_ways,
+}
+PASSES: dict[str, Pass] = {
+    "dedupe": dedupe,
+    "cancel": cancel,
+    "cast": cast,
+    "remat": remat_before(_BEHIND_REMAT),
+    **_BEHIND_REMAT,
 }
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]

@@ -1,8 +1,10 @@
-"""What is computed again in backward, so that it need not wait there?"""
+"""Recomputation: what is computed again in backward, so that it need not wait there."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -15,7 +17,7 @@ from ..storages import Storages, memory_of, storages_of
 from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
 from .regions import of_regions
 
-__all__ = ["remat"]
+__all__ = ["remat_before"]
 
 _LEVELS = 8
 """Among how many choices a budget finds its own, those apart that go back further."""
@@ -24,25 +26,33 @@ _ALONE = 1.25
 """So many times its own bytes may be needed beside what all of forward passes through."""
 
 
-def remat(program: Program) -> str:
-    """What regions of `pt.remat` made, but for what their policies keep, is made again in backward.
+Pass = Callable[[Program], Any]
 
-    Right before backward first reads it, from what is there then; a gathered weight is gathered
-    again. Random numbers are kept, never drawn twice. For a budget of the whole step, those values
-    are made again whose recompute costs least for the bytes that it saves, as few of them as keep
-    the predicted peak, of the graph that all passes have made, under it.
-    """
-    graph = program.graph.graph
-    made = len(recompute(graph, of_regions(program)))
-    if program.budget is None:
+
+def remat_before(behind: Mapping[str, Pass]) -> Callable[[Program], str]:
+    """The pass that recomputes, where `behind` are the passes that run after it, by name: a budget
+    is kept by the graph that they make."""
+
+    def remat(program: Program) -> str:
+        """What regions of `pt.remat` made, but what their policies keep, is made again in backward.
+
+        Right before backward first reads it, from what is there then; a gathered weight is gathered
+        again. Random numbers are kept, never drawn twice. For a budget of the whole step, those
+        values are made again whose recompute costs least for the bytes that it saves, as few of
+        them as keep the predicted peak, of the graph that all passes have made, under it.
+        """
+        made = len(recompute(program.graph.graph, of_regions(program)))
+        if program.budget is not None:
+            made += _keep_within(program, program.budget, behind)
         return f"{made} calls are made again in backward"
-    return f"{made + _within(program, program.budget)} calls are made again in backward"
+
+    return remat
 
 
 # -- under a budget --------------------------------------------------------------------------------
 
 
-def _within(program: Program, budget: int) -> int:
+def _keep_within(program: Program, budget: int, behind: Mapping[str, Pass]) -> int:
     """Recompute so much that the predicted peak is at most `budget`; how many calls that are.
 
     Raises:
@@ -53,7 +63,7 @@ def _within(program: Program, budget: int) -> int:
     for names in _levels(program):
         key = hashlib.sha256(f"{text} {sorted(names)}".encode()).hexdigest()
         if key not in _tried_before:
-            _tried_before[key] = _tried(program, names)
+            _tried_before[key] = _predict_peak(program, names, behind)
             while len(_tried_before) > _REMEMBERED:
                 del _tried_before[next(iter(_tried_before))]
         tried = _tried_before[key]
@@ -69,18 +79,13 @@ _tried_before: dict[str, int] = {}
 _REMEMBERED = 512
 
 
-def _tried(program: Program, names: frozenset[str]) -> int:
-    """The predicted peak of the graph that all passes make if these are recomputed."""
-    from .order import PASSES
-
+def _predict_peak(program: Program, names: frozenset[str], behind: Mapping[str, Pass]) -> int:
+    """The predicted peak of the graph that all passes make if these are recomputed, in bytes."""
     trial, _ = trial_of(program, names)
-    graph = trial.graph.graph
-    passes = list(PASSES.items())
-    behind = [name for name, _ in passes].index("remat") + 1
-    for name, change in passes[behind:]:
+    for name, change in behind.items():
         if name not in program.without:
             change(trial)
-            drop_unused(graph)
+            drop_unused(trial.graph.graph)
     return memory_of(trial).peak
 
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from ..arguments import LEAVES, flatten_call
-from ..conditions import Condition, Conditions
-from ..fakes import local_of
-from ..program import Program
-from ..state import Slot, State
-from .content_keys import argument_key, content_key
-from .marks import OF_TENSORS, attributes_of, hooks_of
-from .modes import modes
-from .tensors import TensorGuard
+from .arguments import LEAVES, flatten_call
+from .captured_program import CapturedProgram
+from .conditions import Condition, Conditions
+from .fakes import local_of
+from .guards.content_keys import argument_key
+from .guards.modes import modes
+from .guards.tensor_kinds import kind_of_tensor
+from .guards.tensors import TensorGuard
+from .state import Slot, State
 
-__all__ = ["CallGuard", "kind_of_tensor"]
+__all__ = ["CallGuard"]
 
 _base: Any = torch._C.TensorBase
 _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
@@ -52,7 +52,7 @@ class CallGuard:
         slots: Sequence[Slot],
         tensors: Sequence[Any],
         call: Any,
-        program: Program,
+        program: CapturedProgram,
         state: State,
     ):
         self.program = program
@@ -169,26 +169,4 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
     with Local():  # or each attribute of a DTensor would enter it for itself
-        return (*_kind_of_tensor(value), value.stride())
-
-
-def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a graph is made for, of a tensor, beside its strides."""
-    with Local():
-        return _kind_of_tensor(t)
-
-
-def _kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    attributes = t.__dict__
-    spec = attributes.get("_spec")
-    own = ()
-    if attributes and not OF_TENSORS.issuperset(attributes):
-        own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
-    trained = _requires_grad(t)
-    hooks = hooks_of(t) if trained else ()
-    shown = t.is_conj(), t.is_neg()
-    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
-
-
-def _attribute_key(value: Any) -> Any:
-    return torch.Tensor if isinstance(value, torch.Tensor) else content_key(value)
+        return (*kind_of_tensor(value), value.stride())

@@ -21,7 +21,7 @@ from partita.tensor.settled import hold, mark_settled, update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import Rest, own_state, state_of
 
-from .flat import Flat
+from .zero.flat_buffer import FlatBuffer
 
 __all__ = ["Early"]
 
@@ -43,20 +43,20 @@ class _Bucket:
 
     def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
         self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
-        self._flat: Flat | None = None
+        self._flat: FlatBuffer | None = None
         self._of: torch.device | None = None
         self.ready: set[int] = set()
         self.sent: list[tuple[torch.Tensor, int]] = []
         self.wait: Callable[[], list[torch.Tensor]] = list
 
     @property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatBuffer:
         """How they travel, in the dtype that they have now."""
         dtype, device = self.params[0].dtype, self.params[0].device
         if self._flat is None or (self._flat.dtype, self._of) != (dtype, device):
             specs = [p._spec for p in self.params]
             names = [self.name] * len(specs)
-            self._flat = Flat(self.name, names, specs, self.pieces, self.axes, dtype, device)
+            self._flat = FlatBuffer(self.name, names, specs, self.pieces, self.axes, dtype, device)
             self._of = device
         return self._flat
 

@@ -33,8 +33,8 @@ from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
 
 from .gradients import reduce_gradients
-from .in_graph import in_parts
 from .parameters import refuse_given_up
+from .zero.in_graph import in_parts
 
 __all__ = ["ELEMENTWISE"]
 

@@ -67,7 +67,7 @@ def test_while_one_block_computes_the_next_is_gathered_and_no_other():
         state, seen = zero_state(model), []
         for k, block in enumerate(model):
             block[0].register_forward_hook(
-                lambda *_, k=k: seen.append((k, [u.alive > 0 for u in state.units]))
+                lambda *_, k=k: seen.append((k, [u.alive > 0 for u in state.groups]))
             )
         for _ in range(2):
             seen.clear()

@@ -286,7 +286,7 @@ def test_what_pads_gradients_on_their_way_is_zero_and_adds_nothing(axes, absent,
     def run(mesh):
         model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 1, bias=False), nn.Linear(1, 12))
         pt.zero(model, mesh, mesh.mesh_dim_names, blocks=[model])
-        (unit,) = model.__dict__["_zero"].units
+        (unit,) = model.__dict__["_zero"].groups
         (one,) = unit.flats
         grads = [torch.full(p.whole.local_shape, i + 1.0) for i, p in enumerate(one.pieces)]
         if absent:

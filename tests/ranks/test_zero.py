@@ -294,7 +294,7 @@ def test_at_most_two_blocks_are_gathered_and_none_after_the_step():
     def run(mesh):
         model = pt.zero(gpt(layers=5, width=48), mesh)
         state = zero_state(model)
-        block = max(sum(f.nbytes for f in u.flats) for u in state.units)
+        block = max(sum(f.nbytes for f in u.flats) for u in state.groups)
         alive = []
         for b in model.blocks:
             b.register_forward_hook(lambda *_: alive.append(state.alive))

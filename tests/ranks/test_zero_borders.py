@@ -285,7 +285,7 @@ def test_one_region_may_hold_several_blocks(after):
 
     def step(model, x, i):
         loss = backward(model(x).square().mean())
-        units = getattr(model.__dict__.get("_zero"), "units", None)
+        units = getattr(model.__dict__.get("_zero"), "groups", None)
         if units:
             peaks.append(zero_state(model).peak / sum(f.nbytes for f in units[0].flats))
         return loss

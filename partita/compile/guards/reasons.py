@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -12,9 +12,11 @@ from torch.utils import _pytree as pytree
 
 from partita.tensor.dtensor import DTensor, short_dtype
 
-from ..state import State
 from .content_keys import text_of
 from .guards import Guards
+
+if TYPE_CHECKING:
+    from ..state import State
 
 __all__ = ["Description", "History", "described", "reason_of"]
 

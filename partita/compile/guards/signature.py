@@ -5,16 +5,18 @@ What a step reads of Python beside its arguments is in its guards.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from ..arguments import flatten_call
-from ..state import State
 from .content_keys import argument_key
 from .modes import modes
 from .tensor_kinds import kind_of_tensor
+
+if TYPE_CHECKING:
+    from ..state import State
 
 __all__ = ["signature_of"]
 

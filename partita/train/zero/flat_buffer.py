@@ -1,4 +1,4 @@
-"""How do a block's shards lie so that one collective gathers them all, and how do they go again?
+"""Flat buffers: a block's shards end to end, so that one collective gathers them all.
 
 Each rank's shards stand end to end, each padded to the largest rank's, so that every rank sends
 equally much. What arrives is ordered by parameter and each is a view of one storage, in its true
@@ -24,9 +24,17 @@ from partita.tensor.engine import holders
 from partita.tensor.padded_storage import find_padded
 from partita.tensor.spec import Spec
 
-from .released import take_from_views
+from ..released import take_from_views
 
-__all__ = ["Flat", "FlatPiece"]
+__all__ = ["FlatBuffer", "FlatPiece", "Shares"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A rank's shares of the gradients of one flat buffer, a row a rank; not all may have one."""
+
+    sums: torch.Tensor
+    used: list[bool]
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ def _spans(
     return None if same else tuple(spans)
 
 
-class Flat:
+class FlatBuffer:
     """Parameters of one dtype that travel together.
 
     Args:

@@ -1,12 +1,11 @@
-"""What does autograd save of a gathered parameter?
+"""Saved tensors: of a gathered parameter autograd saves a note of where it stood.
 
-A note of where it stood: nothing that was gathered is held by a graph. Whoever reads the note has
-the block gathered again.
+Nothing that was gathered is held by a graph. Whoever reads the note has the block gathered again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -16,11 +15,9 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward, saving_hooks
 from partita.tensor.spec import Spec
 
-from .call import ForwardCall, GatherBlock
-from .flat import Flat
-
-if TYPE_CHECKING:
-    from .unit import Unit
+from .flat_buffer import FlatBuffer
+from .fsdp_backward import ForwardCall, GatherBlock
+from .fsdp_group import FsdpGroup
 
 __all__ = ["Saving"]
 
@@ -30,7 +27,7 @@ class Saving:
 
     def __init__(self, call: ForwardCall):
         self.call = call
-        self._flats = call.unit.flats
+        self._flats = call.group.flats
         self._dtypes = {flat.dtype for flat in self._flats}
         self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -44,13 +41,13 @@ class Saving:
             at = t.data_ptr()
             for flat in self._flats:
                 if flat.span[0] <= at < flat.span[1] or (not at and flat.shows(t)):
-                    self.call.needs = self.call.unit.needed = True
+                    self.call.needs = self.call.group.needed = True
                     return _Stood(self.call, flat, t)
             # Of another dtype than all that is gathered, or of one of several.
             alike = len(self._dtypes) == 1 and t.dtype in self._dtypes
-            place = None if alike else _cast_of(t, self.call.unit)
+            place = None if alike else _cast_of(t, self.call.group)
             if place is not None:
-                self.call.needs = self.call.unit.needed = True
+                self.call.needs = self.call.group.needed = True
                 return _Cast(self.call, place, t)
         return _Other(self._other, t)
 
@@ -59,33 +56,35 @@ class Saving:
         return packed.tensor()
 
 
-def _keep_from_the_next_graph(unit: Unit) -> None:
+def _keep_from_the_next_graph(group: FsdpGroup) -> None:
     """Within a node of a backward pass that makes a graph: what it saves is packed, too.
 
     The engine gives each node the thread's state as it was when the pass began, hooks included: no
     one has to take these off.
     """
     if in_backward() and torch.is_grad_enabled():
-        Saving(ForwardCall(unit, False))
+        Saving(ForwardCall(group, False))
 
 
 class _Stood:
     """Where a view of a gathered parameter stood."""
 
-    def __init__(self, call: ForwardCall, flat: Flat, t: torch.Tensor):
-        self.call, self.unit, self.flat, self.spec = call, call.unit, flat, _spec(t)
+    def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
+        self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
         self.version = t._version
         self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
-        self.versions = call.unit.versions
+        self.versions = call.group.versions
 
     def tensor(self) -> torch.Tensor:
-        self.unit.gather()
-        _keep_from_the_next_graph(self.unit)
-        if self.unit.versions != self.versions or self.call.written:
+        self.group.gather()
+        _keep_from_the_next_graph(self.group)
+        if self.group.versions != self.versions or self.call.written:
             offset, n = self.place[1], self.flat.n
             for i, piece in enumerate(self.flat.pieces):
                 if 0 <= offset - piece.place < max(1, n * piece.length):
-                    self.unit.check_unwritten(self.flat, i, self.versions, self.call, self.version)
+                    self.group.check_unwritten(
+                        self.flat, i, self.versions, self.call.written, self.version
+                    )
         with Local():
             return _typed(self.flat.view(*self.place), self.spec)
 
@@ -96,7 +95,7 @@ _VIEWS = tuple(
 )
 
 
-def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
+def _cast_of(t: torch.Tensor, group: FsdpGroup) -> int | None:
     """Of which gathered parameter is `t` a cast, or a view of one? Autocast makes such."""
     node: Any = t.grad_fn
     while node is not None and node.name().startswith(_VIEWS):
@@ -106,30 +105,29 @@ def _cast_of(t: torch.Tensor, unit: Unit) -> int | None:
     source, place = node.next_functions[0]
     if not isinstance(source, GatherBlock._backward_cls):  # type: ignore[attr-defined]
         return None
-    return place if source.call.unit is unit else None  # type: ignore[attr-defined]
+    return place if source.call.group is group else None  # type: ignore[attr-defined]
 
 
 class _Cast:
     """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
 
     def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
-        self.call, self.unit, self.number, self.spec = call, call.unit, place, _spec(t)
+        self.call, self.group, self.number, self.spec = call, call.group, place, _spec(t)
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())
-        self.versions = call.unit.versions
+        self.versions = call.group.versions
 
     def tensor(self) -> torch.Tensor:
-        self.unit.gather()
-        _keep_from_the_next_graph(self.unit)
-        if self.unit.versions != self.versions:  # a cast knows of no version but the shard's
+        self.group.gather()
+        _keep_from_the_next_graph(self.group)
+        if self.group.versions != self.versions:  # a cast knows of no version but the shard's
             i = self.number
-            for flat in self.unit.flats:
+            for flat in self.group.flats:
                 if 0 <= i < len(flat.pieces):
-                    self.unit.check_unwritten(flat, i, self.versions, self.call, 0)
+                    self.group.check_unwritten(flat, i, self.versions, self.call.written, 0)
                 i -= len(flat.pieces)
         with Local(), torch.no_grad():
-            views = [v for flat in self.unit.flats for v in flat.views()]
-            cast = views[self.number].to(self.dtype)
+            cast = self.group.views()[self.number].to(self.dtype)
             return _typed(cast.as_strided(*self.place), self.spec)
 
 

@@ -1,4 +1,4 @@
-"""What is ZeRO while a step is captured? Placements and moves, and nothing else.
+"""ZeRO in a graph: placements and moves, and nothing else.
 
 The parameters of a block of stage 3 are gathered by a move, whose transpose reduces and scatters
 their gradients. When they are gathered again for backward, and how long what was gathered lives, is
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -28,9 +28,8 @@ from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
 from partita.tensor.watch import HERE
 
-if TYPE_CHECKING:
-    from .unit import Unit
-    from .zero import MixedPrecision
+from .fsdp_group import FsdpGroup
+from .precision import MixedPrecision
 
 __all__ = ["InGraph", "in_parts", "refuse_no_sync"]
 
@@ -38,8 +37,8 @@ __all__ = ["InGraph", "in_parts", "refuse_no_sync"]
 class InGraph:
     """Shows the modules of one block their gathered parameters, while it runs."""
 
-    def __init__(self, unit: Unit):
-        self.unit = unit
+    def __init__(self, group: FsdpGroup):
+        self.group = group
         self.depth = 0
         self._shards: list[Any] = []
         self._wholes: list[tuple[DTensor, int, dict[str, Any]]] = []
@@ -53,15 +52,15 @@ class InGraph:
         self.depth += 1
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
-        unit = self.unit
-        if unit.zero.keeps_shares:
+        group = self.group
+        if group.zero.keeps_shares:
             refuse_no_sync()
-        self._shards = list(unit.shards())
+        self._shards = list(group.shards())
         # By the reason, passes know whether it is to be let go.
-        reason = "persistent" if unit.zero.persistent else "gather"
-        for places, p in zip(unit.slots, self._shards, strict=True):
-            after = unit.zero.whole(p._spec)
-            whole = tagged(_gathered(p, after, unit.zero.precision, unit.name, reason), after)
+        reason = "persistent" if group.zero.persistent else "gather"
+        for places, p in zip(group.slots, self._shards, strict=True):
+            after = group.zero.whole(p._spec)
+            whole = tagged(_gathered(p, after, group.zero.precision, group.name, reason), after)
             own_state(whole).gathered_from = (p, 0)  # what it stands for
             self._wholes.append((whole, count_writes(whole), stand_for(whole, p)))
             for slot in places:
@@ -77,7 +76,7 @@ class InGraph:
         if self.depth:
             return
         wholes, self._wholes = self._wholes, []
-        for places, p in zip(self.unit.slots, self._shards, strict=True):
+        for places, p in zip(self.group.slots, self._shards, strict=True):
             for slot in places:
                 slot.owner._parameters[slot.attr] = p
         for p, (whole, before, given) in zip(self._shards, wholes, strict=True):

@@ -1,4 +1,4 @@
-"""What does backward know of one forward of a block?
+"""The backward of a block: what it knows of one forward, and how gradients go to the shards.
 
 When the block is needed again, and when it is done: an embedding's parameters are not read in
 backward, and a block whose parameters all have their gradients is not read any more.
@@ -7,8 +7,7 @@ backward, and a block whose parameters all have their gradients is not read any 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -19,18 +18,10 @@ from partita.tensor.autograd import moved
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward
 
-if TYPE_CHECKING:
-    from .unit import Unit
+from .flat_buffer import Shares
+from .fsdp_group import FsdpGroup
 
-__all__ = ["ForwardCall", "GatherBlock", "Shares", "leave"]
-
-
-@dataclass(frozen=True)
-class Shares:
-    """A rank's shares of the gradients of one flat, a row for each rank; not all may have one."""
-
-    sums: torch.Tensor
-    used: list[bool]
+__all__ = ["ForwardCall", "GatherBlock", "leave", "show_gathered"]
 
 
 class ForwardCall:
@@ -47,17 +38,17 @@ class ForwardCall:
             parameter gets none: else no node reads a parameter after its own gradient is complete.
     """
 
-    def __init__(self, unit: Unit, graded: bool, trained: list[bool] | None = None):
-        self.unit = unit
-        self.needs = unit.saves_unseen
-        wanting = unit.trained() if trained is None else trained
+    def __init__(self, group: FsdpGroup, graded: bool, trained: list[bool] | None = None):
+        self.group = group
+        self.needs = group.saves_unseen
+        wanting = group.trained() if trained is None else trained
         self.trains = any(wanting)
         self.since = 0
         self.written: dict[int, int] = {}
-        self.shards = unit.shards()
+        self.shards = group.shards()
         self.watches_inputs = graded and not all(wanting)
         if self.trains and not in_backward():
-            unit.calls.add(self)
+            group.calls.add(self)
         self._to_come = {"parameters"} if self.trains else set()
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
@@ -72,34 +63,34 @@ class ForwardCall:
 
     def begin_backward(self, *_: Any) -> None:
         """The first gradient of an output is here."""
-        unit = self.unit
-        if self in unit.busy or not self.needs:
+        group = self.group
+        if self in group.busy or not self.needs:
             return
-        unit.busy.add(self)
-        unit.zero.enter_backward(unit)
-        if not unit.shown:
+        group.busy.add(self)
+        group.zero.enter_backward(group)
+        if not group.shown:
             # A checkpoint within the block runs parts of its forward again.
             with torch.enable_grad():
-                unit.show(ForwardCall(unit, False))
+                show_gathered(group, ForwardCall(group, False))
 
     def came(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
         self._came.add(what)
         if self._came >= self._to_come:
             self._came.clear()
-            unit = self.unit
-            unit.busy.discard(self)
-            if not unit.busy and not unit.depth:
-                unit.hide()
-            unit.release()
+            group = self.group
+            group.busy.discard(self)
+            if not group.busy and not group.depth:
+                group.hide()
+            group.release()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of the gathered parameters, in the order of the flats."""
-        unit = self.unit
-        unit.calls.discard(self)
-        if any(a is not b for a, b in zip(self.shards, unit.shards(), strict=True)):
+        group = self.group
+        group.calls.discard(self)
+        if any(a is not b for a, b in zip(self.shards, group.shards(), strict=True)):
             raise LayoutError(
-                f"the block {unit.name!r} holds other parameters than in the forward of this pass",
+                f"the block {group.name!r} holds other parameters than in the forward of this pass",
                 place=user_line(),
                 reason="their gradients would be lost",
                 fixes=(Fix("exchange parameters after backward", "or take no nn.Parameter there"),),
@@ -111,40 +102,50 @@ class ForwardCall:
                 self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        unit, zero, at = self.unit, self.unit.zero, 0
-        for k, flat in enumerate(unit.flats):
+        group, zero, at = self.group, self.group.zero, 0
+        for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
             if all(g is None for g in some):
                 continue
             dtype = zero.precision.grad_dtype or flat.dtype
-            held = unit.held.pop(k, None)
+            held = group.held.pop(k, None)
             used = [g is not None for g in some]
             if held is not None:
                 used = [a or b for a, b in zip(used, held.used, strict=True)]
             shares = Shares(flat.shares(some, dtype, held and held.sums), used)
-            if zero.keeps_shares or unit.calls:
-                unit.held[k] = shares
+            if zero.keeps_shares or group.calls:
+                group.held[k] = shares
                 zero.holds_shares = True
             else:
-                zero.reduce(unit, k, shares)
+                zero.reduce(group, k, shares)
 
     def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The same where the gradients are to be differentiated again (`create_graph=True`)."""
-        unit, zero = self.unit, self.unit.zero
+        group, zero = self.group, self.group.zero
         order = [
-            (i, flat) for flat, some in zip(unit.flats, unit.groups, strict=True) for i in some
+            (i, flat) for flat, some in zip(group.flats, group.members, strict=True) for i in some
         ]
         for (i, flat), g in zip(order, grads, strict=True):
             if g is None:
                 continue
-            p = unit.shards()[i]
+            p = group.shards()[i]
             summed = zero.precision.reduce_dtype or p.dtype
             g = g.to(zero.precision.grad_dtype or flat.dtype).to(summed)
             whole = zero.whole(p._spec)
             zero.add_with_history(
-                p, moved(g, whole.gradient, p._spec.gradient, unit.name, "gradient").to(p.dtype)
+                p, moved(g, whole.gradient, p._spec.gradient, group.name, "gradient").to(p.dtype)
             )
+
+
+def show_gathered(group: FsdpGroup, call: ForwardCall | None) -> None:
+    """Show the modules of a block its gathered parameters, as `call` sees them."""
+    with Local():
+        if call is not None and call.trains:
+            plain = GatherBlock.apply(group.zero.token(group), call)
+        else:
+            plain = group.views()
+    group.show(plain)
 
 
 class GatherBlock(torch.autograd.Function):
@@ -154,10 +155,10 @@ class GatherBlock(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, call: ForwardCall) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        unit = call.unit
-        views = [v for flat in unit.flats for v in flat.views()]
-        order = [i for members in unit.groups for i in members]
-        trained = unit.trained()
+        group = call.group
+        views = group.views()
+        order = [i for members in group.members for i in members]
+        trained = group.trained()
         frozen = [v for i, v in zip(order, views, strict=True) if not trained[i]]
         ctx.mark_non_differentiable(*frozen)
         return tuple(views)

@@ -1,42 +1,34 @@
-"""What happens to one block's parameters in a forward and its backward?
+"""FSDP groups: the parameters of one block, at rest, on their way, or gathered.
 
-They are gathered before its forward and released after it. Autograd wants some of them again: it
-is handed a note of where each stood, and gathers them when it reads the note. So nothing that was
-gathered is ever saved, and no graph, alias or cast can make it live longer.
+They are gathered before the block's forward and released after it (`fsdp_hooks`). Autograd wants
+some of them again: it is handed a note of where each stood, and gathers them when it reads the note
+(`saved_tensors`). So nothing that was gathered is ever saved, and no graph, alias or cast can make
+it live longer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward, next_node
+from partita.tensor.engine import in_backward
 from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, count_writes_of, own_state, state_of
-from partita.tensor.watch import HERE
 
-from .blocks import Block
-from .call import ForwardCall, GatherBlock, Shares, leave
-from .flat import Flat
-from .in_graph import InGraph
-from .nested import map_tensors, tensors_in
-from .saved import Saving
+from ..blocks import Block
+from .flat_buffer import FlatBuffer, Shares
+from .precision import MixedPrecision
 
-if TYPE_CHECKING:
-    from .zero import Zero
-
-__all__ = ["Unit"]
+__all__ = ["FsdpGroup", "GroupOwner"]
 
 
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -47,7 +39,50 @@ _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
 
-class Unit:
+class GroupOwner(Protocol):
+    """What a group asks of the state of its model, which knows of all groups (`state.Zero`).
+
+    Attributes:
+        axes: of the mesh, over which parameters are sharded.
+        persistent: what was gathered once stays, until a parameter is changed.
+        keeps_shares, holds_shares: gradients stay whole-size shares; there may be such.
+    """
+
+    axes: tuple[str, ...]
+    precision: MixedPrecision
+    persistent: bool
+    keeps_shares: bool
+    holds_shares: bool
+
+    def whole(self, spec: Spec) -> Spec:
+        """The layout of a parameter of `spec` when it is gathered."""
+
+    def has_sharded(self, p: torch.Tensor | None) -> bool:
+        """Is `p` a parameter that lies as this state lays them?"""
+
+    def note_alive(self) -> None:
+        """Something was gathered."""
+
+    def enter_forward(self, group: FsdpGroup) -> None:
+        """Gather `group`, and perhaps begin to gather the next one."""
+
+    def enter_backward(self, group: FsdpGroup) -> None:
+        """Gather `group`, and perhaps begin to gather the one before."""
+
+    def release_after_backward(self, group: FsdpGroup) -> None:
+        """Release `group` when the backward pass that is at work ends, if nothing else has."""
+
+    def token(self, group: FsdpGroup) -> torch.Tensor:
+        """What ties gathered parameters to their shards."""
+
+    def reduce(self, group: FsdpGroup, k: int, shares: Shares) -> None:
+        """Begin to reduce the gradients of one of the group's flat buffers."""
+
+    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
+        """The gradient of `p`, in a backward pass that makes a graph."""
+
+
+class FsdpGroup:
     """One block's parameters: at rest, on their way, or here.
 
     Attributes:
@@ -56,38 +91,36 @@ class Unit:
         busy: the calls whose backward has begun and not ended.
         calls: the forwards whose gradients are yet to come; the last one's are sent with all.
         held: whole-size gradients that were kept, by number of the flat.
+        members: for each flat, which of the parameters lie in it.
+        open_forwards: of the block's modules, those that have begun: what saves for them, or None.
     """
 
-    def __init__(self, zero: Zero, block: Block):
+    def __init__(self, zero: GroupOwner, block: Block):
         self._begin_with(zero, block)
         self._fit()
-        for module in block.modules:
-            module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._end, always_call=True, with_kwargs=True)
 
-    def _begin_with(self, zero: Zero, block: Block) -> None:
+    def _begin_with(self, zero: GroupOwner, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
-        self.busy: set[ForwardCall] = set()
-        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
+        self.busy: set[Any] = set()
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.held: dict[int, Shares] = {}
         self.shown = False
         self.versions: list[int] = []
         self._seen: list[tuple[int, DTensor, int, dict[str, Any]]] = []
         self._shards: list[DTensor] = []
-        self.groups: list[list[int]] = []
-        self.flats: list[Flat] = []
+        self.members: list[list[int]] = []
+        self.flats: list[FlatBuffer] = []
         self._kinds: list[Any] = []
         self._specs: list[Spec] = []
         self._order: list[int] = []
         self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
         self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
-        self._open: list[Saving | None] = []
-        self._in_graph = InGraph(self)
+        self.open_forwards: list[Any] = []
 
-    # A copy of the model, or what is read from a file, has a unit of its own over its own modules,
-    # at rest. Their hooks are this one's methods, and are copied with them.
+    # A copy of the model, or what is read from a file, has a group of its own over its own modules,
+    # at rest.
 
     def __getstate__(self) -> Any:
         return self.zero, Block(self.name, self.modules, self.slots)
@@ -106,20 +139,22 @@ class Unit:
             flat.release()
         self._kinds = kinds
         self.needed = self.saves_unseen
-        groups: dict[tuple[torch.dtype, int | None], list[int]] = {}
+        by_kind: dict[tuple[torch.dtype, int | None], list[int]] = {}
         for i, p in enumerate(shards):
             dtype = self.zero.precision.param_dtype or p.dtype
             alone = self.zero.whole(p._spec).largest * dtype.itemsize >= _ALONE
-            groups.setdefault((dtype, i if alone else None), []).append(i)
-        self.groups = list(groups.values())
-        self._order = [i for members in self.groups for i in members]
+            by_kind.setdefault((dtype, i if alone else None), []).append(i)
+        self.members = list(by_kind.values())
+        self._order = [i for members in self.members for i in members]
         self.flats = []
-        for (dtype, _), members in groups.items():
+        for (dtype, _), members in by_kind.items():
             specs = [shards[i]._spec for i in members]
             wholes = [self.zero.whole(s) for s in specs]
             device = shards[members[0]].device
             names = [self._name_of(i) for i in members]
-            self.flats.append(Flat(self.name, names, wholes, specs, self.zero.axes, dtype, device))
+            self.flats.append(
+                FlatBuffer(self.name, names, wholes, specs, self.zero.axes, dtype, device)
+            )
         self._specs = [p.whole for flat in self.flats for p in flat.pieces]
 
     def shards(self) -> list[DTensor]:
@@ -197,7 +232,7 @@ class Unit:
         self.versions = versions
         reason = "regather" if in_backward() else "gather"
         started = False
-        for flat, members in zip(self.flats, self.groups, strict=True):
+        for flat, members in zip(self.flats, self.members, strict=True):
             started |= flat.start([shards[i] for i in members], reason)
         if started:
             self.zero.note_alive()
@@ -214,20 +249,26 @@ class Unit:
         self.zero.note_alive()
 
     def check_unwritten(
-        self, flat: Flat, i: int, versions: list[int], call: ForwardCall, version: int
+        self,
+        flat: FlatBuffer,
+        i: int,
+        versions: list[int],
+        written: Mapping[int, int],
+        version: int,
     ) -> None:
-        """Is the flat's parameter `i` as it was when `call` saved it?
+        """Is the flat's parameter `i` as it was when a forward saved it?
 
         Args:
             versions: of the shards, then; `version` of what was gathered.
+            written: the parameters that the forward wrote, and their versions at its end.
 
         Raises:
             RuntimeError: as autograd's own, which sees no shards.
         """
-        number = self.groups[self.flats.index(flat)][i]
+        number = self.members[self.flats.index(flat)][i]
         before, now = versions[number], self.versions[number]
         if before == now:
-            before, now = version, call.written.get(number, version)
+            before, now = version, written.get(number, version)
         if before != now:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -256,20 +297,20 @@ class Unit:
         """Forget a forward or a backward that broke off."""
         self.busy.clear()
         self.calls.clear()
-        self._open.clear()
+        self.open_forwards.clear()
         self.depth = 0
         self.hide()
 
     # -- what the modules see ----------------------------------------------------------------------
 
-    def show(self, call: ForwardCall | None) -> None:
+    def views(self) -> list[torch.Tensor]:
+        """The gathered parameters, plain and local, in the order of the flats."""
+        return [v for flat in self.flats for v in flat.views()]
+
+    def show(self, plain: Sequence[torch.Tensor]) -> None:
+        """Put `plain`, the gathered parameters in the order of the flats, in the modules."""
         self.shards()
         self.shown = True
-        with Local():
-            if call is not None and call.trains:
-                plain = GatherBlock.apply(self.zero.token(self), call)
-            else:
-                plain = [v for flat in self.flats for v in flat.views()]
         wholes, given = [], []
         for i, t, spec in zip(self._order, plain, self._specs, strict=True):
             whole, p = tagged(t, spec), self._shards[i]
@@ -282,12 +323,16 @@ class Unit:
         writes = count_writes_of(wholes)
         self._seen = list(zip(self._order, wholes, writes, given, strict=True))
 
-    def _write_back(self, call: ForwardCall | None) -> None:
+    def write_back(self) -> dict[int, int]:
         """What the forward wrote into gathered parameters, each rank writes into its shards.
+
+        Returns:
+            The parameters that were written where autograd counts it, and their versions now.
 
         Raises:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
+        written: dict[int, int] = {}
         writes = count_writes_of([whole for _, whole, _, _ in self._seen])
         for (i, whole, before, given), now in zip(self._seen, writes, strict=True):
             keep_attributes(whole, self._shards[i], given)
@@ -305,8 +350,9 @@ class Unit:
                 (p if now != before else p.data).copy_(rows)
             # In place: what this forward saved was of this version.
             self.versions[i] = count_writes(p)
-            if call is not None and now != before:
-                call.written[i] = now
+            if now != before:
+                written[i] = now
+        return written
 
     def _written_in(self, i: int, dtype: torch.dtype) -> LayoutError:
         return LayoutError(
@@ -326,98 +372,3 @@ class Unit:
                 for slot in places:
                     slot.owner._parameters[slot.attr] = p  # type: ignore[assignment]
             self.shown = False
-
-    # -- forward -----------------------------------------------------------------------------------
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if HERE.capturing:
-            HERE.unfinished.append(self._in_graph.end)
-            self._in_graph.begin()
-            return self._prepared(args, kwargs, None)
-        self._open.append(None)
-        HERE.unfinished.append(self._finish)
-        # Within: a tied weight's other module, or the same module again.
-        if self.depth or not self.holds_its_own:
-            self.depth += 1
-            return None
-        graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
-        is_recorded = torch.is_grad_enabled()
-        # Unheard by a region around, which would take what is done here for the program's.
-        with Unheard(), _counting_versions():
-            self.zero.enter_forward(self)
-            self.depth = 1
-            call, trained = None, self.trained()
-            if is_recorded and (graded or any(trained)):
-                call = ForwardCall(self, graded, trained)
-            self.show(call)
-        if call is not None:
-            self._open[-1] = Saving(call)
-        prepared = self._prepared(args, kwargs, call)
-        if call is not None:
-            call.since = next_node()
-        return prepared
-
-    def _prepared(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
-        """The inputs of a forward, cast and marked; None where they stay as they are."""
-        dtype = self.zero.precision.param_dtype
-        cast = dtype is not None and self.zero.precision.cast_inputs
-        marks = call is not None and call.watches_inputs
-        if not cast and not marks:
-            return None
-
-        def prepared(t: torch.Tensor) -> torch.Tensor:
-            if cast and t.is_floating_point():
-                t = t.to(dtype)
-            if marks and t.requires_grad:
-                t = leave(t, call)
-            return t
-
-        return map_tensors(prepared, args), map_tensors(prepared, kwargs)
-
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if HERE.capturing:
-            if HERE.unfinished and HERE.unfinished[-1] == self._in_graph.end:
-                HERE.unfinished.pop()()
-            return
-        if not self._open:
-            return
-        forward = self._open[-1]
-        HERE.unfinished.pop()
-        self._finish()
-        if forward is not None:
-            with Unheard():
-                for t in tensors_in(output):
-                    if t.requires_grad and forward.call.made(t):
-                        t.register_hook(forward.call.begin_backward)
-
-    def _finish(self) -> None:
-        """A forward of one of the block's modules has ended, or broken off."""
-        if not self._open:
-            return
-        forward = self._open.pop()
-        self.depth = max(0, self.depth - 1)
-        if forward is not None:
-            forward.close()
-        if self.depth:
-            return
-        with Unheard(), _counting_versions():
-            try:
-                self._write_back(None if forward is None else forward.call)
-            finally:
-                # In a recompute the backward that asked for it goes on with what is here.
-                if not in_backward():
-                    self.hide()
-                    self.release()
-                elif not self.busy:
-                    self.hide()
-
-
-@contextmanager
-def _counting_versions() -> Iterator[None]:
-    """Outside inference mode: the mode's own tensors count no versions, and what is gathered within
-    it may be used after it."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield

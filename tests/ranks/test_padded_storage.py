@@ -13,7 +13,7 @@ from torch import nn
 
 import partita as pt
 from partita.tensor.padded_storage import find_padded
-from partita.train import flat
+from partita.train.zero import flat_buffer as flat
 from tests.ranks.steps import squares
 
 X = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)) + 0.5

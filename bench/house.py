@@ -26,10 +26,14 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "partita"
-NOT_RUNTIME = ("app", "cli", "bench", "report", "testing", "train/models", "rules/samples")
+NOT_RUNTIME = ("app", "cli", "__main__", "bench", "testing")
 """The app, what measures and what tests: the runtime never imports them."""
 BACKENDS = re.compile(r"\b(gloo|nccl)\b", re.IGNORECASE)
-CORRECTIONS = ("tensor/op_facts.py", "rules/table/", "rules/decompositions/", "rules/exceptions/")
+CORRECTIONS = (
+    "tensor/op_facts.py",
+    "rules/table/",
+    "rules/decompositions/",
+)
 """Where functions of torch are listed: the corrections of their facts, and the rules."""
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 import partita as pt
-from partita.train.data import read
-from partita.train.models import GPT
+from partita.app.data import read
+from partita.app.models import GPT
 
 CONTEXT = 64
 RUN = Path(tempfile.gettempdir()) / "partita-gpt"

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import partita as pt
-from partita.train.data import read
-from partita.train.models import Llama
+from partita.app.data import read
+from partita.app.models import Llama
 
 CONTEXT = 64
 

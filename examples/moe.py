@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita as pt
-from partita.train.data import read
+from partita.app.data import read
 
 CONTEXT, WIDTH, EXPERTS, CHOICES = 64, 64, 8, 2
 CAPACITY = 2 * CHOICES * CONTEXT // EXPERTS  # bytes of a sequence that one expert takes

@@ -1,8 +1,37 @@
 """partita: a distributed tensor for PyTorch, and the training runtime around it."""
 
+from .anomaly import NanError, detect_nan
+from .checkpoint import (
+    RandomState,
+    async_save,
+    full_state_dict,
+    is_checkpoint,
+    load,
+    load_full_state_dict,
+    load_safetensors,
+    save,
+    save_safetensors,
+)
 from .comm import DeviceMesh, check_ranks, dry_mesh, init_device_mesh, ledger, ranks, strict
 from .compile import CaptureError, CompiledStep, compile, pad_to_bucket
 from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
+from .parallel import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
+from .parallel import plans
+from .parallel.batch import distribute_batch
+from .parallel.gradients import clip_grad_norm_, reduce_gradients
+from .parallel.materialize import materialize
+from .parallel.module_boundary import Inputs, Outputs
+from .parallel.parallelize import parallelize
+from .parallel.zero import MixedPrecision, no_sync, zero
+from .remat import (
+    RematError,
+    checkpoint_name,
+    keep_collectives,
+    one_call,
+    remat,
+    remat_report,
+)
+from .remat.live_memory import count_memory
 from .rules import rule
 from .tensor import (
     CacheInfo,
@@ -23,35 +52,6 @@ from .tensor import (
     to_torch,
     zeros,
 )
-from .train import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
-from .train import plans
-from .train.activations import Inputs, Outputs
-from .train.anomaly import NanError, detect_nan
-from .train.batch import distribute_batch
-from .train.checkpoint import (
-    RandomState,
-    async_save,
-    full_state_dict,
-    is_checkpoint,
-    load,
-    load_full_state_dict,
-    load_safetensors,
-    save,
-    save_safetensors,
-)
-from .train.gradients import clip_grad_norm_, reduce_gradients
-from .train.materialize import materialize
-from .train.memory import count_memory
-from .train.parallelize import parallelize
-from .train.remat import (
-    RematError,
-    checkpoint_name,
-    keep_collectives,
-    one_call,
-    remat,
-    remat_report,
-)
-from .train.zero import MixedPrecision, no_sync, zero
 
 __version__ = "0.1.0"
 

@@ -13,8 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .report.cache_table import ACTIONS, cache
-from .train import (
+from partita.app import (
     Mesh,
     Options,
     cores,
@@ -29,17 +28,18 @@ from .train import (
     train,
     verify,
 )
+from partita.app.cache_table import ACTIONS, cache
 
 __all__ = ["BENCHES", "main"]
 
 BENCHES = {
-    "dispatch": "partita.report.bench_dispatch:main",
-    "ops": "partita.report.bench_ops:main",
-    "compile": "partita.report.bench_compile:main",
-    "memory": "partita.report.bench_memory:main",
-    "zero": "partita.report.bench_zero:main",
-    "checkpoint": "partita.report.bench_checkpoint:main",
-    "faults": "partita.report.bench_faults:main",
+    "dispatch": "partita.bench.dispatch:main",
+    "ops": "partita.bench.ops:main",
+    "compile": "partita.bench.compile:main",
+    "memory": "partita.bench.memory:main",
+    "zero": "partita.bench.zero:main",
+    "checkpoint": "partita.bench.checkpoint:main",
+    "faults": "partita.bench.faults:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 

@@ -13,29 +13,29 @@ from .agreement import (
     is_alone,
     remember_agreed,
 )
-from .ask import Ask
+from .capture_barrier import missed_call, roll_call
 from .checks import ON_CHECK, check_ranks, strict
+from .collective_request import Ask
 from .collectives import look_before_collectives
+from .control_plane import Aside, Decide, Everyone, everyone
 from .deadlock import begin_graph, end_graph
 from .dry import DryWire, dry_mesh
-from .everyone import Aside, Decide, Everyone, everyone
 from .groups import GroupWire
 from .handle import MeshHandle
 from .held import Piece, Region
-from .joining import LOOPBACK, MEETING, join
+from .init_rendezvous import LOOPBACK, MEETING, join
 from .ledger import Ledger, Record, ledger, recomputing
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .messages import message, pack, unpack
 from .padded import Uneven, is_uneven, uneven
+from .pending_work import UnderWay
 from .pieces import neutral
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
-from .roll_call import missed_call, roll_call
 from .source import call_site, first_instruction, user_line
 from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, torch_mesh
 from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins
-from .under_way import UnderWay
 from .wire import Wire
 
 __all__ = [

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
+
 from .source import call_site, user_line
 from .trace import TraceWire
 from .wire import Wire

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
+
 from .ledger import scope
 from .source import user_line
 
 if TYPE_CHECKING:
-    from ..redistribute import Move
+    from partita.redistribute import Move
 
 __all__ = ["ON_CHECK", "Check", "check_ranks", "listening", "refuse_implicit", "strict"]
 

@@ -14,7 +14,8 @@ from datetime import timedelta
 
 import torch
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
+
 from .backends.control import rendezvous_group
 from .deadlock import BEGUN, SLICE, Need, patience, wait_longer
 from .presence import describe_process, lost_rank, remember_processes

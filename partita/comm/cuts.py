@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout import Coordinate, Layout, LayoutError, Mesh, chunk
+from partita.layout import Coordinate, Layout, LayoutError, Mesh, chunk
 
 if TYPE_CHECKING:
-    from ..redistribute import Move
+    from partita.redistribute import Move
 
 __all__ = [
     "Cut",

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
+
 from .presence import late_ranks, lost_rank, named
 from .source import user_line
 
 if TYPE_CHECKING:
-    from .ask import Ask
+    from .collective_request import Ask
 
 __all__ = [
     "BEGUN",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import Fix, LayoutError, Mesh
-from ..redistribute.cost import BANDWIDTH, LATENCY
-from .ask import Ask
+from partita.layout import Fix, LayoutError, Mesh
+from partita.redistribute.cost import BANDWIDTH, LATENCY
+
+from .collective_request import Ask
 from .cuts import unravel
 from .handle import MeshHandle
 from .ledger import scope

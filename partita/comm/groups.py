@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..layout import Coordinate, Fix, LayoutError, Mesh
-from .ask import Ask
+from partita.layout import Coordinate, Fix, LayoutError, Mesh
+
 from .backends.choose import backend_of
+from .capture_barrier import roll_call
+from .collective_request import Ask
 from .control import ControlGroup
 from .deadlock import patience
-from .roll_call import roll_call
+from .pending_work import UnderWay, ordered_sum
 from .source import place_of_user, user_line
 from .splits import Splits
 from .transport import Axes
-from .under_way import UnderWay, ordered_sum
 from .wire import Wire
 
 __all__ = ["GroupWire"]

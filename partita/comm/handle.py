@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..layout import Coordinate, LayoutError, Mesh
+from partita.layout import Coordinate, LayoutError, Mesh
+
 from .source import user_line
 from .wire import Wire
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
+
 from .groups import GroupWire
 from .handle import MeshHandle, find_handle
-from .joining import join
+from .init_rendezvous import join
 from .ranks import RankWire, running_wire
 from .source import user_line
 from .trace import in_place_of

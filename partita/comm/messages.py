@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
 
 __all__ = ["message", "pack", "unpack"]
 

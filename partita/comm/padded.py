@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout import Layout, LayoutError, Mesh
+from partita.layout import Layout, LayoutError, Mesh
+
 from .cuts import Cut, Number, cuts_of, ends_last, least, padded_length, places_of, span
 from .pieces import Step, neutral
 from .source import user_line
@@ -26,8 +27,9 @@ from .splits import Splits
 from .transport import Transport
 
 if TYPE_CHECKING:
-    from ..redistribute import Move
-    from .ask import Ask
+    from partita.redistribute import Move
+
+    from .collective_request import Ask
 
 __all__ = ["PaddedTransport", "Uneven", "is_uneven", "padded_step", "padding", "uneven"]
 

@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout import Layout, LayoutError
+from partita.layout import Layout, LayoutError
+
 from .cuts import cuts_of, is_restack, span
 from .sides import Side
 from .splits import Splits
 from .transport import Axes, Transport
 
 if TYPE_CHECKING:
-    from ..redistribute import Move
-    from .ask import Ask
+    from partita.redistribute import Move
+
+    from .collective_request import Ask
 
 __all__ = ["Step", "neutral", "prepare"]
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError
+
 from .backends.control import LOST, TIMED_OUT
 from .source import user_line
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from ..layout import LayoutError, Mesh
-from .ask import Ask
+from partita.layout import LayoutError, Mesh
+
+from .collective_request import Ask
 from .handle import MeshHandle
 from .ledger import Scope
-from .meeting import MeetingCall, Payload
+from .rendezvous import MeetingCall, Payload
 from .splits import Splits
 from .transport import Axes
 from .wire import Wire

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layout import Fix, Layout, LayoutError
-from ..redistribute import Move
-from .ask import Ask
+from partita.layout import Fix, Layout, LayoutError
+from partita.redistribute import Move
+
+from .collective_request import Ask
 from .compiled import all_to_all
 from .cuts import cuts_of, ends_last, is_restack, span
 from .groups import GroupWire

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import Coordinate, LayoutError, Mesh
-from .ask import Ask
+from partita.layout import Coordinate, LayoutError, Mesh
+
 from .backends.backend import Backend
+from .collective_request import Ask
+from .pending_work import Done, Summed, UnderWay
 from .splits import Splits
-from .under_way import Done, Summed, UnderWay
 
 __all__ = ["Axes", "Transport", "without_lazy_bits"]
 

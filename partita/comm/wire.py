@@ -13,18 +13,19 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..layout import Coordinate, Layout, LayoutError, Mesh
-from ..redistribute.cost import bytes_sent
-from .ask import Ask
+from partita.layout import Coordinate, Layout, LayoutError, Mesh
+from partita.redistribute.cost import bytes_sent
+
 from .checks import refuse_implicit
+from .collective_request import Ask
 from .ledger import Record, Scope, human, scope
+from .pending_work import Done, UnderWay
 from .pieces import Step, prepare
 from .source import user_line
 from .transport import Transport, without_lazy_bits
-from .under_way import Done, UnderWay
 
 if TYPE_CHECKING:
-    from ..redistribute import Move
+    from partita.redistribute import Move
 
 __all__ = ["Wire"]
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..layout import LayoutError, Mesh
+from partita.layout import LayoutError, Mesh
+
 from .checks import listening
 from .handle import MeshHandle
 from .ledger import Scope, enter_rank_thread, scope
-from .meeting import MeetingCall, Payload, Verdict, brief, is_from_verdict
+from .rendezvous import MeetingCall, Payload, Verdict, brief, is_from_verdict
 from .source import user_line
 from .wire import Wire
 

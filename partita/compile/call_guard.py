@@ -15,14 +15,14 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from .arguments import LEAVES, flatten_call
+from .capture.fakes import local_of
+from .capture.state import Slot, State
 from .captured_program import CapturedProgram
 from .conditions import Condition, Conditions
-from .fakes import local_of
 from .guards.content_keys import argument_key
 from .guards.modes import modes
 from .guards.tensor_kinds import kind_of_tensor
 from .guards.tensors import TensorGuard
-from .state import Slot, State
 
 __all__ = ["CallGuard"]
 

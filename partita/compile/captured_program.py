@@ -14,17 +14,17 @@ from partita.layout import Fix
 from partita.tensor.draws import default_generator
 from partita.tensor.dtensor import tagged
 from partita.tensor.padded_storage import give_room
-from partita.tensor.special import clear_gradients
+from partita.tensor.tensor_overrides import clear_gradients
 
-from .answers import Answers
 from .arguments import unflatten_call
-from .block_choice import BlocksTraced
-from .compared import Compared
+from .backend.executor import function_of
+from .capture.answers import Answers
+from .capture.block_choice import BlocksTraced
 from .conditions import Conditions
-from .explained import AsCaptured, changes_of
 from .guards import Guards, Write
+from .pass_report import AsCaptured, changes_of
 from .program import Program, ResultPlace
-from .run import function_of
+from .replicated_input_check import Compared
 from .sharing import Sharing
 
 __all__ = ["CapturedProgram"]

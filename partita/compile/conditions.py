@@ -12,8 +12,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 if TYPE_CHECKING:
+    from .capture.tensor_facts import FactCondition
     from .program import Input
-    from .tensor_facts import FactCondition
 
 __all__ = ["Condition", "Conditions", "GradientCondition", "kind_of_gradient"]
 

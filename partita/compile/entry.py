@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .block_choice import BlockChoice
+from .capture.block_choice import BlockChoice
 from .step import CompiledStep
 
 if TYPE_CHECKING:

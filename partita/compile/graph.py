@@ -19,7 +19,7 @@ from partita.comm.compiled import all_gather, all_to_all
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
 
-from .notes import note_of
+from .node_metadata import note_of
 from .program import Program
 from .repeats import repeats_of
 

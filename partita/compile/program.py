@@ -19,10 +19,10 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
 
-from .built import Built
-from .fakes import local_of
-from .state import Slot
-from .uneven import Border, border_of
+from .backend.built import Built
+from .capture.fakes import local_of
+from .capture.state import Slot
+from .padding_boundary import Border, border_of
 
 __all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"]
 

@@ -19,14 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from partita.tensor.autocast import without_any_autocast
 
+from .capture.overlapping_results import overlapping_results
 from .captured_program import CapturedProgram
 from .errors import of_anomalies
 from .key import key_of
-from .overlapping_results import overlapping_results
+from .ledger_replay import tell
+from .padding_boundary import Border
 from .program import Call, Program
 from .split import Halves, split
-from .told import tell
-from .uneven import Border
 from .verify import verify
 
 __all__ = ["Region", "region_of"]

@@ -20,9 +20,9 @@ from partita.tensor.op_facts import facts_of
 
 from .effects import drop_unused
 from .graph_modules import lazy_graph_module
-from .notes import NOTE, note_of
+from .memory.storages import storages_of
+from .node_metadata import NOTE, note_of
 from .program import Input, Output, Program
-from .storages import storages_of
 
 __all__ = ["Halves", "split"]
 

@@ -20,17 +20,17 @@ from torch import nn
 from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
 from partita.tensor.watch import HERE
 
-from .answers import Guesses, OtherAnswers, StepRaises
-from .block_choice import BlockChoice
 from .call_guard import CallGuard
+from .capture.answers import Guesses, OtherAnswers, StepRaises
+from .capture.block_choice import BlockChoice
+from .capture.optimizers import prime, unprime
+from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 from .captured_program import CapturedProgram
 from .errors import CaptureError, Holding
 from .guards import History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
-from .last import LastProgram
-from .optimizers import prime, unprime
-from .state import ReachedMore, State, names_of_call, state_of, tensors_of_call
+from .last_program import LastProgram
 
 if TYPE_CHECKING:
     from .passes import Passes
@@ -219,7 +219,7 @@ class CompiledStep(LastProgram):
 
     def _tell(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Let ledgers, `strict()` and `check_ranks()` know what is going to run."""
-        from .told import tell, tell_work
+        from .ledger_replay import tell, tell_work
 
         assert program.scope is not None
         if program.scope.check is not None:
@@ -287,7 +287,7 @@ class CompiledStep(LastProgram):
             found: what is known of the answers in this call.
             state: what the step reaches, where a run of it has just shown that.
         """
-        from .made import kept_within, make_program  # what makes graphs takes seconds to import
+        from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import
 
         self._call_guard = None
         state = self._search_state(args, kwargs) if state is None else state
@@ -390,11 +390,11 @@ class CompiledStep(LastProgram):
         return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
 
     def _call_of(self, program: CapturedProgram, wires: list[Wire]) -> Any:
-        from .run import function_of
+        from .backend.executor import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
         if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
-            from .build import build
+            from .backend.build import build
 
             program.built = build(program, self._what, wires, self.sections)
             return program.built.call

@@ -20,7 +20,7 @@ from partita.layout import LayoutError
 from partita.tensor.op_facts import facts_of
 
 from .graph import is_collective
-from .notes import note_of
+from .node_metadata import note_of
 from .program import Program
 
 __all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]

@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..layout import Layout, Mesh
+from partita.layout import Layout, Mesh
+
 from .move import COLLECTIVES, DUAL, KINDS, LETTERS, changes
 
 if TYPE_CHECKING:

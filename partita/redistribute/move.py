@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layout import Layout, LayoutError, Mesh
+from partita.layout import Layout, LayoutError, Mesh
 
 __all__ = ["COLLECTIVES", "DUAL", "KINDS", "LETTERS", "Move", "changes", "one_move"]
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations, pairwise, product
 
-from ..layout import Layout, LayoutError, Mesh
+from partita.layout import Layout, LayoutError, Mesh
+
 from .cost import bytes_sent, local_numel, pads, price_of, seconds
 from .move import LETTERS, Move, one_move
 

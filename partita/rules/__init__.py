@@ -2,7 +2,7 @@
 
 from .bind import NUMBER, Bound, Operand, bind
 from .names import Names
-from .neutral import EXTREME, Fill, fills
+from .reduction_identity import EXTREME, Fill, fills
 from .rows import Row
 from .rule import RULES, Arg, Kernel, KernelCall, Like, Rewrite, Rule, Said, rule
 from .sentence import Sentence, SentenceError, parse

@@ -2,7 +2,6 @@
 
 # They take their places in torch.
 from . import (  # noqa: F401
-    bypass,
     checkpoint_in_graph,
     checkpoint_inputs,
     constructors,
@@ -16,18 +15,10 @@ from . import (  # noqa: F401
     module_hooks,
     number_check,
     scalar_reads,
+    torch_patches,
 )
 from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
-from .construct import (
-    distribute_module,
-    distribute_tensor,
-    empty,
-    full,
-    ones,
-    rand,
-    randn,
-    zeros,
-)
+from .construct import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from .dtensor import DTensor
 from .local_map import local_map
 from .random import random_mode

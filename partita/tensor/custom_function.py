@@ -22,7 +22,7 @@ from partita.layout import Fix, Layout, LayoutError
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .plain import admit
+from .mixed_operands import admit
 from .spec import Spec, spec_of
 from .watch import HERE
 

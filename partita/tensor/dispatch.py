@@ -19,7 +19,6 @@ from partita.rules.rule import ON_NEW_RULE
 
 from . import cache
 from .arguments import in_order
-from .bypass import holds_dtensor, operands_of_collective
 from .composite import entered
 from .dtensor import DTensor
 from .engine import in_backward
@@ -28,13 +27,14 @@ from .gathered import gathered
 from .hot_path import IN_C
 from .keys import HASHABLE, NUMBERS, frozen, operand_kind
 from .library import is_collective
-from .miss import make_plan
 from .names import form_of
 from .numbers import may_have_numbers, takes_numbers, with_numbers
 from .op import Op, Run
 from .out import into_out
 from .plan import CallPlan
-from .special import SPECIAL, passes
+from .plan_call import make_plan
+from .tensor_overrides import SPECIAL, passes
+from .torch_patches import holds_dtensor, operands_of_collective
 
 __all__ = ["OPS", "call", "handle", "op_of"]
 

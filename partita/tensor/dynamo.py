@@ -22,7 +22,7 @@ from partita.comm import after_import
 
 from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
-from .special import SPECIAL
+from .tensor_overrides import SPECIAL
 
 __all__ = ["only_entered"]
 
@@ -36,11 +36,11 @@ _ENTERED = (
     *(
         f"tensor/{name}.py"
         for name in (
-            "bypass checkpoint_in_graph checkpoint_inputs constructors flex module_hooks"
+            "torch_patches checkpoint_in_graph checkpoint_inputs constructors flex module_hooks"
         ).split()
     ),
-    "train/optimizer.py",
-    "train/remat/",
+    "parallel/optimizer.py",
+    "remat/",
 )
 """What Dynamo may enter: functions that stand in torch's own places, where plain programs are
 compiled, too, and regions, which know what they are in a program that is compiled."""

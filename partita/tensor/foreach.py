@@ -20,14 +20,14 @@ from partita.layout import Layout
 
 from . import cache
 from .autograd import moved
-from .buckets import pending_gradients, settle
 from .dtensor import DTensor, tagged
+from .grad_buckets import pending_gradients, settle
 from .keys import operand_kind
-from .miss import make_plan
+from .mixed_operands import admit
 from .names import form_of
 from .op import Op
-from .plain import admit
 from .plan import CallPlan, replaced
+from .plan_call import make_plan
 from .spec import Spec, spec_of
 
 __all__ = ["run_foreach"]

@@ -13,19 +13,13 @@ from partita.layout import Layout
 from .agreement import no_strides
 from .arguments import all_tensors, numbers_elsewhere, one_wire
 from .autograd import moved
-from .buckets import pending_gradients, settle
 from .draws import drawing
 from .dtensor import DTensor, tagged
+from .grad_buckets import pending_gradients, settle
 from .names import Form
 from .plain_writes import write_into_plain
 from .plan import CallPlan, Target, at_path, replaced
-from .shared import (
-    changes_layout,
-    copies_among,
-    gives_view,
-    writes_copy,
-    written_places,
-)
+from .shared import changes_layout, copies_among, gives_view, writes_copy, written_places
 from .spec import Spec, spec_of
 from .view_writes import written_through
 

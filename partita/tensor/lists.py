@@ -22,12 +22,12 @@ from partita.layout import Layout
 from partita.redistribute import plan
 
 from .autograd import moved
-from .buckets import pending_gradients, settle
 from .dispatch import op_of
 from .dtensor import DTensor, tagged
 from .foreach import run_foreach
+from .grad_buckets import pending_gradients, settle
 from .spec import spec_of
-from .special import SPECIAL
+from .tensor_overrides import SPECIAL
 
 __all__ = ["norms"]
 

@@ -23,7 +23,7 @@ from .gathered import gathered
 from .names import form_of
 from .one_device import global_strides, laid_out_alike
 from .origin import current
-from .special import means
+from .tensor_overrides import means
 
 __all__: list[str] = []
 

@@ -21,7 +21,7 @@ from partita.layout import Layout
 
 from .arguments import all_tensors, one_wire
 from .dtensor import PLAIN, DTensor, tagged
-from .plain import WHOLE, admit
+from .mixed_operands import WHOLE, admit
 from .plan import Path, at_path, replaced
 from .spec import Spec, spec_of
 

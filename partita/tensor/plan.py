@@ -14,12 +14,12 @@ from partita.layout import Layout, LayoutError
 from partita.rules import Bound
 
 from .autograd import alias_without_base, moved
-from .buckets import pending_gradients, settle
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
+from .grad_buckets import pending_gradients, settle
 from .may_copy import as_on_one_device
+from .mixed_operands import admit
 from .origin import current
-from .plain import admit
 from .spec import Spec, spec_of
 from .tensor_state import MovedValue, own_state, state_of
 from .view_writes import mark_copies

@@ -17,7 +17,7 @@ from partita.layout import Layout
 
 from .autograd import moved
 from .dtensor import DTensor
-from .plain import admit
+from .mixed_operands import admit
 from .plain_writes import give_history, whole_alias
 from .spec import Spec, spec_of, taken_by
 from .view_writes import written_through

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partita import Shard
-from partita.train.plans import column, row, vocabulary
+from partita.parallel.plans import column, row, vocabulary
 
 __all__ = ["CLIENTS", "IN_EACH_RUN", "LLAMA_PLAN", "ROWS", "WORDS", "Client"]
 

@@ -143,8 +143,8 @@ def test_nothing_that_comes_from_another_rank_is_unpickled(tmp_path):
 
 def kill_at(moment: str) -> None:
     """Make this process kill itself at a moment of its next save."""
+    from partita.checkpoint import folder
     from partita.comm import dcp
-    from partita.train.checkpoint import folder
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

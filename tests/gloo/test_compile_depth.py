@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_bench_of_depth_measures_each_depth_beside_another_checkout(tmp_path):
     told = subprocess.run(
-        [sys.executable, "-m", "partita.report.bench_compile", "depth"]
+        [sys.executable, "-m", "partita.bench.compile", "depth"]
         + ["--blocks", "1", "2", "--width", "8", "--model", "llama"]
         + ["--before", str(ROOT), "--json", str(tmp_path / "found.json")],
         cwd=ROOT,

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.compile.memory import Memory
-from partita.report.bench_predicted import Asked, budgets_kept, kept, off, peaks, ready
-from partita.report.models import MODELS
-from partita.train.allocated import counted
+from partita.bench.models import MODELS
+from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
+from partita.compile.memory.schedule import Memory
+from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 
 EIGHT_LAYERS = Asked("linears", 3, wide=4, samples=32)

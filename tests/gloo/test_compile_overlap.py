@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.compile.notes import note_of
-from partita.train.allocated import counted
+from partita.compile.node_metadata import note_of
+from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.ranks.steps import squares
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.compile.store import Artifact, Store, default_store
+from partita.compile.backend.store import Artifact, Store, default_store
 from tests.gloo.launch import run_ranks
 
 
@@ -130,7 +130,7 @@ def test_a_compilation_that_fails_is_one_error_on_all_ranks(tmp_path):
 
 
 def dies_while_it_writes(rank, folder):
-    from partita.compile import store
+    from partita.compile.backend import store
 
     os.environ["PARTITA_CACHE"] = folder
     if rank == 0:
@@ -196,7 +196,7 @@ def test_an_artifact_that_does_not_load_is_compiled_again(monkeypatch, tmp_path)
 
 
 def test_what_torch_cannot_save_runs_where_it_was_compiled(monkeypatch, tmp_path):
-    from partita.compile import lower
+    from partita.compile.backend import inductor as lower
 
     def refuse(saved):
         raise AttributeError("torch saves this in another way")
@@ -274,7 +274,7 @@ def test_half_a_library_that_a_killed_compile_left_is_not_taken_for_a_whole_one(
 def test_what_inductor_is_told_by_its_user_is_another_artifact(monkeypatch, tmp_path):
     from torch._inductor import config
 
-    from partita.compile.lower import CONFIG, made_for
+    from partita.compile.backend.inductor import CONFIG, made_for
 
     usual = made_for(set())
     for name, value in (("max_autotune", True), ("cpp.simdlen", 256)):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
 from partita.comm.compiled import sum_of_shares
-from partita.train.allocated import counted
+from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 
 LAYERS, ROWS = 8, 8

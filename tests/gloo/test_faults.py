@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import partita as pt
-from partita.report.bench_faults import RunningJob, run_trial
-from partita.train.launch import _state
+from partita.app.launch import _state
+from partita.bench.faults import RunningJob, run_trial
 
 DYING = Path(__file__).parent / "dying"
 RUN = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch", "8"]

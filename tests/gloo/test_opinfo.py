@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 import partita as pt
-from partita.report.op_case import Outcome, references, run_case, together
-from partita.report.op_layouts import CLASSES
+from partita.testing.op_case import Outcome, references, run_case, together
+from partita.testing.op_layouts import CLASSES
 from tests.gloo.launch import run_ranks
 
 FAMILIES = {

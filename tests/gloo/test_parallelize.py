@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.train.models import GPT, Llama
+from partita.app.models import GPT, Llama
 from tests.gloo.launch import run_ranks
 
 STEPS, ROWS, LENGTH = 10, 8, 8

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from partita.train import Options, train
+from partita.app import Options, train
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4"]
 FEW = ["--steps", "4", "--sample", "8"]

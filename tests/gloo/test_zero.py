@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.train.allocated import counted
+from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.ranks.test_zero import TOKENS, Odd, gpt, loss_of, odd, rows, train
 from tests.ranks.test_zero import zero_state as state_of

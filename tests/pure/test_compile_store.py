@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from partita.cli import main
-from partita.compile.lower import _use_private_cache
-from partita.compile.store import Artifact, Store, default_store, read_limit
+from partita.compile.backend.inductor import _use_private_cache
+from partita.compile.backend.store import Artifact, Store, default_store, read_limit
 
 KEY, OTHER = "a" * 64, "b" * 64
 WHAT = Artifact(b"code" * 100, {"what": "step", "seconds": 1.5, "memory": {"peak": [1, 2]}})

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from partita.checkpoint import Loaded
 from partita.comm.messages import pack, unpack
 from partita.compile.errors import CaptureError
 from partita.layout import Fix, LayoutError
-from partita.train.checkpoint import Loaded
 
 
 class Mine(KeyError):

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from partita.rules import RULES, Arg, Like, Rewrite, Rule, Said
-from partita.rules.prove import prove
-from partita.rules.samples import samples
+from partita.testing.prove import prove
+from partita.testing.samples import samples
 
 # torch warns of slow paths and of casts that the samples take on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from partita.train import data
-from partita.train.data import read
-from partita.train.options import Options
-from partita.train.progress import Progress
+from partita.app import data
+from partita.app.data import read
+from partita.app.options import Options
+from partita.app.progress import Progress
 
 TEXT = b"a few words of text\n"
 

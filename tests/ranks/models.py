@@ -1,6 +1,6 @@
 """Which ordinary models must run unmodified? Each is what a person writes for one device.
 
-None of them knows of partita; those that a bench measures too are in `partita.report.models`. A
+None of them knows of partita; those that a bench measures too are in `partita.bench.models`. A
 model is called with its batch (tensors whose dimension 0 is that of the samples, or of the nodes or
 edges of a graph) and returns its loss, a scalar.
 """
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partita.report.models import MLP, images, mlp
-from partita.report.models import MODELS as MEASURED
+from partita.bench.models import MLP, images, mlp
+from partita.bench.models import MODELS as MEASURED
 
 __all__ = ["MODELS", "Case"]
 

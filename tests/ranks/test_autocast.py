@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import partita as pt
 from partita import Partial, Replicate, Shard
-from partita.report.op_case import references, run_case, together
-from partita.report.op_layouts import CLASSES, distributed
-from partita.report.opinfo import form_of, names
 from partita.tensor.autocast import Cast, cast_of
+from partita.testing.op_case import references, run_case, together
+from partita.testing.op_layouts import CLASSES, distributed
+from partita.testing.opinfo import form_of, names
 
 PLACES = [Replicate(), Shard(0), Shard(1), Partial()]
 CASTS = {Cast.FLOAT32, Cast.FLOAT32_UNLESS_TOLD, Cast.LOWER, Cast.WIDEST}

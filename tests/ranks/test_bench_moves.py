@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partita.report import bench_compile
+from partita.bench import compile as bench_compile
 
 
 def test_the_bench_of_moves_prints_each_move_and_the_ratio(capsys, tmp_path):

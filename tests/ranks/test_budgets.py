@@ -16,10 +16,10 @@ from torch import nn
 
 import partita as pt
 from partita.compile.graph import nbytes_of
-from partita.compile.knapsack import Candidate, chosen
-from partita.compile.notes import note_of
+from partita.compile.memory.knapsack import Candidate, chosen
+from partita.compile.node_metadata import note_of
 from partita.compile.passes.recompute import flops_of
-from partita.train.allocated import counted
+from partita.testing.allocated_bytes import counted
 
 aten = torch.ops.aten
 WIDTHS = st.sampled_from([4, 8, 32, 64])
@@ -142,7 +142,7 @@ def taken(target, args):
 
 @pytest.mark.parametrize("name", ["add", "mul", "div", "lt"])
 def test_what_an_operator_of_two_casts_is_known(name):
-    workspace = importlib.import_module("partita.compile.workspace").workspace
+    workspace = importlib.import_module("partita.compile.memory.workspace").workspace
     for x, y in operands():
         kind = "Tensor" if isinstance(y, torch.Tensor) else "Scalar"
         target, args = getattr(getattr(aten, name), kind), (x, y)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.compile.state import state_of
+from partita.compile.capture.state import state_of
 from tests.ranks.test_zero import TOKENS, gpt
 
 

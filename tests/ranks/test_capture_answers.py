@@ -294,7 +294,7 @@ def test_a_schedule_that_the_step_does_not_read_is_no_part_of_it():
 
 
 def test_an_interrupt_while_another_way_is_captured_is_no_answer(monkeypatch):
-    made = importlib.import_module("partita.compile.made")
+    made = importlib.import_module("partita.compile.pipeline")
     make_program = made.make_program
 
     def interrupted(*args, **options):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import partita as pt
+from partita.checkpoint import folder
 from partita.comm import dcp as format_of_torch
-from partita.train.checkpoint import folder
 from tests.ranks.checkpoint_samples import (
     SAVED_AS,
     VALUES,
@@ -401,8 +401,8 @@ def test_an_async_save_holds_the_values_of_its_call(tmp_path):
 
 _ENDS_AT_ONCE = """
 import sys, torch, partita as pt
-from partita.train.checkpoint.staging import staged
-from partita.train.checkpoint.state import opened
+from partita.checkpoint.staging import staged
+from partita.checkpoint.state import opened
 state = {"x": torch.full((4,), 3.0), "step": 3}
 staged(opened(state), {})
 assert "torch.distributed.checkpoint" not in sys.modules

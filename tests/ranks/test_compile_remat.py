@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.compile.notes import note_of
-from partita.train.memory import count_memory
+from partita.compile.node_metadata import note_of
+from partita.remat.live_memory import count_memory
 
 from .steps import squares
 

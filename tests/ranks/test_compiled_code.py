@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.light import without_input_checks
-from partita.compile.store import default_store
+from partita.compile.backend.artifact_slimming import without_input_checks
+from partita.compile.backend.store import default_store
 
 
 @pytest.fixture(autouse=True)

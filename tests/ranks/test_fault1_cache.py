@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 import partita as pt
 from partita import Partial, Replicate, Shard
-from partita.report.op_case import Reference, reference_of, run_case
-from partita.report.opinfo import Form, chosen, form_of, names
+from partita.testing.op_case import Reference, reference_of, run_case
+from partita.testing.opinfo import Form, chosen, form_of, names
 
 LONG = bool(os.environ.get("PARTITA_LONG"))
 STEPS = 20_000 if LONG else 150

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.train.zero import saved_tensors as saved_notes
-from partita.train.zero import zero_state
+from partita.parallel.zero import saved_tensors as saved_notes
+from partita.parallel.zero import zero_state
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(3))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.compile.notes import note_of
+from partita.compile.node_metadata import note_of
 
 from . import library_changes, number_changes, tensor_changes, world_changes  # noqa: F401 (entries)
 from .state_changes import CHANGES, HOOKS, REFUSED

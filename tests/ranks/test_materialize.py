@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import partita as pt
-from partita.train.models import GPT, Llama
+from partita.app.models import GPT, Llama
 
 
 def gpt() -> nn.Module:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import partita as pt
-from partita.report.op_case import Outcome, Reference, references, run_case, together
-from partita.report.op_layouts import CLASSES
-from partita.report.opinfo import names
 from partita.rules.rule import RULES, _teach
+from partita.testing.op_case import Outcome, Reference, references, run_case, together
+from partita.testing.op_layouts import CLASSES
+from partita.testing.opinfo import names
 
 REFUSED = {"resize_", "to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"}
 """They work on memory, or on tensors without strides, of which no layout can speak."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import partita as pt
+from partita.parallel.zero import flat_buffer as flat
 from partita.tensor.padded_storage import find_padded
-from partita.train.zero import flat_buffer as flat
 from tests.ranks.steps import squares
 
 X = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)) + 0.5

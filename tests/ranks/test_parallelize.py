@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita as pt
-from partita.train.models import GPT, Llama
+from partita.app.models import GPT, Llama
 
 ROWS, LENGTH = 8, 8
 

@@ -45,7 +45,7 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.dlpack import to_dlpack
 
 import partita as pt
-from partita.compile.workspace import workspace
+from partita.compile.memory.workspace import workspace
 from partita.tensor.engine import (
     after_backward,
     backward_pass,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.train import released
+from partita.parallel.zero import released
 
 from .steps import squares
 

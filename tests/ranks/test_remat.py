@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita as pt
-from partita.train.remat import Call, is_recomputing
+from partita.remat import Call, is_recomputing
 
 Function = Callable[..., Any]
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile import cut as cutting
-from partita.compile import run, section_run
-from partita.compile.cut import sections_of
+from partita.compile.backend import cut as cutting
+from partita.compile.backend import executor as run
+from partita.compile.backend import section_run
+from partita.compile.backend.cut import sections_of
 from partita.compile.repeats import repeats_of
 from tests.ranks.steps import squares
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import partita as pt
+from partita.app import Options, options_in, train
 from partita.cli import main
-from partita.train import Options, options_in, train
 
 MESH = (("dp", 2), ("tp", 2))
 

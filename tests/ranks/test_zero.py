@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
-from partita.train.models import GPT
-from partita.train.zero import zero_state
+from partita.app.models import GPT
+from partita.parallel.zero import zero_state
 
 TOKENS = torch.randint(0, 256, (2, 12, 8), generator=torch.Generator().manual_seed(1))
 

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
+from partita.parallel.zero import zero_state
 from partita.tensor.engine import saving_hooks
-from partita.train.zero import zero_state
 
 STAGES = (0, 1, 2, 3)
 STEPS = 3

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..ask import Ask
+from ..collective_request import Ask
+from ..pending_work import Summed, UnderWay
 from ..splits import Splits
-from ..under_way import Summed, UnderWay
 
 __all__ = ["Backend", "WayOfSum"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ask import Ask
+from ..collective_request import Ask
 from ..deadlock import Pending
-from ..under_way import All, Summed, UnderWay
+from ..pending_work import All, Summed, UnderWay
 from .backend import Backend, WayOfSum
 
 __all__ = ["Gloo"]

@@ -26,8 +26,8 @@ import torch
 from partita.comm import user_line
 from partita.layout import Fix
 
+from ..capture.hearing import heard_by
 from ..errors import CaptureError, not_captured, of_anomalies
-from ..hearing import heard_by
 from .codes import is_of_users, is_recorded
 from .outside import is_of_world, is_pythons, user_of
 from .settings import (

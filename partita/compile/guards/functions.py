@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..symbolic import Substitutes
+from ..capture.symbolic import Substitutes
 from . import places
 from .codes import (
     constants_of,

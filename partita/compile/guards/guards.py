@@ -16,16 +16,7 @@ from operator import is_
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from .expected import (
-    MISSING,
-    AnyTensor,
-    Contents,
-    Expected,
-    Identity,
-    Many,
-    OnlyType,
-    as_expected,
-)
+from .expected import MISSING, AnyTensor, Contents, Expected, Identity, Many, OnlyType, as_expected
 from .instrument import own_attributes
 from .marks import Marks, is_mark
 from .places import Place, item

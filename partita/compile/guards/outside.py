@@ -93,7 +93,7 @@ def is_pythons(filename: str) -> bool:
 
 _STDLIB = os.__file__.removesuffix("os.py")
 _NUMPY = os.path.join("site-packages", "numpy", "")
-_CAPTURE = "partita/compile/capture.py"
+_CAPTURE = "partita/compile/capture/capture.py"
 
 
 def user_of(frame: FrameType | None) -> FrameType | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..symbolic import Substitutes
+from ..capture.symbolic import Substitutes
 from .expected import MISSING
 
 __all__ = [

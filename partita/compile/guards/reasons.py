@@ -16,7 +16,7 @@ from .content_keys import text_of
 from .guards import Guards
 
 if TYPE_CHECKING:
-    from ..state import State
+    from ..capture.state import State
 
 __all__ = ["Description", "History", "described", "reason_of"]
 

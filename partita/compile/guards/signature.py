@@ -16,7 +16,7 @@ from .modes import modes
 from .tensor_kinds import kind_of_tensor
 
 if TYPE_CHECKING:
-    from ..state import State
+    from ..capture.state import State
 
 __all__ = ["signature_of"]
 

@@ -11,7 +11,7 @@ from partita.comm.backends.backend import WayOfSum
 from partita.comm.compiled import all_gather, all_to_all, sum_of_shares
 
 from ..graph import is_collective
-from ..notes import note_of
+from ..node_metadata import note_of
 from ..program import Program
 from .gathered import only_moves
 from .making import Making

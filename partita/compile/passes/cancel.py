@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..notes import note_of
+from ..node_metadata import note_of
 from ..program import Program
 
 __all__ = ["cancel"]

@@ -11,7 +11,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective
-from ..notes import NOTE, note_of
+from ..node_metadata import NOTE, note_of
 from ..program import Program
 from .making import made_by
 from .rewrite import put, replace

@@ -11,7 +11,7 @@ from partita.redistribute.cost import seconds_of
 
 from ..graph import canonical, is_collective, nbytes_of
 from ..key import digest_of
-from ..notes import note_of
+from ..node_metadata import note_of
 from ..program import Program
 
 __all__ = ["Change", "Seen", "worth"]

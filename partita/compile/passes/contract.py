@@ -15,9 +15,9 @@ from torch import fx
 
 from partita.redistribute.cost import bytes_of
 
+from ..capture.overlapping_results import Pairs, overlapping_results
 from ..graph import is_collective
-from ..notes import NOTE, Note, note_of
-from ..overlapping_results import Pairs, overlapping_results
+from ..node_metadata import NOTE, Note, note_of
 from ..program import Program, written_inputs
 from ..verify import IllegalGraph
 from .making import made_by

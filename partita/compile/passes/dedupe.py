@@ -9,7 +9,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective
-from ..notes import note_of
+from ..node_metadata import note_of
 from ..program import Program
 
 __all__ = ["dedupe"]

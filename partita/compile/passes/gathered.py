@@ -16,7 +16,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective
-from ..notes import note_of
+from ..node_metadata import note_of
 
 __all__ = ["GatheredParameter", "Runs", "is_backward", "only_moves"]
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..notes import note_of
+from ..node_metadata import note_of
 from ..ordering import behind_needs
 from ..program import Program
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ..equal_calls import call_without_memory
-from ..notes import NOTE, Note
+from ..capture.equal_calls import call_without_memory
+from ..node_metadata import NOTE, Note
 
 __all__ = ["Making", "made_by"]
 

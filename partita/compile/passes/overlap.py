@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from ..graph import is_collective, nbytes_of
-from ..notes import note_of
+from ..memory.storages import storages_of
+from ..node_metadata import note_of
 from ..program import Program
-from ..storages import storages_of
 from .gathered import Runs, is_backward, only_moves
 from .packing import packing_of
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from partita.tensor.op_facts import facts_of
 
 from ..graph_modules import lazy_graph_module
-from ..notes import NOTE, note_of
+from ..node_metadata import NOTE, note_of
 from ..program import Program
 
 __all__ = ["can_be_made_again", "flops_of", "is_late", "recompute", "trial_of"]

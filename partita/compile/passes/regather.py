@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..notes import NOTE, note_of
+from ..node_metadata import NOTE, note_of
 from ..program import Program
 from .gathered import GatheredParameter, Runs, is_backward, only_moves
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import fx
 
 from ..errors import CaptureError
-from ..knapsack import Candidate, chosen, too_small
-from ..notes import Note, note_of
+from ..memory.knapsack import Candidate, chosen, too_small
+from ..memory.storages import Storages, memory_of, storages_of
+from ..node_metadata import Note, note_of
 from ..program import Program
-from ..storages import Storages, memory_of, storages_of
 from .recompute import can_be_made_again, flops_of, is_late, trial_of
 
 __all__ = ["of_regions"]

@@ -11,9 +11,9 @@ from torch import fx
 from ..effects import drop_unused
 from ..errors import cannot_be_kept
 from ..graph import canonical, is_collective, nbytes_of
-from ..notes import note_of
+from ..memory.storages import Storages, memory_of, storages_of
+from ..node_metadata import note_of
 from ..program import Program
-from ..storages import Storages, memory_of, storages_of
 from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
 from .regions import of_regions
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..notes import Note, note_of
+from ..node_metadata import Note, note_of
 from ..program import Program
 from ..verify import IllegalGraph
 from .making import Making
@@ -25,7 +25,7 @@ def find(program: Program, *targets: Any, **said: Any) -> list[fx.Node]:
     Args:
         targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
             none is given.
-        said: what the nodes' notes say (`partita.compile.notes.Note`): `kind="all_gather"`,
+        said: what the nodes' notes say (`partita.compile.node_metadata.Note`): `kind="all_gather"`,
             `phase="backward"`, `reason="gather"`.
     """
     found = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import exceptions
+from .. import decompositions
 from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -177,7 +177,7 @@ def _of_classes(
     if input.is_split(dim) or (split and reduction == MEAN and probabilities):
         return Rewrite(run)
     if split and reduction == MEAN:
-        return Rewrite(exceptions.averaged_by_torch(loss))
+        return Rewrite(decompositions.averaged_by_torch(loss))
     mark = "!" * (reduction == MEAN)
     names = [f"c{d}!" if d == dim else f"{n}{mark}" for d, n in enumerate(input.names)]
     samples = [n for d, n in enumerate(names) if d != dim]
@@ -198,7 +198,7 @@ def cross_entropy_loss(
     _label_smoothing: Any = 0.0,
 ) -> str | Rewrite | None:
     return _of_classes(
-        _n.cross_entropy_loss, input, target, weight, reduction, exceptions.cross_entropy, ""
+        _n.cross_entropy_loss, input, target, weight, reduction, decompositions.cross_entropy, ""
     )
 
 
@@ -210,4 +210,4 @@ def nll_loss_nd(
     reduction: Any = None,
     _ignore_index: int = -100,
 ) -> str | Rewrite | None:
-    return _of_classes(_n.nll_loss_nd, input, target, weight, reduction, exceptions.nll, "+ ")
+    return _of_classes(_n.nll_loss_nd, input, target, weight, reduction, decompositions.nll, "+ ")

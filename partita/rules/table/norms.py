@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .. import exceptions
+from .. import decompositions
 from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 
@@ -32,7 +32,7 @@ def layer_norm(
 ) -> str | Rewrite:
     dims = _normalized(input, normalized_shape)
     if input.is_split(dims):
-        return Rewrite(exceptions.layer_norm)
+        return Rewrite(decompositions.layer_norm)
     d = " ".join(f"d{i}!" for i in dims)
     return f"... {d}{_affine(weight, bias, d)} -> ... {d}"
 
@@ -41,7 +41,7 @@ def layer_norm(
 def rms_norm(input: Arg, normalized_shape: Sequence[int], weight: Any = None) -> str | Rewrite:
     dims = _normalized(input, normalized_shape)
     if input.is_split(dims):
-        return Rewrite(exceptions.rms_norm)
+        return Rewrite(decompositions.rms_norm)
     d = " ".join(f"d{i}!" for i in dims)
     return f"... {d}{_affine(weight, None, d)} -> ... {d}"
 
@@ -77,7 +77,7 @@ def batch_norm(
     if training and (
         input.is_split(over if not stats else None) or any(t.is_split() for t in stats)
     ):
-        return Rewrite(exceptions.batch_norm)
+        return Rewrite(decompositions.batch_norm)
     # Running statistics are written in place: no row may have moved them.
     c = f"{input.names[1]}{'!' if training and stats else '%'}"
     x = " ".join(c if d == 1 else f"{n}{'!' * training}" for d, n in enumerate(input.names))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .. import exceptions
+from .. import decompositions
 from ..rule import Arg, Rewrite, rule
 from .pointwise import keeps_sums
 from .reduce import kept_whole
@@ -110,11 +110,11 @@ def _dim_kept(split: Any) -> Any:
 
 
 def _softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return exceptions.softmax(input, dim, dtype or _dtype(rest))
+    return decompositions.softmax(input, dim, dtype or _dtype(rest))
 
 
 def _log_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return exceptions.log_softmax(input, dim, dtype or _dtype(rest))
+    return decompositions.log_softmax(input, dim, dtype or _dtype(rest))
 
 
 def _dtype(rest: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .. import exceptions
+from .. import decompositions
 from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 from .pointwise import keeps_sums
 
@@ -86,7 +86,7 @@ def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
     if not input.is_split(dim):
         return kept_whole(input, dim, keepdim)
     return Rewrite(
-        lambda input, dim=None, keepdim=False: exceptions.amax(input, dim, keepdim, sign)
+        lambda input, dim=None, keepdim=False: decompositions.amax(input, dim, keepdim, sign)
     )
 
 
@@ -106,7 +106,7 @@ def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> A
     if dim is None:
         return _extreme(input, None, False, sign)
     if input.is_split(dim):
-        return Rewrite(lambda x, dim, keepdim=False: exceptions.max_dim(x, dim, keepdim, sign))
+        return Rewrite(lambda x, dim, keepdim=False: decompositions.max_dim(x, dim, keepdim, sign))
     return kept_whole(input, dim, keepdim, 2)
 
 
@@ -124,7 +124,9 @@ def _arg_extreme(sign: int) -> Any:
     def derive(input: Arg, dim: int | None = None, keepdim: bool = False) -> str | Rewrite:
         if input.is_split(dim):
             return Rewrite(
-                lambda input, dim=None, keepdim=False: exceptions.argmax(input, dim, keepdim, sign)
+                lambda input, dim=None, keepdim=False: decompositions.argmax(
+                    input, dim, keepdim, sign
+                )
             )
         return kept_whole(input, dim, keepdim)
 
@@ -164,7 +166,7 @@ def all_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 @rule(torch.logsumexp, torch.special.logsumexp)
 def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Rewrite:
     if input.is_split(dim):
-        return Rewrite(exceptions.logsumexp)
+        return Rewrite(decompositions.logsumexp)
     return kept_whole(input, dim, keepdim)
 
 
@@ -182,7 +184,7 @@ def _spread(pick: Any, outputs: int) -> Any:
         if isinstance(dim, bool):
             dim, unbiased = None, dim
         count = correction if correction is not None else int(unbiased)
-        return pick(*exceptions.moments(input, dim, count, keepdim))
+        return pick(*decompositions.moments(input, dim, count, keepdim))
 
     def derive(
         input: Arg, dim: Any = None, _unbiased: bool = True, keepdim: bool = False
@@ -194,16 +196,16 @@ def _spread(pick: Any, outputs: int) -> Any:
 
 
 rule(torch.var)(_spread(lambda mean, var: var, 1))
-rule(torch.std)(_spread(lambda mean, var: exceptions.root(var), 1))
+rule(torch.std)(_spread(lambda mean, var: decompositions.root(var), 1))
 rule(torch.var_mean)(_spread(lambda mean, var: (var, mean), 2))
-rule(torch.std_mean)(_spread(lambda mean, var: (exceptions.root(var), mean), 2))
+rule(torch.std_mean)(_spread(lambda mean, var: (decompositions.root(var), mean), 2))
 
 
 @rule(torch.linalg.vector_norm)
 def vector_norm(input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
     if input.is_split(dim):
         return Rewrite(
-            lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: exceptions.vector_norm(
+            lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: decompositions.vector_norm(
                 x, ord, dim, keepdim, dtype
             )
         )
@@ -239,7 +241,7 @@ def norm(
     ) -> Any:
         p = ord if ord is not None else p
         p = 2 if p in ("fro", None) else p
-        return exceptions.vector_norm(input, p, dim, keepdim, dtype)
+        return decompositions.vector_norm(input, p, dim, keepdim, dtype)
 
     if p == "nuc":
         return None

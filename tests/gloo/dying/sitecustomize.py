@@ -26,8 +26,8 @@ def die(*_: object) -> None:
 if os.environ.get("RANK") == RANK and not Path(os.environ["DIED"]).exists():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from partita.app.models.gpt import GPT, Block
     from partita.comm.dcp import Writer
-    from partita.train.models.gpt import GPT, Block
 
     step, saves = -1, 0
     forward_of_model, forward_of_block, write = GPT.forward, Block.forward, Writer.write_data

@@ -1,0 +1,188 @@
+"""Which module made the first nan?
+
+Hooks look at what every module returns, and at the gradients that come back for it. A module is to
+blame whose result is not finite though all that it took is; one that was handed a nan is not. Ranks
+look at their own pieces and agree in `check`, where the earliest find of all is raised by all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction as Unseen  # by DTensors, and by regions of remat
+
+from partita.comm import everyone, message
+from partita.parallel.nested_tensors import tensors_in
+from partita.remat import is_recomputing
+
+__all__ = ["NanError", "NanWatch", "detect_nan"]
+
+
+class NanError(ValueError):
+    """A loss or a gradient is not a finite number: says in which step, and what made it so."""
+
+
+@message
+@dataclass(frozen=True)
+class _Find:
+    """A tensor that is not finite.
+
+    Attributes:
+        order: how many tensors the rank had looked at before. Ranks look at the same ones, so the
+            least of all ranks is the earliest.
+        what: a sentence: where it was found, and what is known of its cause.
+        rank: who found it; filled in where ranks compare.
+    """
+
+    order: int
+    what: str
+    rank: int = 0
+
+
+_Finds = Mapping[tuple[str, str], _Find]
+"""The first find for each of ("forward" or "backward", "nan" or "inf")."""
+
+
+class NanWatch:
+    """Watches one model. Made by `detect_nan`; a context manager that stops watching at its end."""
+
+    def __init__(self, model: nn.Module):
+        self._seen = self._steps = 0
+        self._finds: dict[tuple[str, str], _Find] = {}
+        self._last_finite = ""  # the module whose result's gradient was the last finite one
+        self._hooks = []
+        for name, module in model.named_modules():
+            title = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            hook = partial(self._returned, title)
+            self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def check(self, loss: float | torch.Tensor, step: int | None = None) -> None:
+        """Raise on every rank if the loss is not finite, or a gradient of this step is nan.
+
+        Every rank calls it once a step: after backward, and before the optimizer's step, which
+        would bring the nan into the parameters. Costs one small exchange between all ranks.
+
+        Args:
+            step: its number, for the message; counted from 0 where not given.
+
+        Raises:
+            NanError: names the step, and the first module.
+        """
+        value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
+        finds = everyone().decide(self._finds, _earliest)
+        step = self._steps if step is None else step
+        if not math.isfinite(value) or ("backward", "nan") in finds:
+            raise NanError(_message(value, step, finds))
+        self._steps += 1
+        self._seen, self._last_finite = 0, ""
+        self._finds = {}  # what the loss does not see, such as the -inf of a mask, is no fault
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> NanWatch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _returned(self, title: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if is_recomputing():
+            return
+        with Unseen(), torch.no_grad():
+            for t in tensors_in(result):
+                self._seen += 1
+                fault = _fault(t)
+                if fault and ("forward", fault) not in self._finds:
+                    self._blame(title, module, fault, (args, kwargs))
+                if t.requires_grad:
+                    t.register_hook(partial(self._came_back, title))
+
+    def _blame(self, title: str, module: nn.Module, fault: str, taken: Any) -> None:
+        if any(_fault(t) for t in tensors_in(taken)):
+            return
+        what = f"the first {fault} is in the result of {title}, which took nothing like it"
+        spoilt = [name for name, p in module.named_parameters() if _fault(p)]
+        if spoilt:
+            what += f"; its {spoilt[0]} is not finite, since an earlier step"
+        elif next(module.children(), None) is not None:
+            what += ": not made by a module in it, but by its own forward"
+        self._finds["forward", fault] = _Find(self._seen, what)
+
+    def _came_back(self, title: str, gradient: torch.Tensor) -> None:
+        with Unseen(), torch.no_grad():
+            self._seen += 1
+            fault = _fault(gradient)
+        if not fault:
+            self._last_finite = title
+        elif ("backward", fault) not in self._finds:
+            what = f"the first {fault} gradient is that of the result of {title}"
+            if self._last_finite:
+                what += f"; that of the result of {self._last_finite}, just before, is finite"
+            self._finds["backward", fault] = _Find(self._seen, what)
+
+
+def detect_nan(model: nn.Module) -> NanWatch:
+    """Watch a model for the module that makes the first nan, in forward or in backward.
+
+    Any model: plain, parallel, sharded, recomputed. Each result and each gradient is read once
+    more, and on a GPU waited for: for finding a fault, not for every day.
+
+        with pt.detect_nan(model) as watch:
+            for step, (x, y) in enumerate(batches):
+                loss = loss_of(model(x), y)
+                loss.backward()
+                watch.check(loss, step)  # NanError names the step and the module
+                optimizer.step()
+    """
+    return NanWatch(model)
+
+
+def _fault(t: torch.Tensor) -> str:
+    """ "nan" or "inf" if there is one in this rank's piece, else ""."""
+    if not (t.is_floating_point() or t.is_complex()) or t.is_meta:
+        return ""
+    total = t.detach().sum()  # one pass without a copy; a sum may overflow, so look twice
+    if torch.isfinite(total):
+        return ""
+    if t.isnan().any():
+        return "nan"
+    return "inf" if t.isinf().any() else ""
+
+
+def _earliest(finds: list[_Finds]) -> Sequence[_Finds]:
+    first: dict[tuple[str, str], _Find] = {}
+    for rank, of_rank in enumerate(finds):
+        for kind, find in of_rank.items():
+            if kind not in first or find.order < first[kind].order:
+                first[kind] = _Find(find.order, find.what, rank)
+    return [first] * len(finds)
+
+
+def _message(loss: float, step: int, finds: _Finds) -> str:
+    fact = f"the loss of step {step} is {loss}"
+    if math.isfinite(loss):
+        fact = f"a gradient of step {step} is nan"
+    told = [find for (way, _), find in finds.items() if way == "forward"]
+    if not told:
+        told = [find for (way, _), find in finds.items() if way == "backward"]
+        if not math.isfinite(loss):
+            fact += ", though every module gave a finite result: what comes after the model made it"
+    told.sort(key=lambda find: find.order)
+    return "\n  ".join([fact, *(f"{find.what} (on rank {find.rank})" for find in told)])

@@ -1,0 +1,275 @@
+"""What can be asked of a training run? One table: of flags, of config files, of checkpoints."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from partita.checkpoint import is_checkpoint
+
+__all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "read_positive", "shown_mesh"]
+
+Mesh = tuple[tuple[str, int], ...]
+"""Axis names and sizes; () for one device without a mesh."""
+
+LAST = "last"  # the checkpoint within --save DIR
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
+
+
+# -- values as text --------------------------------------------------------------------------------
+
+
+def read_mesh(text: str) -> Mesh:
+    """`dp=2,tp=2` as (("dp", 2), ("tp", 2)); "" as ()."""
+    axes = []
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in ("dp", "tp") or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"{part!r} is no axis: write dp=N, tp=N or dp=N,tp=N")
+        axes.append((name, int(size)))
+    if len({name for name, _ in axes}) < len(axes):
+        raise ValueError(f"{text!r} names an axis twice")
+    return tuple(axes)
+
+
+def shown_mesh(mesh: Mesh) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh)
+
+
+def read_whole(text: str, least: float = -math.inf) -> int:
+    """A whole number, at least `least`."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise ValueError(f"{number} is not a positive number" if least else f"{number} is below 0")
+    return number
+
+
+read_positive = partial(read_whole, least=1)
+_read_count = partial(read_whole, least=0)
+
+
+def _read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+
+
+def _one_of(*allowed: Any) -> Callable[[str], Any]:
+    known = {str(value): value for value in allowed}
+
+    def read(text: str) -> Any:
+        if text not in known:
+            raise ValueError(f"{text!r} is none of {', '.join(known)}")
+        return known[text]
+
+    return read
+
+
+def _read_remat(text: str) -> str | int:
+    """ "none", "blocks", or a number of bytes: "64MiB"."""
+    if text in ("none", "blocks"):
+        return text
+    for unit, size in _UNITS.items():
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.isdecimal():
+            return int(number) * size
+    raise ValueError(f"{text!r} is neither none nor blocks nor a budget such as 64MiB")
+
+
+def _shown_remat(remat: str | int) -> str:
+    if isinstance(remat, str):
+        return remat
+    unit, size = next((unit, size) for unit, size in _UNITS.items() if remat % size == 0)
+    return f"{remat // size}{unit}"
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def _option(
+    default: Any,
+    what: str,
+    read: Callable[[str], Any] = str,
+    *,
+    show: Callable[[Any], str | int | float] | None = None,
+    metavar: str | None = None,
+    alone: str | None = None,
+) -> Any:
+    """One option: its default, what it is for, how text becomes its value and back.
+
+    Args:
+        alone: what the flag means without a value.
+    """
+    facts = {"what": what, "read": read, "show": show, "metavar": metavar, "alone": alone}
+    return field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train, on what, how, and for how long. `partita train --help` shows the same table.
+
+    Raises:
+        ValueError: from `check`, which names the flag.
+    """
+
+    mesh: Mesh = _option(  # noqa: RUF009  it returns a field
+        (),
+        "dp splits the batch, tp the weights",
+        read_mesh,
+        show=shown_mesh,
+        metavar="dp=2,tp=2",
+    )
+    data: Path | None = _option(  # noqa: RUF009
+        None, "a folder of text, or a file (Python's standard library)", Path, show=str
+    )
+    steps: int = _option(600, "optimizer steps", read_positive)
+    seed: int = _option(0, "of weights, batches and sample", read_whole)
+    batch: int = _option(16, "sequences per step, over all ranks", read_positive)
+    context: int = _option(128, "bytes per sequence", read_positive)
+    layers: int = _option(4, "blocks", read_positive)
+    width: int = _option(128, "of the residual stream", read_positive)
+    heads: int = _option(4, "of attention, per block", read_positive)
+    lr: float = _option(
+        2e-3, "highest learning rate, reached in 20 steps; then a cosine", _read_number
+    )
+    zero: int = _option(
+        0,
+        "share over dp: 1 optimizer state, 2 gradients too, 3 parameters too",
+        _one_of(0, 1, 2, 3),
+        metavar="STAGE",
+    )
+    sp: bool = _option(False, "sequence parallel: between blocks, tp splits the sequence")
+    remat: str | int = _option(
+        "none",
+        "recompute in backward: none, blocks, or what does not fit a budget such as 64MiB",
+        _read_remat,
+        show=_shown_remat,
+        metavar="WHAT",
+        alone="blocks",
+    )
+    dtype: str = _option(
+        "fp32", "fp32, or bf16 to compute in, over fp32 weights", _one_of("fp32", "bf16")
+    )
+    compile: bool = _option(False, "the step as one graph, compiled: fewer bytes and milliseconds")
+    accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
+    save: Path | None = _option(  # noqa: RUF009
+        None, "keep a checkpoint in this folder", Path, show=str, metavar="DIR"
+    )
+    save_every: int = _option(100, "steps between checkpoints; 0: at the end only", _read_count)
+    resume: bool = _option(False, "go on from the checkpoint in --save DIR, if there is one")
+    detect_nan: bool = _option(False, "name the module that made the first nan (slower)")
+    check_ranks: bool = _option(False, "compare what ranks ask for at each collective (slower)")
+    sample: int = _option(200, "bytes of text to write at the end", _read_count)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Where the run's checkpoint is kept."""
+        return None if self.save is None else self.save / LAST
+
+    def check(self) -> None:
+        """Refuse what can be refused before any rank starts.
+
+        Raises:
+            ValueError: options that do not go together, or name what is not there.
+        """
+        axes = dict(self.mesh)
+        shown = f"--mesh {shown_mesh(self.mesh)}" if self.mesh else "a single rank"
+        if self.width % (2 * self.heads):
+            near = 2 * self.heads * max(1, round(self.width / (2 * self.heads)))
+            raise ValueError(
+                f"--width {self.width} does not divide into --heads {self.heads} of an even size; "
+                f"--width {near} does"
+            )
+        if self.zero and "dp" not in axes:
+            raise ValueError(f"--zero {self.zero} shards over dp, and {shown} has none")
+        if self.sp and "tp" not in axes:
+            raise ValueError(f"--sp splits the sequence over tp, and {shown} has none")
+        if self.compile and self.detect_nan:
+            raise ValueError("--detect-nan looks into modules, of which a --compile step has none")
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"--batch {self.batch} does not divide into --accumulate {self.accumulate} "
+                "micro-batches of one size"
+            )
+        if self.data is not None and not self.data.exists():
+            raise ValueError(f"--data: there is no {self.data}")
+        if self.resume and self.save is None:
+            raise ValueError("--resume goes on from the checkpoint in --save DIR: name the folder")
+        if self.save is not None and self.save.exists() and not self.save.is_dir():
+            raise ValueError(f"--save: {self.save} is no folder")
+        if self.checkpoint is not None and is_checkpoint(self.checkpoint) and not self.resume:
+            raise ValueError(
+                f"--save: {self.save} holds a checkpoint already; --resume goes on from it"
+            )
+
+    # -- as a file -------------------------------------------------------------------------------
+
+    def to_toml(self) -> str:
+        """The options as a TOML file that `options_in` reads back, with a comment for each."""
+        lines = []
+        for one in fields(self):
+            value, show = getattr(self, one.name), one.metadata["show"]
+            key = flag(one.name)
+            if value is None:
+                line = f'# {key} = "{one.metadata["metavar"] or "PATH"}"'
+            else:
+                # TOML's strings, numbers and booleans are written as JSON's are.
+                line = f"{key} = {json.dumps(value if show is None else show(value))}"
+            lines.append(f"{line:<24}  # {one.metadata['what']}")
+        return "\n".join(lines) + "\n"
+
+
+def flag(name: str) -> str:
+    """An option's name on the command line and in files."""
+    return name.replace("_", "-")
+
+
+def options_in(text: str, source: str = "config") -> dict[str, Any]:
+    """The options that a TOML file names, by field: `Options(**options_in(text))`.
+
+    Args:
+        source: what to call the file in errors.
+
+    Raises:
+        ValueError: no TOML, an option that there is not, a value that it cannot have.
+    """
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: {error}") from None
+    known = {flag(one.name): one for one in fields(Options)}
+    found = {}
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1) or [", ".join(known)]
+            raise ValueError(f"{source}: there is no option {key}; there is {near[0]}")
+        found[known[key].name] = _value_of(known[key], value, f"{source}: {key}")
+    return found
+
+
+def _value_of(option: Any, value: Any, where: str) -> Any:
+    is_switch = isinstance(option.default, bool)
+    if is_switch is not isinstance(value, bool) or not isinstance(value, (bool, int, float, str)):
+        wanted = "true or false" if is_switch else "a number or a string"
+        raise ValueError(f"{where} = {value!r}: takes {wanted}")
+    if is_switch:
+        return value
+    try:
+        return option.metadata["read"](str(value))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,251 @@
+"""How is a model trained on a mesh? By an ordinary loop, over tensors that have been spread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import partita as pt
+from partita.compile.phases import told_of_phases
+
+from .checkpoint_schedule import Saves
+from .data import Text, read
+from .models import GPT
+from .options import Options
+
+__all__ = ["build", "sample", "train", "verify"]
+
+Tell = Callable[..., None]
+"""Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
+
+MicroBatches = list[tuple[Tensor, Tensor]]
+Run = Callable[[MicroBatches, int], Tensor]
+"""Called with the micro-batches of a step and its number; updates, and returns the loss."""
+
+TOLERANCE = 1e-5  # relative difference of losses that --verify accepts, fp32
+WARM_UP = 20  # steps until the learning rate is reached
+PROMPT = b"def "
+
+
+def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = None) -> list[float]:
+    """Train a GPT and return the loss of each step (nats per byte, before its update).
+
+    Every rank of `options.mesh` calls this with equal options, and with the mesh, if it has one
+    already (that of `pt.ranks`). Tells of "ready" once, of "at" when
+    a step goes into another phase, of "step" after each step, of "saved" when a checkpoint is on
+    the disk, and of "sample" at the end.
+
+    Raises:
+        ValueError: options that fit no model, no text or no checkpoint; a loss that is not finite.
+    """
+    if text is None:
+        text = read(options.data, context=options.context)
+    mesh = _mesh(options) if mesh is None else mesh
+    model = build(options, mesh)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+    )
+    saves = Saves(options, model, optimizer, tell)
+    first = saves.resume()
+    tell(
+        "ready",
+        parameters=sum(p.numel() for p in model.parameters()),
+        bytes=len(text.bytes),
+        files=text.files,
+        source=text.source,
+        threads=torch.get_num_threads(),
+        first=first,
+    )
+    run = (
+        _compiled(model, optimizer, options, tell)
+        if options.compile
+        else _step(model, optimizer, options, tell)
+    )
+    losses = []
+    with ExitStack() as inside:
+        if options.check_ranks:
+            inside.enter_context(pt.check_ranks())
+        nan = inside.enter_context(pt.detect_nan(model)) if options.detect_nan else None
+        for step in range(first, options.steps):
+            start = time.monotonic()
+            with pt.ledger() as log:
+                batch = text.batch(
+                    step, seed=options.seed, size=options.batch, context=options.context
+                )
+                for group in optimizer.param_groups:
+                    group["lr"] = options.lr * _share_of_lr(step, options.steps)
+                loss = run(_micro_batches(batch, mesh, options), step).item()
+                if nan is not None:
+                    nan.check(loss, step)
+                elif not math.isfinite(loss):
+                    raise ValueError(
+                        f"the loss of step {step} is {loss}; --detect-nan names the module that "
+                        "made it"
+                    )
+            losses.append(loss)
+            tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
+            saves.after(step)
+        saves.finish()
+        if options.sample:
+            tell("at", phase="sample", step=options.steps)
+            with _precision(options):
+                written = sample(model, PROMPT, options.sample, seed=options.seed)
+            tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="backslashreplace"))
+    return losses
+
+
+def build(options: Options, mesh: Any) -> GPT:
+    """The model as `options` ask for it, on `mesh`; on one device where that is None."""
+    torch.manual_seed(options.seed)
+    model = GPT(
+        layers=options.layers, width=options.width, heads=options.heads, context=options.context
+    )
+    if mesh is not None:
+        axes = mesh.mesh_dim_names
+        # A byte has 256 values: to split so few words would cost more than it saves.
+        plan = pt.plans.gpt(split_words=False, sequence=options.sp) if "tp" in axes else None
+        pt.parallelize(model, mesh, plan)
+        if "dp" in axes:
+            pt.zero(model, mesh, "dp", stage=options.zero, precision=_zero_precision(options))
+    if options.remat == "blocks":
+        pt.remat(model, blocks=list(model.blocks))
+    elif options.remat != "none":
+        pt.remat(model, policy=options.remat)
+    return model
+
+
+def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+    """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
+
+    def run(micro_batches: MicroBatches, step: int) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for k, (inputs, targets) in enumerate(micro_batches, 1):
+            with _holding_back(model, options) if k < options.accumulate else nullcontext():
+                tell("at", phase="forward", step=step)
+                with _precision(options):
+                    logits = model(inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+                loss = loss / options.accumulate
+                tell("at", phase="backward", step=step)
+                loss.backward()
+            total = total + loss.detach()
+        tell("at", phase="optimizer", step=step)
+        optimizer.step()
+        return total  # shares of all micro-batches: settled once, when it is read
+
+    return run
+
+
+def _compiled(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+    """The same step as one graph, of which nothing can be told while it runs."""
+    eager = _step(model, optimizer, options, _tell_nothing)
+    graph = pt.compile(lambda micro_batches: eager(micro_batches, 0), state=[model, optimizer])
+
+    def run(micro_batches: MicroBatches, step: int) -> Tensor:
+        tell("at", phase="graph", step=step)
+        with told_of_phases(lambda phase: tell("at", phase=phase, step=step)):
+            total: Tensor = graph(micro_batches)
+        return total
+
+    return run
+
+
+def _tell_nothing(event: str, **facts: Any) -> None:
+    pass
+
+
+def _micro_batches(batch: tuple[Tensor, Tensor], mesh: Any, options: Options) -> MicroBatches:
+    """Inputs and targets of each, laid out over the mesh."""
+    pairs = zip(*(t.chunk(options.accumulate) for t in batch), strict=True)
+    return [pair if mesh is None else pt.distribute_batch(pair, mesh) for pair in pairs]
+
+
+def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
+    """Who holds whole gradients anyhow sends them once a step; shards are sent as they come."""
+    return pt.no_sync(model) if "dp" in dict(options.mesh) and options.zero < 2 else nullcontext()
+
+
+def _precision(options: Options) -> AbstractContextManager[Any]:
+    """bf16 by autocast; but what ZeRO-3 gathers it has cast before, at half the bytes."""
+    if options.dtype == "fp32" or options.zero == 3:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _zero_precision(options: Options) -> pt.MixedPrecision | None:
+    if options.dtype == "fp32" or options.zero < 3:
+        return None
+    return pt.MixedPrecision(torch.bfloat16)
+
+
+def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
+    """Train on the mesh, then the same without one, and compare the losses of each step.
+
+    Every rank calls this; the rank with `compare` makes the second run, tells of "verify" and
+    returns whether no relative difference is over 1e-5. The other ranks return True.
+    """
+    options = replace(options, sample=0)
+    text = read(options.data, context=options.context)
+    spread_out = train(options, tell, text)
+    if not compare:
+        return True
+
+    alone = replace(
+        options,
+        mesh=(),
+        zero=0,
+        sp=False,
+        remat="none",
+        compile=False,
+        accumulate=1,
+        detect_nan=False,
+        check_ranks=False,
+    )
+    single = train(alone, _tell_nothing, text)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(spread_out, single, strict=True))
+    tell("verify", mesh=spread_out, one=single, difference=worst, tolerance=TOLERANCE)
+    return worst <= TOLERANCE
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
+    """`count` bytes that the model writes after `prompt`. Every rank calls this and gets the same.
+
+    The window keeps one length, filled up at its end, where a causal model does not look: so each
+    byte runs the plans of the first.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(count):
+        recent = tokens[-model.context :]
+        window = torch.zeros(1, model.context, dtype=torch.int64)
+        window[0, : len(recent)] = torch.tensor(recent)
+        logits = _whole(model(window))[0, len(recent) - 1].float()
+        chances = F.softmax(logits / 0.7, dim=-1)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(tokens[len(prompt) :])
+
+
+def _share_of_lr(step: int, steps: int) -> float:
+    falling = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / WARM_UP) * falling
+
+
+def _mesh(options: Options) -> Any:
+    if not options.mesh:
+        return None
+    names, sizes = zip(*options.mesh, strict=True)
+    return pt.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, pt.DTensor) else x

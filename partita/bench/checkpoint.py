@@ -1,0 +1,146 @@
+"""How long does a checkpoint stop training, beside the copy alone and beside torch's own?
+
+Gloo ranks hold the shards of a few large weights. In turn, within each round: the copy of this
+rank's pieces into memory that it has already (what no asynchronous save can do without), `pt.save`,
+the call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first
+of a run), the same with that memory (so are all others), and torch.distributed.checkpoint's
+`async_save` and `save` of as many bytes; then `pt.load`, torch's `load`, and the checksums alone,
+of all that a rank reads, which both `pt.save` and `pt.load` look at once. Of an asynchronous save
+the pause is counted; its end is waited for outside of it. What is beside the copy: the pause less
+the copy of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import partita as pt
+
+__all__ = ["main", "measure"]
+
+MIB = 1 << 20
+COPY = "the copy alone"
+CHECKSUMS = "the checksums alone"
+
+
+def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any], Any]]:
+    """By name: what is timed, and what waits for its end."""
+    import torch.distributed.tensor as theirs
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+    from partita.checkpoint.checksums import Checksums
+
+    rows = mib * MIB // (8 * 4 * 1024)
+    whole = [torch.randn(rows, 1024) for _ in range(8)]
+    ours = {
+        f"w{i}": pt.distribute_tensor(w, mesh, [pt.Shard(0)], src_data_rank=None)
+        for i, w in enumerate(whole)
+    }
+    other = {
+        f"w{i}": theirs.distribute_tensor(w, mesh, [theirs.Shard(0)], src_data_rank=None)
+        for i, w in enumerate(whole)
+    }
+    pieces = [w.to_local() for w in ours.values()]
+    copies = [torch.empty_like(p) for p in pieces]
+
+    def copy() -> None:
+        for to, piece in zip(copies, pieces, strict=True):
+            to.copy_(piece)
+
+    def at(name: str) -> str:
+        return os.path.join(folder, name)
+
+    def ended(saving: Any) -> None:
+        saving.result()
+
+    def check() -> None:
+        """What this rank wrote and would read: a file of its own."""
+        path = Path(at("a"))
+        sums = Checksums.read(path)
+        assert sums is not None
+        name = f"__{mesh.get_rank()}_0.distcp"
+        sums.check_chunks(path, [(place, "it") for place in sums.chunks if place[0] == name])
+
+    return {
+        "partita save": (lambda: pt.save(ours, at("a")), None),
+        "partita async_save, new memory": (lambda: pt.async_save(ours, at("b")), ended),
+        COPY: (copy, None),
+        "partita async_save": (lambda: pt.async_save(ours, at("b")), ended),
+        "torch async_save": (lambda: async_save(other, checkpoint_id=at("c")), ended),
+        "torch save": (lambda: save(other, checkpoint_id=at("d")), None),
+        "partita load": (lambda: pt.load(ours, at("a")), None),
+        "torch load": (lambda: load(other, checkpoint_id=at("d")), None),
+        CHECKSUMS: (check, None),
+    }
+
+
+def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    ways = _ways(mesh, mib, folder)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(rounds + 1):
+        for name, (run, wait) in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            saving = run()
+            took = time.perf_counter() - start
+            if wait is not None:
+                wait(saving)
+            if i:  # the first makes buffers and threads
+                seconds[name].append(took)
+    end.send(seconds)
+    end.close()
+    dist.barrier()
+    os._exit(0)
+
+
+def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
+    """Seconds of each way, round by round, as the slowest rank had it."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ends = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            context.Process(target=_rank, args=(theirs, folder, rank, ranks, rounds, mib)).start()
+            theirs.close()
+            ends.append(ours)
+        told = [end.recv() for end in ends]
+    return {name: [max(t) for t in zip(*(s[name] for s in told), strict=True)] for name in told[0]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="partita bench checkpoint", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=128, help="of all ranks together")
+    options = parser.parse_args(argv)
+    found = measure(options.ranks, options.rounds, options.mib)
+    print(f"{options.mib} MiB on {options.ranks} Gloo ranks, {options.rounds} rounds: the pause")
+    for name, times in found.items():
+        both = list(zip(times, found[COPY], strict=True))
+        over, beside = median(t / c for t, c in both), median(t - c for t, c in both)
+        print(
+            f"{name:<32}{1e3 * median(times):>8.1f} ms {over:>7.2f} copies"
+            f" {1e3 * beside:>8.1f} ms beside the copy"
+        )
+    for name in ("partita save", "partita load"):
+        share = median(c / t for c, t in zip(found[CHECKSUMS], found[name], strict=True))
+        print(f"of {name}, {share:.0%} are for the checksums")
+    return 0

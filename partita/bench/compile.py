@@ -1,0 +1,309 @@
+"""What does a compiled step cost, over the same compute without communication, and beside others?
+
+    train    a GPT on 2 and 4 Gloo ranks: each rank alone (eager and compiled), ZeRO-3 and data
+             parallel by partita (eager and compiled), DDP, FSDP2 (eager and compiled) and
+             SimpleFSDP (a parametrization that gathers, compiled); all in turn in one run
+    small    D=64, two layers, ZeRO-3 over one process that trains on the full batch
+    tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute
+    guards   what share of a call it takes to look at what the step read of Python (and, beside it,
+             at tensors and arguments too): a tiny GPT and a Llama of 24 layers, d=256, compiled
+    start    a cold store and a warm one: how long until 4 ranks have made their first step
+    depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`), and what an older
+             checkout takes in the same run (`--before PATH`); with `--cold` Inductor's part, too
+    dry      what it takes to plan 80 blocks of width 8192 for 1,024 x 8 ranks on one core
+    moves    what each move and a ZeRO-3 layer of a Llama cost the host, in nodes and time, on dry
+             meshes of 8 to 4,096 ranks (`--mesh-sizes`), and the ratio
+
+What memory a compiled step takes is asked by `partita bench memory`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import partita as pt
+from partita.app.models.llama import Llama
+from partita.parallel.zero import zero
+
+from . import depth as bench_depth
+from . import dry as bench_dry
+from . import moves as bench_moves
+from .interleaved import Step, in_turns, measure, on_ranks, table
+from .zero import Shape, fsdp, training
+
+__all__ = ["main"]
+
+SMALL = Shape(layers=2, width=64)
+TINY = Shape(width=16, context=16, batch=2)
+
+
+class _Gathered(nn.Module):
+    """SimpleFSDP: a parameter is shown whole by a gather, whose transpose reduces its gradient."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        from torch.distributed.tensor import Partial, Replicate
+
+        whole = x.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+
+def simple_fsdp(model: nn.Module, mesh: Any) -> nn.Module:
+    """The model with every parameter a `torch.distributed.tensor` DTensor that is gathered at use.
+
+    As the SimpleFSDP paper has it (arXiv 2411.00284): one parametrization, no hooks.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for module in list(model.modules()):
+        for name, p in list(module.named_parameters(recurse=False)):
+            shard = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+            setattr(module, name, shard)
+            parametrize.register_parametrization(module, name, _Gathered(), unsafe=True)
+    return model
+
+
+def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str, Step]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    base = shape.model()
+    x, y = (part.chunk(ranks)[rank].contiguous() for part in shape.tokens(ranks))
+    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+
+    def plain(model: nn.Module, how: Callable[..., Any] = lambda step: step) -> Step:
+        step = how(training(model))
+        return lambda: step(x, y)
+
+    def spread(stage: int, how: Callable[..., Any] = lambda step: step) -> Step:
+        step = how(training(zero(copy.deepcopy(base), mesh, stage=stage)))
+        rows = [pt.DTensor.from_local(part, mesh, [pt.Shard(0)]) for part in (x, y)]
+        return lambda: step(*rows)
+
+    def new() -> nn.Module:
+        return copy.deepcopy(base)
+
+    ways: dict[str, Callable[[], Step]] = {
+        "alone": lambda: plain(new()),
+        "alone compiled": lambda: plain(new(), pt.compile),
+        "partita dp": lambda: spread(0),
+        "partita dp compiled": lambda: spread(0, pt.compile),
+        "DDP": lambda: plain(DistributedDataParallel(new())),
+        "partita zero 3": lambda: spread(3),
+        "partita zero 3 compiled": lambda: spread(3, pt.compile),
+        "FSDP2": lambda: plain(fsdp(new(), mesh)),
+        "FSDP2 compiled": lambda: plain(torch.compile(fsdp(new(), mesh))),
+        "SimpleFSDP compiled": lambda: plain(torch.compile(simple_fsdp(new(), mesh))),
+    }
+    return {
+        name: make() for name, make in ways.items() if not only or name == "alone" or name in only
+    }
+
+
+def _small_steps(rank: int, ranks: int) -> dict[str, Step]:
+    """One process trains on all rows; the ranks on theirs."""
+    base = SMALL.model()
+    x, y = SMALL.tokens(ranks)
+    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    alone = training(copy.deepcopy(base))
+
+    def sharded(how: Callable[..., Any]) -> Step:
+        step = how(training(zero(copy.deepcopy(base), mesh, stage=3)))
+        rows = [pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in (x, y)]
+        return lambda: step(*rows)
+
+    alone_compiled = pt.compile(training(copy.deepcopy(base)))
+    theirs = training(fsdp(copy.deepcopy(base), mesh))
+    mine = [t.chunk(ranks)[rank].contiguous() for t in (x, y)]
+    return {
+        "one process": (lambda: alone(x, y)) if rank == 0 else (lambda: None),
+        "one process compiled": (lambda: alone_compiled(x, y)) if rank == 0 else (lambda: None),
+        "partita zero 3": sharded(lambda step: step),
+        "partita zero 3 compiled": sharded(pt.compile),
+        "FSDP2": lambda: theirs(*mine),
+    }
+
+
+def _train(options: argparse.Namespace) -> dict[str, Any]:
+    shape, found = Shape(), {}
+    for ranks in options.ranks:
+        found[str(ranks)] = measure(_steps, ranks, options.rounds, shape, options.only, warm=3)
+        print(f"\n{shape}, AdamW, {ranks} Gloo ranks, {options.rounds} rounds")
+        print(table(found[str(ranks)], "alone"), flush=True)
+    return found
+
+
+def _small(options: argparse.Namespace) -> dict[str, Any]:
+    found = {}
+    for ranks in options.ranks:
+        found[str(ranks)] = measure(_small_steps, ranks, 4 * options.rounds, warm=3)
+        print(f"\n{SMALL}, AdamW, {ranks} Gloo ranks; one process trains on all rows")
+        print(table(found[str(ranks)], "one process"), flush=True)
+    return found
+
+
+def _tiny(options: argparse.Namespace) -> dict[str, Any]:
+    """One process on a group that carries nothing: what is left is what a step itself costs."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    base = TINY.model()
+    x, y = TINY.tokens(1)
+    rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in (x, y)]
+    plain = training(copy.deepcopy(base))
+
+    def spread(stage: int, how: Callable[..., Any] = lambda step: step) -> Step:
+        step = how(training(zero(copy.deepcopy(base), mesh, stage=stage)))
+        return lambda: step(*rows)
+
+    found = in_turns(
+        {
+            "plain PyTorch": lambda: plain(x, y),
+            "partita dp": spread(0),
+            "partita dp compiled": spread(0, pt.compile),
+            "partita zero 3": spread(3),
+            "partita zero 3 compiled": spread(3, pt.compile),
+        },
+        rounds=10 * options.rounds,
+        warm=3,
+    )
+    dist.destroy_process_group()
+    print(f"\n{TINY}, AdamW, a fake group of 2")
+    print(table(found, "plain PyTorch"), flush=True)
+    return found
+
+
+def _guards(options: argparse.Namespace) -> dict[str, Any]:
+    """Time of `Guards.hold`, and of all that is checked, beside that of whole calls."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    llama = Shape(layers=24, width=256)
+    models = {"tiny": (TINY, TINY.model), "llama": (llama, lambda: _llama(llama))}
+    print(f"\n{'':<8}{'backend':<10}{'guards':>8}{'check':>11}{'call':>12}{'share':>8}{'all':>11}")
+    for name, (shape, model) in models.items():
+        for backend in options.backends:
+            step = pt.compile(training(model()), backend=backend)
+            found[f"{name} {backend}"] = one = _share(step, tuple(shape.tokens(1)), options.rounds)
+            print(
+                f"{name:<8}{backend:<10}{one['guards']:>8}{one['check'] * 1e6:>8.0f} us"
+                f"{one['call'] * 1e3:>9.2f} ms{one['check'] / one['call']:>8.2%}"
+                f"{one['all'] * 1e6:>8.0f} us",
+                flush=True,
+            )
+    return found
+
+
+def _llama(shape: Shape) -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        groups=shape.heads // 2,
+        context=shape.context,
+    )
+
+
+def _share(step: Any, batch: Any, rounds: int) -> dict[str, float]:
+    """Seconds of one call of a step and of what is checked before it."""
+    for _ in range(3):
+        step(*batch)
+    guards, call = step.program.guards, step._call_guard
+    return {
+        "guards": len(guards),
+        "check": _median(guards.hold, 20 * rounds),
+        "call": _median(lambda: step(*batch), rounds),
+        "all": _median(lambda: call.tensors(batch, {}), 20 * rounds),
+    }
+
+
+def _median(run: Callable[[], Any], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _first_step(rank: int, ranks: int, cache: str) -> tuple[float, str]:
+    """Seconds until a rank has made its first step, and how it came by the artifact."""
+    os.environ |= {"PARTITA_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor{rank}"}
+    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    step = pt.compile(training(zero(Shape().model(), mesh, stage=3)))
+    rows = [pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in Shape().tokens(ranks)]
+    start = time.perf_counter()
+    step(*rows)
+    return time.perf_counter() - start, str(step.artifact)
+
+
+def _start(options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        print(f"\n{Shape()}, ZeRO-3, 4 Gloo ranks: until the first step is made")
+        for run in ("cold store", "warm store"):
+            shutil.rmtree(f"{cache}/inductor0", ignore_errors=True)  # only the store stays
+            found[run] = on_ranks(_first_step, 4, cache)
+            for rank, (seconds, how) in enumerate(found[run]):
+                print(f"{run:<12} rank {rank} {seconds:>8.1f} s   {how}", flush=True)
+    return found
+
+
+PARTS = {
+    "train": _train,
+    "small": _small,
+    "tiny": _tiny,
+    "guards": _guards,
+    "start": _start,
+    "depth": bench_depth.depth,
+    "dry": bench_dry.dry,
+    "moves": bench_moves.moves,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="partita bench compile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="+", default=(), help="these ways of `train`, and `alone`")
+    parser.add_argument(
+        "--backends", nargs="+", default=["inductor"], help="of `guards`: inductor, graph"
+    )
+    bench_depth.add_options(parser)
+    bench_dry.add_options(parser)
+    bench_moves.add_options(parser)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"the parts are {', '.join(PARTS)}, not {', '.join(unknown)}")
+    wanted = options.parts or list(PARTS)
+    found = {name: part(options) for name, part in PARTS.items() if name in wanted}
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

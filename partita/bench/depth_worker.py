@@ -1,0 +1,182 @@
+"""One process that captures a training step of a model of any depth, and says what that took.
+
+Reads numbers of blocks from its input and prints a line of JSON for each. It is run over any
+checkout of partita, older ones too: it imports only what they have, and times functions by name.
+"""
+
+import inspect
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import partita as pt
+
+try:
+    from partita.app.models.llama import Llama
+    from partita.bench.zero import Shape, training
+    from partita.compile import pipeline
+    from partita.parallel.zero import zero
+except ImportError:  # an older checkout, whose rooms were others
+    from partita.compile import made as pipeline  # type: ignore[attr-defined, no-redef]
+    from partita.report.bench_zero import Shape, training  # type: ignore[no-redef]
+    from partita.train.models.llama import Llama  # type: ignore[no-redef]
+    from partita.train.zero import zero  # type: ignore[no-redef]
+
+__all__ = ["main"]
+
+_CALLS = 10
+_seconds: dict[str, float] = {}
+
+
+def _timed(name: str) -> None:
+    """Have a function of `made` add the seconds that it takes."""
+    inner = getattr(pipeline, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _seconds[name] = _seconds.get(name, 0.0) + time.process_time() - start
+
+    setattr(pipeline, name, timed)
+
+
+def _model(name: str, shape: Shape) -> torch.nn.Module:
+    if name == "gpt":
+        return shape.model()
+    torch.manual_seed(0)
+    width, heads = shape.width, shape.heads
+    return Llama(
+        layers=shape.layers, width=width, heads=heads, groups=heads // 2, context=shape.context
+    )
+
+
+def _transformer(name: str, layers: int, width: int) -> torch.nn.Module:
+    """A model of transformers, of so many layers."""
+    import transformers
+
+    torch.manual_seed(0)
+    text = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "use_cache": name == "hf-llama-cache",
+    }
+    if name == "hf-gemma3":
+        config = transformers.Gemma3TextConfig(**text, head_dim=width // 4, sliding_window=8)
+        return transformers.Gemma3ForCausalLM(config)  # type: ignore[no-any-return]
+    if name == "hf-swin":
+        depths = [2, 2, max(2, layers - 6), 2]
+        config = transformers.SwinConfig(
+            **{"image_size": 64, "patch_size": 4, "embed_dim": 16, "num_labels": 10},
+            **{"depths": depths, "num_heads": [2] * 4, "window_size": 2},
+        )
+        return transformers.SwinForImageClassification(config)  # type: ignore[no-any-return]
+    return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
+        transformers.LlamaConfig(**text)
+    )
+
+
+def _training_of(name: str, shape: Shape, mesh: Any) -> tuple[Any, list[Any]]:
+    """A step of a sharded model, and what it is called with."""
+    if not name.startswith("hf-"):
+        rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
+        return training(zero(_model(name, shape), mesh, stage=3)), rows
+    model = zero(_transformer(name, shape.layers, shape.width), mesh, stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    if name == "hf-swin":
+        given = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
+    else:
+        given = {"input_ids": torch.randint(0, 64, (2, 16))}
+        given["labels"] = given["input_ids"]
+    rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in given.values()]
+
+    def step(*values: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(**dict(zip(given, values, strict=True))).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, rows
+
+
+def _seconds_of_all() -> float:
+    """Of this process, and of those that it has started and that are done."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@contextmanager
+def _cold() -> Iterator[None]:
+    """Within, nothing that was compiled before is found."""
+    import torch._inductor.config as inductor
+
+    with tempfile.TemporaryDirectory() as folder, inductor.patch(compile_threads=1):
+        os.environ["PARTITA_CACHE"] = f"{folder}/store"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+        yield
+
+
+def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> dict[str, float]:
+    """Seconds of a first call: of capture, of the passes and what else comes before it runs."""
+    shape = Shape(layers=layers, width=width, context=16, batch=2)
+    train, rows = _training_of(name, shape, mesh)
+    # An older checkout has no blocks.
+    how = {"blocks": True} if "blocks" in inspect.signature(pt.compile).parameters else {}
+    step = pt.compile(train, backend=backend, **how)
+    _seconds.clear()
+    start = _seconds_of_all()
+    if backend == "graph":
+        step(*rows)
+    else:
+        with _cold():
+            step(*rows)
+    first = _seconds_of_all() - start
+    calls = []
+    for _ in range(_CALLS):
+        start = time.process_time()
+        step(*rows)
+        calls.append(time.process_time() - start)
+    capture, both = _seconds["capture"], _seconds["make_program"]
+    return {
+        "capture": capture,
+        "passes": both - capture,
+        "both": both,
+        "first": first,
+        "nodes": len(step.program.graph.graph.nodes),
+        "call": statistics.median(calls),
+    }
+
+
+def main(name: str, width: int, backend: str) -> None:
+    """Answer until the input ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    _timed("capture")
+    _timed("make_program")
+    _first_step(name, 1, width, mesh, backend)  # imports, and tables that are made once
+    for line in sys.stdin:
+        print(json.dumps(_first_step(name, int(line), width, mesh, backend)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

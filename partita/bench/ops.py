@@ -1,0 +1,249 @@
+"""How many of torch's ops are right on DTensors, in every class of arguments?
+
+Runs every op of torch's own list (OpInfo) with its samples, forward and backward, on a mesh of Gloo
+ranks, and compares with one device. Arguments are tried whole, sharded evenly, sharded unevenly,
+pending, and mixed. An op is right in a class if all of its samples are; "raise" is a LayoutError
+that says why, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from partita.testing import opinfo
+from partita.testing.op_case import OUTCOMES, Outcome, together
+from partita.testing.op_layouts import CLASSES
+from partita.testing.op_team import FORK, Axes, Team
+
+__all__ = ["Found", "main", "sweep"]
+
+
+@dataclass
+class Found:
+    """What a sweep found.
+
+    Attributes:
+        results: for each op and class the worst outcome of its samples.
+        skipped: why an op was left out.
+        cases: samples run, times classes.
+        refused: samples that one device itself does not run.
+    """
+
+    results: dict[str, dict[str, Outcome]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    cases: int = 0
+    refused: int = 0
+
+    def add(self, other: Found) -> None:
+        self.results |= other.results
+        self.skipped |= other.skipped
+        self.cases += other.cases
+        self.refused += other.refused
+
+    def worst(self) -> dict[str, Outcome]:
+        """Each op's worst outcome over all classes."""
+        worst = {}
+        for name, by in self.results.items():
+            worst[name] = Outcome("right")
+            for o in by.values():
+                worst[name] = worst[name].worse(o)
+        return worst
+
+
+def sweep(
+    names: Sequence[str],
+    classes: Sequence[str],
+    team: Team,
+    tell: Callable[[str, dict[str, Outcome]], None] = lambda name, by: None,
+) -> Found:
+    """Run ops in all classes; `tell` hears of each when it is through."""
+    found = Found()
+    for name in names:
+        count, refused, why = team.samples_of(name)
+        found.refused += refused
+        if why:
+            found.skipped[name] = why
+            tell(name, {})
+            continue
+        by = found.results[name] = dict.fromkeys(classes, Outcome("right"))
+        for klass in classes:
+            for number in range(count):
+                outcome = together(team.run((name, number, klass)))
+                found.cases += 1
+                if outcome.kind != "right":
+                    outcome = Outcome(outcome.kind, f"sample {number}: {outcome.detail}")
+                by[klass] = by[klass].worse(outcome)
+        tell(name, by)
+    team.stop()
+    return found
+
+
+# -- command line ----------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="partita bench ops", description=__doc__)
+    add = parser.add_argument
+    add("--ops", nargs="+", metavar="NAME", help="only these (a name takes its variants along)")
+    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="of arguments (all)")
+    add("--samples", type=int, default=3, help="per op, small ones first (%(default)s)")
+    add("--variants", action="store_true", help="methods, operators, in-place, out= and aliases")
+    add("--autocast", action="store_true", help="under bf16 autocast, from bf16 and float32")
+    add("--mesh", type=_mesh, default=(("dp", 2),), metavar="dp=2,tp=2", help="of ranks (dp=2)")
+    add("--inprocess", action="store_true", help="simulated ranks in one process: faster")
+    add("--jobs", type=int, default=1, help="meshes of ranks at a time (%(default)s)")
+    add("--limit", type=float, default=20, help="seconds without an answer that are a hang (20)")
+    add("--json", metavar="FILE", help="write all outcomes there too")
+    return parser
+
+
+def _mesh(text: str) -> Axes:
+    axes = tuple((name, int(n)) for name, _, n in (part.partition("=") for part in text.split(",")))
+    if len(dict(axes)) < len(axes) or any(n < 1 for _, n in axes):
+        raise ValueError(text)
+    return axes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sweep; 1 if anything is wrong, hangs or crashes."""
+    options = _parser().parse_args(argv)
+    names = opinfo.names(options.variants, options.autocast)
+    if options.ops:
+        asked = {
+            o: [n for n in names if re.match(rf"{re.escape(o)}($|[.:])", n)] for o in options.ops
+        }
+        if unknown := [o for o, meant in asked.items() if not meant]:
+            print(f"no such op: {' '.join(unknown)}", file=sys.stderr)
+            return 2
+        names = list(dict.fromkeys(n for meant in asked.values() for n in meant))
+    start = time.monotonic()
+    found = _in_jobs(names, options)
+    print(_table(found, options.classes))
+    axes = ",".join(f"{a}={n}" for a, n in options.mesh)
+    kind = "simulated ranks in one process" if options.inprocess else "Gloo ranks"
+    seconds = time.monotonic() - start
+    print(
+        f"{math.prod(n for _, n in options.mesh)} {kind} ({axes}), up to {options.samples} samples "
+        f"per op: {found.cases} cases in {seconds:.0f} s, torch {torch.__version__}"
+    )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(_plain(found, options, seconds), file, indent=1)
+    bad = {o.kind for o in found.worst().values()} - {"right", "raise"}
+    return 1 if bad else 0
+
+
+def _plain(found: Found, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "mesh": dict(options.mesh),
+        "ranks": "simulated" if options.inprocess else "gloo",
+        "samples": options.samples,
+        "seconds": round(seconds, 1),
+        "cases": found.cases,
+        "refused": found.refused,
+        "results": {
+            name: {k: [o.kind, o.detail] for k, o in by.items()}
+            for name, by in found.results.items()
+        },
+        "skipped": found.skipped,
+    }
+
+
+def _in_jobs(names: Sequence[str], options: argparse.Namespace) -> Found:
+    """Each job sweeps every so-manieth op, and sends a line for each op and then all it found."""
+    jobs = []
+    for i in range(max(1, options.jobs)):
+        ours, theirs = FORK.Pipe(duplex=False)
+        # Not a daemon: it has children of its own.
+        process = FORK.Process(target=_job, args=(names[i :: options.jobs], options, theirs))
+        process.start()
+        theirs.close()
+        jobs.append((ours, process))
+    found, done = Found(), 0
+    waiting = dict(jobs)
+    while waiting:
+        for end in wait(list(waiting)):
+            said = end.recv()
+            if isinstance(said, Found):
+                found.add(said)
+                waiting.pop(end).join()
+            else:
+                done += 1
+                _show(done, len(names), *said)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    order = {name: i for i, name in enumerate(names)}
+    found.results = dict(sorted(found.results.items(), key=lambda item: order[item[0]]))
+    return found
+
+
+def _job(names: Sequence[str], options: argparse.Namespace, end: Any) -> None:
+    team = Team(options.mesh, options.samples, options.inprocess, options.limit)
+    try:
+        end.send(sweep(names, options.classes, team, lambda name, by: end.send((name, by))))
+    finally:
+        team.stop()
+
+
+def _show(done: int, total: int, name: str, by: dict[str, Outcome]) -> None:
+    """How far the sweep is, and what is not right, as it comes."""
+    tty = sys.stderr.isatty()
+    start = "\r\033[K" if tty else ""
+    for klass, o in by.items():
+        if o.kind != "right":
+            line = f"{o.kind:<6} {name} ({klass}): {o.detail}"
+            print(f"{start}{line:.120}", file=sys.stderr, flush=True)
+    if tty:
+        print(f"{start}{done} of {total}  {name}", end="", file=sys.stderr, flush=True)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def _table(found: Found, classes: Sequence[str]) -> str:
+    lines = []
+    for kind in reversed(OUTCOMES[1:]):
+        for name, by in found.results.items():
+            told: dict[str, list[str]] = {}
+            for klass, o in by.items():
+                if o.kind == kind:
+                    told.setdefault(o.detail, []).append(klass)
+            for detail, where in told.items():
+                lines.append(f"{kind:<6} {name}  ({', '.join(where)})")
+                lines += textwrap.wrap(
+                    detail, 96, initial_indent=" " * 7, subsequent_indent=" " * 7
+                )
+    lines += [""] * bool(lines)
+    for why, count in Counter(found.skipped.values()).most_common():
+        which = " ".join(n for n, w in found.skipped.items() if w == why)
+        lines += textwrap.wrap(f"left out {count}, {why}: {which}", 96, subsequent_indent="  ")
+    if found.refused:
+        lines.append(f"left out {found.refused} samples that one device refuses")
+    lines += [""] * bool(found.skipped or found.refused)
+    lines.append(f"{'ops by class':<16}" + "".join(f"{k:>8}" for k in OUTCOMES) + f"{'right':>10}")
+    worst = found.worst()
+    rows = {k: [by[k] for by in found.results.values()] for k in classes}
+    rows["all classes"] = list(worst.values())
+    for klass, outcomes in rows.items():
+        counts = Counter(o.kind for o in outcomes)
+        share = 100 * counts["right"] / len(outcomes) if outcomes else 0.0
+        cells = "".join(f"{counts[k]:>8}" for k in OUTCOMES)
+        lines.append(f"{klass:<16}{cells}{share:>8.1f} %")
+    counts = Counter(o.kind for o in worst.values())
+    rest = ", ".join(f"{counts[k]} {k}" for k in OUTCOMES[1:])
+    lines.append(f"\n{counts['right']} of {len(worst)} ops are right in all classes; {rest}")
+    return "\n".join(lines)

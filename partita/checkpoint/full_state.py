@@ -1,0 +1,424 @@
+"""Full state dicts: whole values of a model and its optimizer as plain tensors, and back.
+
+For whatever knows no layouts: files of other programs, a copy on one device. One tensor is gathered
+after the other, so that no rank holds more of the model than it is asked to return.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import Everyone, everyone, message, teach_state_dicts, user_line
+from partita.layout import Fix, LayoutError
+from partita.parallel.parameters import held_by, put_memory
+from partita.tensor import DTensor
+from partita.tensor.checksum import checksum
+from partita.tensor.construct import piece_of
+from partita.tensor.dtensor import tagged
+from partita.tensor.mixed_operands import admit
+from partita.tensor.parameter import refuse_lazy
+from partita.tensor.pieces import destination
+
+from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
+from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
+from .state import Leaf, OpenedState, Path, opened
+
+__all__ = [
+    "WholeCopies",
+    "full_state_dict",
+    "give_memory",
+    "load_full_state_dict",
+    "tensors_of_model",
+    "tied_names",
+    "without_ties",
+]
+
+
+def full_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rank0_only: bool = False,
+    device: torch.device | str | None = "cpu",
+) -> Any:
+    """The state dict that the model would have on one device: whole plain tensors, copied.
+
+    Every rank calls this. Names are those of `model.state_dict()` (without what torch.compile puts
+    into them), and parameters that are one tensor are one tensor here. Tensors are gathered one
+    after the other.
+
+    Args:
+        optimizer: its state, too, by the names of its parameters in `model`, as
+            `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it.
+        rank0_only: only rank 0 gets the values, and the others empty dicts.
+        device: where the values lie; None: where the model does.
+
+    Returns:
+        The model's state dict; with an optimizer `(model's, optimizer's)`.
+
+    Raises:
+        LayoutError: a parameter is on the meta device.
+    """
+    refuse_lazy(model, "full_state_dict")
+    keeps = not rank0_only or everyone().rank == 0
+    copies = WholeCopies(keeps, device)
+    state = {name: copies.of(value, name) for name, value in tensors_of_model(model).items()}
+    if optimizer is None:
+        return state if keeps else {}
+    names = named_parameters_of(optimizer, [((), model)])
+    of_optimizer = copies.of(opened_optimizer(optimizer, names, (), None)[0], "optimizer")
+    return (state, of_optimizer) if keeps else ({}, {})
+
+
+@dataclass
+class WholeCopies:
+    """Whole copies of tensors: of the same tensor the same copy. Every rank makes them.
+
+    Attributes:
+        keeps: whether this rank gets them; else it helps to gather them.
+        device: where they lie; None: where the tensors do.
+    """
+
+    keeps: bool
+    device: torch.device | str | None
+    made: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+    def of(self, value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, dict):
+            return {k: self.of(v, f"{name}.{k}") for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.of(v, f"{name}.{i}") for i, v in enumerate(value))
+        return copy.deepcopy(value) if self.keeps else None
+
+    @torch.no_grad()
+    def _tensor(self, x: torch.Tensor, name: str) -> torch.Tensor | None:
+        if id(x) in self.made:
+            return self.made[id(x)]
+        if x.is_meta:
+            raise LayoutError(
+                f"full_state_dict: {name} is on the meta device: it has no values",
+                place=user_line(),
+                fixes=(Fix("pt.materialize(model)"), Fix("pt.load_safetensors(model, path)")),
+            )
+        whole = _whole(x)
+        out = whole.to(self.device or whole.device, copy=True) if self.keeps else None
+        self.made[id(x)] = out  # on all ranks, which gather what has two names once
+        return out
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The value of `x` on every rank, which may share its memory."""
+    with torch.no_grad():
+        x = x.detach()
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+# -- and back --------------------------------------------------------------------------------------
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    rank0_only: bool = False,
+) -> Loaded:
+    """Write whole values into a model, in place, each rank its pieces: undoes `full_state_dict`.
+
+    Every rank calls this. What of the model is on the meta device gets memory first. A parameter
+    that has several names needs one of them. An optimizer that has not stepped yet gets the state
+    that is there for it.
+
+    Args:
+        state: what `full_state_dict` returned, or a state dict of a model of one device; with an
+            optimizer `(model's, optimizer's)`.
+        strict: whether names that only one side has are errors.
+        rank0_only: only rank 0 has the values, and sends them, one after the other; what the others
+            pass is not looked at.
+
+    Returns:
+        The names that were passed over.
+
+    Raises:
+        LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
+    """
+    ranks, line = everyone(), user_line()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    give_memory(model)
+    if optimizer is not None:
+        _exchange_parameters(
+            optimizer, before, dict(model.named_parameters(remove_duplicate=False))
+        )
+    sends = not rank0_only or ranks.rank == 0
+    given: dict[str, Leaf] = {}
+    told: _Description | Exception
+    try:
+        given = _flat(state, optimizer) if sends else {}
+        told = _Description.of(given)
+    except Exception as error:
+        told = error
+    if rank0_only:
+        told = ranks.decide(told if sends else None, lambda brought: [brought[0]] * len(brought))
+    target = OpenedState()
+    there: dict[str, str] = {}
+    try:
+        if isinstance(told, Exception):
+            raise told
+        target = opened(_together(model, optimizer), told)  # type: ignore[arg-type]
+        held = {name: leaf.value for name, leaf in target.leaves.items()}
+        there = told.texts()
+        found: Misfits | Exception = without_ties(
+            misfits(held, there, strict), _objects(model), there
+        )
+    except Exception as error:
+        found = error
+    passed_over = agreed(ranks, found, "of whole values", line)
+    assert isinstance(told, _Description)
+    if not rank0_only:
+        _refuse_different(given, ranks, line)
+    failed: Exception | None = None
+    try:
+        send = _Sender(model) if rank0_only else None
+        for name, leaf in target.leaves.items():
+            if name in there:
+                value = given[name].value if name in given else told.values.get(name)
+                if send is not None and isinstance(leaf.value, torch.Tensor):
+                    value = send(value, told.state_dict_metadata[name])
+                _write(leaf, value)
+        for close in target.closing:
+            close()
+    except Exception as error:
+        failed = error
+    ranks.decide(failed, lambda brought: [None] * len(brought))
+    return Loaded(
+        *(_of_model(names) for names in (passed_over.missing_keys, passed_over.unexpected_keys))
+    )
+
+
+@message
+@dataclass(frozen=True)
+class _Size:
+    """A tensor's size and dtype; neither, where it is a value. As a checkpoint's metadata."""
+
+    size: torch.Size | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def properties(self) -> _Size:
+        return self
+
+
+@message
+@dataclass(frozen=True)
+class _Description:
+    """What there is to load, without the tensors, as `opened` asks a checkpoint for it."""
+
+    planner_data: dict[str, Path]
+    state_dict_metadata: dict[str, _Size]
+    values: dict[str, Any]
+
+    @staticmethod
+    def of(given: dict[str, Leaf]) -> _Description:
+        sizes, values = {}, {}
+        for name, leaf in given.items():
+            x = leaf.value
+            if isinstance(x, torch.Tensor):
+                sizes[name] = _Size(torch.Size(x.shape), x.dtype)
+            else:
+                sizes[name], values[name] = _Size(), x
+        return _Description({n: leaf.path for n, leaf in given.items()}, sizes, values)
+
+    def texts(self) -> dict[str, str]:
+        """By name, `described_tensor` or NO_TENSOR."""
+        return {
+            name: NO_TENSOR
+            if one.size is None or one.dtype is None
+            else described_tensor(one.size, one.dtype)
+            for name, one in self.state_dict_metadata.items()
+        }
+
+
+def _together(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+
+
+def _flat(state: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Leaf]:
+    """All leaves of what is to be loaded, by the names that a checkpoint would give them.
+
+    Raises:
+        ValueError: it is no state dict, or with an optimizer no pair of them.
+    """
+    if optimizer is None:
+        return opened({"model": _checked(state)}).leaves
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise ValueError(
+            "with an optimizer, load_full_state_dict takes a pair, as full_state_dict returns it: "
+            f"the model's state dict and the optimizer's. This is a {type(state).__name__}"
+        )
+    return opened(_together(*map(_checked, state))).leaves
+
+
+def _objects(model: nn.Module) -> dict[str, Any]:
+    return {f"model.{name}": x for name, x in tensors_of_model(model).items()}
+
+
+def _checked(state: Any) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state dict is a dict, and this is a {type(state).__name__}")
+    for name, x in state.items():
+        if isinstance(x, DTensor):
+            raise ValueError(f"{name} is a DTensor: load it with model.load_state_dict")
+    return dict(state)
+
+
+def _of_model(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.removeprefix("model.") for name in names)
+
+
+def without_ties(found: Misfits, tensors: Mapping[str, Any], there: Mapping[str, str]) -> Misfits:
+    """`found`, but for names that are missing of tensors that have another name, which is there."""
+    tied = set(tied_names(tensors, there))
+    keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
+    passed = found.passed_over
+    missing = tuple(name for name in passed.missing_keys if name not in tied)
+    return replace(found, keys=tuple(keys), passed_over=Loaded(missing, passed.unexpected_keys))
+
+
+def tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """The names that are not `there` of `tensors` that have another name, which is."""
+    found = {id(x) for name, x in tensors.items() if name in there and isinstance(x, torch.Tensor)}
+    return [name for name, x in tensors.items() if name not in there and id(x) in found]
+
+
+def tensors_of_model(model: nn.Module) -> dict[str, Any]:
+    """What its state dict holds, by name, as the objects that the model has."""
+    state = model.state_dict(keep_vars=True)
+    return {without_wrapper(name): value for name, value in state.items()}
+
+
+def _refuse_different(given: dict[str, Leaf], ranks: Everyone, line: str) -> None:
+    """Values are taken for whole, so all ranks must bring the same."""
+    sums = {
+        name: checksum(leaf.value)
+        for name, leaf in given.items()
+        if isinstance(leaf.value, torch.Tensor)
+    }
+
+    def compare(brought: list[dict[str, Any]]) -> list[None]:
+        for rank, theirs in enumerate(brought):
+            for name in dict.fromkeys((*brought[0], *theirs)):
+                if theirs.get(name) != brought[0].get(name):
+                    raise LayoutError(
+                        f"load_full_state_dict: ranks 0 and {rank} bring another {name}",
+                        place=line,
+                        reason="each rank keeps its piece of a value that all of them have whole",
+                        fixes=(Fix("rank0_only=True", "takes rank 0's and sends it"),),
+                    )
+        return [None] * len(brought)
+
+    ranks.decide(sums, compare)
+
+
+class _Sender:
+    """Sends whole tensors from rank 0, one after the other, over the model's own mesh."""
+
+    def __init__(self, model: nn.Module):
+        spread = [x for x in tensors_of_model(model).values() if isinstance(x, DTensor)]
+        self._wire = spread[0]._spec.wire if spread else None
+        here = None if self._wire is None else self._wire.rank
+        self._src, size = everyone().decide(here, lambda told: [(told[0], len(told))] * len(told))
+        if size > 1 and (self._wire is None or self._wire.mesh.size() != size):
+            raise LayoutError(
+                "rank0_only needs a model with a DTensor on a mesh of all ranks",
+                place=user_line(),
+                reason="its mesh is the way on which rank 0 sends",
+                fixes=(Fix("rank0_only=False", "with the values on every rank"),),
+            )
+
+    def __call__(self, value: torch.Tensor | None, size: _Size) -> torch.Tensor:
+        assert size.size is not None
+        if self._wire is None:
+            assert value is not None
+            return value
+        device = self._wire.device
+        if value is None:
+            value = torch.empty(size.size, dtype=size.dtype, device=device)
+        return self._wire.from_first(value.detach().to(device), self._src)
+
+
+def _write(leaf: Leaf, value: Any) -> None:
+    """Into a tensor its piece of `value`, in place; into a dict or list the value."""
+    if not isinstance(leaf.value, torch.Tensor):
+        leaf.value = value
+        return
+    piece = destination(leaf.value)
+    if piece is not None:
+        box = tuple(slice(at, at + length) for at, length in piece.region)
+        with torch.no_grad():
+            piece.local.copy_(value.detach()[box] if box else value.detach())
+
+
+def _exchange_parameters(
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[str, nn.Parameter],
+    now: Mapping[str, nn.Parameter],
+) -> None:
+    """Have an optimizer that was made of a model's parameters hold those of these names now."""
+    new = {id(p): now[name] for name, p in before.items()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new.get(id(p), p) for p in group["params"]]
+
+
+def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Memory for what of a model's state dict is on the meta device, or of it for these `names`."""
+    known = tensors_of_model(model)
+    named = {id(x) for name, x in known.items() if names is None or name in names}
+    for held in (found for kind in held_by(model) for found in kind):
+        if held.tensor.is_meta and id(held.tensor) in named:
+            put_memory(held, by="load")
+
+
+# -- for torch.distributed.checkpoint.state_dict ---------------------------------------------------
+
+
+class _SpreadTensors:
+    """As `partita.comm.SpreadTensors` asks."""
+
+    def is_spread(self, x: Any) -> bool:
+        return isinstance(x, DTensor)
+
+    def whole(self, x: DTensor) -> torch.Tensor:
+        return _whole(x)
+
+    def piece_like(self, x: DTensor, whole: torch.Tensor) -> torch.Tensor:
+        whole = whole.detach()
+        admit(whole, x._spec.wire, "set_state_dict")
+        with torch.no_grad():
+            return tagged(piece_of(whole.to(x.device), x._spec), x._spec)
+
+    def empty_like(self, x: DTensor) -> torch.Tensor:
+        with Local(), torch.no_grad():
+            return tagged(torch.empty_like(x.detach(), device="cpu"), x._spec)
+
+    def copy_on_cpu(self, x: DTensor) -> torch.Tensor:
+        copied = self.empty_like(x)
+        with Local(), torch.no_grad():
+            copied.copy_(x.detach())
+        return copied
+
+    def give_memory(self, model: nn.Module) -> None:
+        if any(isinstance(x, DTensor) and x.is_meta for x in tensors_of_model(model).values()):
+            give_memory(model)
+
+
+teach_state_dicts(_SpreadTensors())

@@ -1,0 +1,151 @@
+"""How is an optimizer's state saved so that it loads into another mesh, order and process?
+
+By the names of its parameters, which a module in the same state gives, in the form of
+torch.distributed.checkpoint.state_dict: `{"state": {name: {...}}, "param_groups": [{"params":
+[name, ...], "lr": ...}]}`. Without names by number, as torch.optim does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.layout import Layout
+from partita.tensor import DTensor
+from partita.tensor.dtensor import tagged
+from partita.tensor.grad_state import update_spec
+from partita.tensor.padded_storage import empty_with_room
+from partita.tensor.spec import spec_of
+
+if TYPE_CHECKING:
+    from partita.comm.dcp import Metadata
+
+__all__ = ["named_parameters_of", "opened_optimizer", "without_wrapper"]
+
+Path = tuple[str | int, ...]
+Names = dict[int, str]
+"""For the id of each parameter of an optimizer, its name."""
+
+
+def without_wrapper(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def named_parameters_of(
+    optimizer: torch.optim.Optimizer, modules: Sequence[tuple[Path, torch.nn.Module]]
+) -> Names:
+    """A name for each parameter: as in its module; after the module's path where there are several.
+
+    Where a parameter is in no module: the names that the optimizer was made with
+    (`AdamW(model.named_parameters())`), else the numbers that torch.optim gives.
+    """
+    found: dict[int, tuple[Path, str]] = {}
+    for path, module in reversed(modules):  # the first module that has it names it
+        for name, p in module.named_parameters():
+            found[id(p)] = (path, without_wrapper(name))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(id(p) in found for p in params):
+        given = [n for g in optimizer.param_groups for n in g.get("param_names", ())]
+        return dict(zip(map(id, params), given or map(str, range(len(params))), strict=True))
+    several = len({found[id(p)][0] for p in params}) > 1
+    names = {}
+    for p in params:
+        path, name = found[id(p)]
+        names[id(p)] = ".".join([*map(str, path), name]) if several else name
+    return names
+
+
+def opened_optimizer(
+    optimizer: torch.optim.Optimizer, names: Names, path: Path, stored: Metadata | None
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Its state by name, over its own tensors, and what puts it back after it has been loaded."""
+    raw = optimizer.state_dict()
+    params: dict[Any, torch.Tensor] = {}  # by torch's numbers
+    for group, packed in zip(optimizer.param_groups, raw["param_groups"], strict=True):
+        params.update(zip(packed["params"], group["params"], strict=True))
+    number = {names[id(p)]: i for i, p in params.items()}
+
+    def named(i: Any) -> str:
+        return names[id(params[i])] if i in params else str(i)
+
+    state = {named(i): dict(held) for i, held in raw["state"].items()}
+    groups = [{**g, "params": [named(i) for i in g["params"]]} for g in raw["param_groups"]]
+    held = {**raw, "state": state, "param_groups": groups}
+    if stored is not None:
+        there = _stored_by_parameter(stored, (*path, "state"))
+        for name, i in number.items():
+            for key, metadata in there.get(name, {}).items():
+                of_name = state.setdefault(name, {})
+                if key not in of_name:
+                    of_name[key] = _empty(params[i], key, metadata)
+    current = [list(g["params"]) for g in groups]
+
+    def close() -> None:
+        by_number = {number.get(name, name): values for name, values in state.items() if values}
+        loaded = [
+            {**_group_of(mine, groups, path), "params": [number[n] for n in mine]}
+            for mine in current
+        ]
+        optimizer.load_state_dict({**held, "state": by_number, "param_groups": loaded})
+        _undo_casts(optimizer, {id(params[i]): by_number[i] for i in params if i in by_number})
+
+    return held, close
+
+
+def _group_of(names: list[str], groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
+    """The loaded group that has the parameters of a group of this optimizer.
+
+    Raises:
+        ValueError: they were in several groups, or in none.
+    """
+    having = [g for g in groups if set(names) & set(g["params"])]
+    if len(having) == 1 and set(names) <= set(having[0]["params"]):
+        return having[0]
+    where = ".".join(map(str, path))
+    raise ValueError(
+        f"{where}: the parameters {', '.join(names)} are one group of this optimizer, and were "
+        f"in {len(having)} groups, or only in part, in the one that was saved"
+    )
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[int, dict[str, Any]]) -> None:
+    """torch casts loaded state to the parameter's dtype; what was saved as fp32 must stay so."""
+    for p, values in optimizer.state.items():
+        for key, value in loaded.get(id(p), {}).items():
+            held = values.get(key)
+            if isinstance(held, torch.Tensor) and held.dtype != value.dtype:
+                values[key] = value
+
+
+# -- an optimizer that has not stepped yet --------------------------------------------------------
+
+
+def _stored_by_parameter(stored: Metadata, path: Path) -> dict[Any, dict[Any, Any]]:
+    """For each parameter's name what the checkpoint has below `path`, by key."""
+    found: dict[Any, dict[Any, Any]] = {}
+    for name, at in (stored.planner_data or {}).items():
+        if len(at) == len(path) + 2 and at[: len(path)] == path:
+            found.setdefault(at[-2], {})[at[-1]] = stored.state_dict_metadata[name]
+    return found
+
+
+def _empty(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
+    """Memory for the state `key` of `p`, laid out as its optimizer would have done."""
+    size = getattr(metadata, "size", None)
+    if size is None:  # a value and no tensor: it comes whole
+        return None
+    dtype = metadata.properties.dtype
+    if key == "step":  # counted on the CPU, or where the optimizer then moves it
+        return torch.empty(size, dtype=dtype)
+    if not isinstance(p, DTensor):
+        return torch.empty(size, dtype=dtype, device=p.device)
+    # An element's own history lies where the element is updated; anything else is whole.
+    spec = update_spec(p)
+    if size != spec.shape:
+        spec = spec_of(Layout(tuple(size)), spec.wire)
+    with Local():
+        return tagged(empty_with_room(spec, dtype, p.device), spec)

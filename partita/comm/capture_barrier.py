@@ -1,0 +1,101 @@
+"""Do all ranks come to this point, when some may be at collectives that the others know nothing of?
+
+Asked through the job's store and not by a collective, which one of another kind could answer.
+A rank that stays away says nothing, so the others wait for as long as the job waits for a rank;
+what they wait for they leave in the store, where a rank finds it whose own collective fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from partita.layout import Fix, LayoutError
+
+from .deadlock import verdict_of_others
+from .presence import find_ended, lost_rank, named, rank_gone
+from .source import user_line
+from .wire import Wire
+
+__all__ = ["missed_call", "roll_call"]
+
+PATIENCE = 20.0
+"""Seconds after which a rank that waits says so."""
+_LOOK = 0.002, 0.1  # seconds between two looks into the store: at first, and at most
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_ONE_WAY = Fix(
+    "the same shapes, layouts, modes and Python values on every rank",
+    "in each call; pt.check_ranks() finds at once which differ",
+)
+
+
+def roll_call(wire: Wire, why: str) -> None:
+    """Return when all ranks of the mesh have come, each for as many-eth time.
+
+    Args:
+        why: what this rank comes for, for the others to read.
+
+    Raises:
+        LayoutError: some did not come for as long as the job waits for a rank (the timeout of
+            `init_process_group`). After `PATIENCE` seconds a warning names them.
+        RankGoneError: one has ended.
+    """
+    group = wire.group_of_all()
+    if group is None:
+        return
+    me, store = dist.get_rank(), group.get_group_store()
+    number = _calls[group] = _calls.get(group, 0) + 1
+    store.set(_place(number, me), why)
+    begun, warned, nap = time.monotonic(), False, _LOOK[0]
+    away = [r for r in dist.get_process_group_ranks(group) if r != me]
+    while away := [r for r in away if not store.check([_place(number, r)])]:
+        waited = time.monotonic() - begun
+        if waited > store.timeout.total_seconds():
+            raise LayoutError(
+                f"rank {me} waited {waited:.0f} s for {named(away)}",
+                place=user_line(),
+                operands=(f"rank {me}  {why}",),
+                reason="the others go on without it, or have ended",
+                fixes=(_ONE_WAY,),
+            )
+        if nap == _LOOK[1] and (ended := find_ended(away)):
+            raise rank_gone(ended, why)
+        if waited > PATIENCE and not warned:
+            warned = True
+            warnings.warn(f"rank {me} {why}; {named(away)} has not come yet", stacklevel=2)
+        time.sleep(nap)
+        nap = min(2 * nap, _LOOK[1])
+    if number > 1:
+        store.delete_key(_place(number - 1, me))
+
+
+def missed_call(wire: Wire, failure: RuntimeError) -> LayoutError | None:
+    """What to raise for `failure` of a collective of this rank: others wait at a roll call, or have
+    found that ranks wait for one another, or one is gone. None where none of this is so."""
+    group = wire.group_of_all()
+    if group is None:
+        return None
+    if (told := verdict_of_others()) is not None:
+        return told
+    ranks = dist.get_process_group_ranks(group)
+    with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
+        me, store = dist.get_rank(), group.get_group_store()
+        number = _calls.get(group, 0) + 1
+        for r in ranks:
+            if store.check([_place(number, r)]):
+                return LayoutError(
+                    f"rank {r} does not make the same moves as rank {me}",
+                    place=user_line(),
+                    operands=(f"rank {r}  {store.get(_place(number, r)).decode()}",),
+                    reason=f"rank {me} runs what it has captured",
+                    fixes=(_ONE_WAY,),
+                )
+    return lost_rank(failure, "runs what it has captured", ranks)
+
+
+def _place(number: int, rank: int) -> str:
+    return f"partita/roll call {number}/{rank}"

@@ -1,0 +1,322 @@
+"""How do all ranks of the job agree on something that is no tensor of the program?
+
+Rank 0 sees what every rank brings and answers each; an error of any of them is raised by all. The
+ranks are those of the process groups, of `pt.ranks`, or this process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partita.layout import LayoutError
+
+from .backends.control import world_group
+from .messages import message, pack, unpack
+from .presence import lost_rank
+from .ranks import RankWire, running_wire
+
+__all__ = ["Aside", "Decide", "Everyone", "everyone"]
+
+Answer = Callable[[list[Any]], Sequence[Any]]
+Decide = Callable[[Any, Answer], Any]
+PATIENCE = 1800.0  # seconds that a rank's thread waits for those of other ranks of one process
+
+
+class Aside(Future[Any]):
+    """The outcome of work that goes on beside the program: `result()`, `done()`, `exception()`.
+
+    An error that nobody asks for is warned of when the object is dropped.
+    """
+
+    _asked = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the work, at most `timeout` seconds; return its result or raise its error."""
+        self._asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the work, at most `timeout` seconds, and return its error or None."""
+        self._asked = True
+        return super().exception(timeout)
+
+    def __del__(self) -> None:
+        if self.done() and not self._asked and (error := super().exception()) is not None:
+            warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+
+class Everyone:
+    """All ranks of the job, as one of them sees it.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+    """
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._aside: Aside | None = None
+        self._worker: tuple[int, ThreadPoolExecutor] | None = None  # of which process, and it
+
+    def decide(self, mine: Any, answer: Answer) -> Any:
+        """Rank 0's answer to what all ranks bring. Every rank calls this.
+
+        Args:
+            mine: what this rank brings, or an exception where it has failed.
+            answer: called on rank 0 with every rank's `mine`, in rank order; returns what each
+                rank gets, in rank order.
+
+        Raises:
+            Exception: what `answer` raised, or what the first failed rank brought; on every rank.
+        """
+        self.wait()
+        return _opened(self._decide(mine, answer))
+
+    def aside(self, run: Callable[[Decide], Any]) -> Aside:
+        """Start `run(decide)` in another thread of every rank, after the last one has ended.
+
+        Every rank calls this. Within `run`, only the given `decide` reaches the other ranks.
+        The thread is the same each time: to start a new one is to wait until it has run.
+        """
+        self.wait()
+        decide = self._decide_aside()
+        self._aside = outcome = Aside()
+        if self._worker is None or self._worker[0] != os.getpid():
+            name = f"partita, beside rank {self.rank}"
+            self._worker = os.getpid(), ThreadPoolExecutor(1, name)
+        self._worker[1].submit(
+            _work, run, lambda mine, answer: _opened(decide(mine, answer)), [outcome]
+        )
+        self._all_have_started()
+        return outcome
+
+    def wait(self) -> None:
+        """Until what was started aside has ended on this rank."""
+        if self._aside is not None:
+            wait([self._aside])
+            self._aside = None
+
+    # -- what differs ----------------------------------------------------------------------------
+
+    def _decide(self, mine: Any, answer: Answer) -> Any:
+        return _outcomes([mine], answer)[0]
+
+    def _decide_aside(self) -> Decide:
+        return self._decide
+
+    def _all_have_started(self) -> None:
+        """A rank may now block until its thread ends, though ranks take turns."""
+
+
+def _work(run: Callable[[Decide], Any], decide: Decide, outcomes: list[Aside]) -> None:
+    # An error's traceback has this frame and its callers', none of which must have the error.
+    outcome: Aside | None = outcomes.pop()
+    assert outcome is not None
+    try:
+        with torch.no_grad():
+            result = run(decide)
+    except BaseException as error:
+        outcome.set_exception(error)
+        outcome = None
+    else:
+        outcome.set_result(result)
+
+
+class _OfGroups(Everyone):
+    """The ranks of the default process group, over a group of their own.
+
+    Of its own, so that a thread may use it while the program's collectives run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Groups are torch's to keep: one that lived on would hold its threads until the very end.
+        self._world = weakref.ref(dist.group.WORLD)
+        self._group = weakref.ref(world_group())
+
+    @property
+    def stands(self) -> bool:
+        """Are the process groups still those for which this was made?"""
+        return self._world() is dist.group.WORLD
+
+    def _decide(self, mine: Any, answer: Answer) -> Any:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process groups were destroyed before all ranks had agreed")
+        try:
+            brought = self._gather(group, _packed(mine))
+            answers = None
+            if brought is not None:
+                answers = _all_packed(_outcomes(list(map(unpack, brought)), answer))
+            got = unpack(self._scatter(group, answers))
+        except RuntimeError as error:  # of the group: `answer`'s own are outcomes
+            if (gone := lost_rank(error, "agrees with all ranks", range(self.size))) is None:
+                raise
+            raise gone from error
+        if isinstance(got, _Failed) and got.rank == self.rank:
+            mine.__notes__ = got.error.__notes__
+            got.error = mine  # of its own class, and with its traceback
+        return got
+
+    # What ranks bring differs in length, which is told first. Not torch's own way of sending
+    # objects: that would unpickle whatever comes.
+
+    def _gather(self, group: Any, mine: bytes) -> list[bytes] | None:
+        """On rank 0 what every rank brings; None on the others."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+        longest = max(map(int, sizes))
+        rows = None
+        if self.rank == 0:
+            rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.gather(_bytes_tensor(mine, longest), rows, dst=0, group=group)
+        if rows is None:
+            return None
+        return [_bytes_of(r, int(n)) for r, n in zip(rows, sizes, strict=True)]
+
+    def _scatter(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
+        """On every rank what rank 0 has for it."""
+        size, rows = torch.empty(2, dtype=torch.int64), None  # of its own, and of the longest
+        if all_of_them is not None:
+            lengths = list(map(len, all_of_them))
+            rows = [torch.tensor([n, max(lengths)]) for n in lengths]
+        dist.scatter(size, rows, src=0, group=group)
+        mine, longest = size.tolist()
+        if all_of_them is not None:
+            rows = [_bytes_tensor(one, longest) for one in all_of_them]
+        row = torch.empty(longest, dtype=torch.uint8)
+        dist.scatter(row, rows, src=0, group=group)
+        return _bytes_of(row, mine)
+
+
+def _packed(mine: Any) -> bytes:
+    try:
+        return pack(mine)
+    except TypeError as error:
+        return pack(error)  # which all ranks raise
+
+
+def _all_packed(answers: Sequence[Any]) -> list[bytes]:
+    try:
+        return list(map(pack, answers))
+    except TypeError as error:
+        return [pack(_Failed(error))] * len(answers)
+
+
+def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+
+
+def _bytes_of(row: torch.Tensor, length: int) -> bytes:
+    return ctypes.string_at(row.data_ptr(), length)
+
+
+class _OfOneProcess(Everyone):
+    """The ranks of a running `pt.ranks` world."""
+
+    def __init__(self, wire: RankWire):
+        super().__init__()
+        self._wire, self.rank, self.size = wire, wire.rank, wire.mesh.size()
+
+    def _decide(self, mine: Any, answer: Answer) -> Any:
+        return self._wire.together(mine, lambda brought: _outcomes(brought, answer))
+
+    def _decide_aside(self) -> Decide:
+        board: _Board = self.decide(None, lambda brought: [_Board(self.size)] * self.size)
+        return lambda mine, answer: board.decide(self.rank, mine, answer)
+
+    def _all_have_started(self) -> None:
+        self._decide(None, lambda brought: brought)
+
+
+class _Board:
+    """Where threads that stand beside the ranks of one process meet."""
+
+    def __init__(self, size: int):
+        self._brought: list[Any] = [None] * size
+        self._outcomes: Sequence[Any] = ()
+        self._answer: Answer | None = None
+        self._meeting = threading.Barrier(size, self._perform, PATIENCE)
+
+    def decide(self, rank: int, mine: Any, answer: Answer) -> Any:
+        self._brought[rank] = mine
+        if rank == 0:
+            self._answer = answer
+        self._meeting.wait()
+        return self._outcomes[rank]
+
+    def _perform(self) -> None:
+        assert self._answer is not None
+        self._outcomes = _outcomes(self._brought, self._answer)
+
+
+# -- outcomes --------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(eq=False)
+class _Failed:
+    """An error on its way to all ranks; `rank` has raised it, or where None, what all agreed on."""
+
+    error: BaseException
+    rank: int | None = None
+
+
+def _outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
+    for rank, one in enumerate(brought):
+        if isinstance(one, BaseException):
+            if len(brought) > 1:
+                one.add_note(f"on rank {rank} of {len(brought)}")
+            return [_Failed(one, rank)] * len(brought)
+    try:
+        return answer(brought)
+    except Exception as error:
+        return [_Failed(error)] * len(brought)
+
+
+def _opened(outcome: Any) -> Any:
+    if isinstance(outcome, _Failed):
+        error, line = outcome.error, outcome.error.__traceback__
+        with contextlib.suppress(Exception):  # some errors cannot be copied
+            error = copy.copy(error)  # each rank adds its own lines to the traceback
+        raise error.with_traceback(line) from None
+    return outcome
+
+
+# -- who is everyone here --------------------------------------------------------------------------
+
+_alone = Everyone()
+_of_groups: _OfGroups | None = None
+
+
+def everyone() -> Everyone:
+    """All ranks of the job that this code runs in. The first time, every rank must call it."""
+    global _of_groups
+    wire = running_wire()
+    if wire is not None:
+        found: Everyone = wire.__dict__.setdefault("everyone", None) or _OfOneProcess(wire)
+        wire.__dict__["everyone"] = found
+        return found
+    if not (dist.is_available() and dist.is_initialized()):
+        return _alone
+    if dist.get_backend() == "fake":
+        raise LayoutError("the ranks of the fake backend cannot agree: there is only this one")
+    if _of_groups is None or not _of_groups.stands:
+        _of_groups = _OfGroups()
+    return _of_groups

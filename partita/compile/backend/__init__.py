@@ -1,0 +1,1 @@
+"""Backends of a graph: the executor that runs it node by node, and Inductor, with the store."""

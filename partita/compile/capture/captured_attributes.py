@@ -1,0 +1,208 @@
+"""Which tensors does a step leave in its modules' attributes, and where else may it leave none?
+
+A module may keep what it computes: a loss of its own, scores to look at. During capture that is a
+tensor without memory, which must not stay there; the graph gives what stands there afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from partita.layout import Fix
+from partita.tensor.tensor_state import state_of
+
+from ..errors import not_captured
+from .state import Slot, State
+from .symbolic import is_symbolic, is_text_of_unknown
+
+__all__ = ["Attributes", "check_result", "holds_made", "is_filled", "left_in"]
+
+_SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
+_LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
+_MANY = 10_000  # objects that are looked into
+
+
+class Attributes:
+    """What stands in a step's modules, beside their parameters."""
+
+    def __init__(self, state: State):
+        self._homes = [
+            (f"{name}.{prefix}" if prefix else name, vars(part))
+            for name, module in state.modules.items()
+            for prefix, part in module.named_modules()
+        ]
+        self._before: list[dict[str, Any]] = []
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, a step may write them; no tensor without memory stays there."""
+        self._before = [dict(home) for _, home in self._homes]
+        containers = [
+            (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))
+            for held in self._before
+            for key, value in held.items()
+            if isinstance(value, (list, dict)) and key not in _SLOTS
+        ]
+        try:
+            yield
+        finally:
+            for (_, home), held in zip(self._homes, self._before, strict=True):
+                for key in _filled(home):
+                    home.pop(key)
+                    if key in held:
+                        home[key] = held[key]
+            for container, copy in containers:
+                if is_filled(container):
+                    container.clear()
+                    (container.update if isinstance(container, dict) else container.extend)(copy)
+
+    def holds(self, home: Any) -> bool:
+        """Are these the attributes of one of the modules?"""
+        return any(home is known for _, known in self._homes)
+
+    def left_in(self, home: Any, name: str, value: Any) -> Exception:
+        """What to raise where the step leaves `value` in `home`, under its `name`."""
+        for _, attributes in self._homes:
+            if home is not None and home is attributes.get("_buffers"):
+                return not_captured(
+                    f"the step registers {name}, a buffer that its module did not have",
+                    "which buffers a module has is known before a step is captured",
+                    Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
+                    Fix("call the module once before", "where its forward registers what it lacks"),
+                )
+        return left_in(name, value)
+
+    def left(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
+        """Within, after the step: the attributes in which it leaves a tensor.
+
+        Args:
+            known: homes by identity and keys of the places that are looked after as inputs.
+
+        Raises:
+            CaptureError: it leaves one in a list, a dictionary or a variable that held none.
+        """
+        found = []
+        for (name, home), held in zip(self._homes, self._before, strict=True):
+            for key in _filled(home):
+                if (id(home), key) in known or _is_held(home[key], known):
+                    continue
+                if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
+                    found.append(Slot(f"{name}.{key}", "value", home, key))
+                elif not _is_list_of_parameters(home[key], held.get(key)):
+                    raise left_in(f"{name}.{key}")
+        return found
+
+
+def check_result(value: Any) -> None:
+    """Raise CaptureError if a part of a step's result that is no tensor holds, or says, some."""
+    if is_text_of_unknown(value):
+        raise not_captured(
+            "the step returns text that a tensor, or what .item() gave, was put into",
+            "its values are known when the graph has run, and the text would be that of capture",
+            Fix("return the tensor", "and write it down outside"),
+        )
+    if is_filled(value) or holds_made(value):
+        kind = type(value).__name__
+        raise not_captured(
+            f"the step returns a {kind} that holds tensors",
+            "what is not a tensor is returned as it was at capture",
+            Fix("return a tuple or a dictionary"),
+            Fix(f"torch.utils._pytree.register_dataclass({kind})"),
+        )
+
+
+def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
+    """Is it a list or a dictionary in which tensors stand at known places alone?"""
+    if not isinstance(value, (list, dict)):
+        return False
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return all((id(value), key) in known or not is_filled(v) for key, v in items)
+
+
+def _filled(home: dict[str, Any]) -> list[str]:
+    return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
+
+
+def is_filled(value: Any) -> bool:
+    """Does it hold a tensor without memory, or refer to one?"""
+    return any(map(_stands_in, _reached(value, _in_container)))
+
+
+def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
+    """Does an object, of whatever class, hold a tensor without memory?
+
+    Args:
+        inputs: but for these, which stand for others.
+    """
+    found = _reached(value, _in_object)
+    return any(
+        is_text_of_unknown(v) or (isinstance(v, FakeTensor) and v not in inputs) for v in found
+    )
+
+
+def _reached(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """It, and what is within it, each once."""
+    seen: dict[int, Any] = {}  # which keeps them: an id is one object's as long as that lives
+    waiting = [value]
+    while waiting and len(seen) < _MANY:
+        found = waiting.pop()
+        if id(found) not in seen:
+            seen[id(found)] = found
+            yield found
+            waiting += held_by(found)
+
+
+def _in_container(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    return ()
+
+
+def _in_object(value: Any) -> Iterable[Any]:
+    if isinstance(value, (torch.Tensor, *_LIVE)) or not hasattr(value, "__dict__"):
+        return _in_container(value)
+    return [*vars(value).values(), *_in_container(value)]
+
+
+def _stands_in(value: Any) -> bool:
+    if isinstance(value, weakref.ref):
+        value = value()
+    return isinstance(value, FakeTensor) or is_symbolic(value)
+
+
+def _is_list_of_parameters(value: Any, before: Any) -> bool:
+    """Is it a list that a module, nn.GRU say, makes of its parameters whenever it finds others?
+
+    Of them, or of weak references to them.
+    """
+    if type(value) is not type(before) or not isinstance(value, (list, tuple)):
+        return False
+    return len(value) == len(before) and all(
+        isinstance(v, torch.nn.Parameter)
+        or (isinstance(v, torch.Tensor) and state_of(v).gathered_from is not None)
+        for v in (v() if isinstance(v, weakref.ref) else v for v in value)
+        if v is not None
+    )
+
+
+def left_in(name: str, value: Any = None) -> Exception:
+    what = "a number that is an input" if is_symbolic(value) else "a tensor"
+    return not_captured(
+        f"the step leaves {what} in {name}",
+        "what it leaves in a list, a dictionary or a variable would be there once, not each time",
+        Fix("return it"),
+        Fix("an attribute of a module", "which may hold what a step computes"),
+    )

@@ -1,0 +1,161 @@
+"""Writes of `.data` in a captured step: `x.data = y` gives x what y holds, and the graph writes it.
+
+A tensor's memory is not exchanged in a graph. What reads x from then on reads y; at the step's end
+what x holds is copied into the memory that it has. What else shows the old memory keeps the old
+values until then, as it does in eager.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from partita.comm import user_line
+from partita.layout import Fix
+from partita.tensor.autograd import moved
+from partita.tensor.dtensor import tagged
+from partita.tensor.watch import HERE
+
+from ..errors import CaptureError, not_captured
+from ..guards.codes import is_recorded
+from .fakes import has_memory
+from .inputs import GraphInputs
+from .refusals import not_an_input
+from .symbolic import as_number
+from .tensor_facts import Facts
+from .value_checks import check_values
+
+__all__ = ["DataWrites"]
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_LEAVES = {
+    inspect.getattr_static(torch.Tensor, name)
+    for name in """grad data requires_grad requires_grad_ retain_grad detach_ register_hook
+    register_post_accumulate_grad_hook""".split()
+}
+"""What another tensor than the one that stands for it must not be asked: it would answer."""
+_OF_SHAPE = frozenset(
+    """t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_
+    set_""".split()
+)
+_READS = (torch.Tensor.item, torch.Tensor.tolist)
+_ASKS = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
+
+
+class DataWrites(TorchFunctionMode):
+    """Follows the `.data` of tensors while a step is traced, and what is read out of them.
+
+    Args:
+        inputs: of the graph.
+        facts: what is asked of them beside their values.
+
+    Attributes:
+        reads_number: the user's line that first reads one; "" where none is read.
+        meets_others: is a tensor asked for something that is no input, nor made by the step?
+    """
+
+    def __init__(self, inputs: GraphInputs, facts: Facts):
+        super().__init__()
+        self._inputs, self._facts = inputs, facts
+        self.reads_number = ""
+        self.meets_others = False
+        self._written: dict[int, tuple[Any, torch.Tensor]] = {}
+        with Local():
+            self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and has_memory(args[0]):
+            self.meets_others = True
+            if getattr(func, "__self__", func) in _OF_LEAVES:
+                raise not_an_input(user_line())
+        if func == _set_data:
+            return self._write(*args)
+        if func in _READS:
+            self.reads_number = self.reads_number or user_line()
+            return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
+        if func in _ASKS:  # torch's own would ask for a number first
+            return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
+        if getattr(func, "__name__", "") in _OF_SHAPE and args[0] in self._inputs.identities:
+            raise _shape_is_changed(func.__name__)
+        _check_function(func)
+        check_values(func, args, kwargs)
+        answer = self._facts.answer(func, args)
+        return answer[0] if answer else func(*args, **(kwargs or {}))
+
+    def _write(self, x: Any, value: Any) -> None:
+        with Local(), torch.no_grad():
+            before = x.detach()
+        with torch.no_grad():
+            value = _laid_out_like(x, value.detach())
+        if x in self._inputs.identities:
+            self._written.setdefault(id(x), (x, before))
+        HERE.recorder.exchange(x, value)
+
+    def copy_back(self) -> None:
+        """Write what the step has left in the `.data` of its inputs into their memory."""
+        with Local(), torch.no_grad():
+            for x, memory in self._memory:
+                if id(x) not in self._written and x.untyped_storage()._cdata != memory:
+                    raise not_captured(
+                        "x.set_(y), or x.data = y within a backward pass",
+                        "what memory x is given then is not followed",
+                        Fix("x.data.copy_(y)", "keeps the memory of x"),
+                    )
+            held = {before.untyped_storage()._cdata for _, before in self._written.values()}
+            copies = []
+            for x, before in self._written.values():
+                value = x.detach()
+                if value.untyped_storage()._cdata in held:  # which is written before it is read
+                    value = value.clone()
+                copies.append((before, value))
+            for before, value in copies:
+                before.copy_(value)
+
+
+def _shape_is_changed(name: str) -> CaptureError:
+    return not_captured(
+        f"the step changes the shape or the memory of a tensor that it is given ({name})",
+        "a graph writes what is in the memory of its inputs, and leaves that as it is",
+        Fix("do it outside the step", "before or after the call"),
+        place=user_line(),
+    )
+
+
+def _check_function(func: Any) -> None:
+    """Raise CaptureError where the program has put `func` in place of torch's own, which it calls.
+
+    Torch's own says that it is what stands in its place, and that would be called once more.
+    """
+    if isinstance(func, FunctionType) and is_recorded(func.__code__.co_filename):
+        raise not_captured(
+            f"the step calls a function of torch's through {func.__qualname__}, which stands in "
+            "its place",
+            "who hears what torch calls is told that it is the latter, which would run twice",
+            Fix("a module or function of your own", "that calls torch's, rather than in its place"),
+        )
+
+
+def _laid_out_like(x: Any, value: Any) -> Any:
+    """The value as x is laid out, which x stays.
+
+    Raises:
+        CaptureError: it is another kind of tensor than x.
+    """
+    one, other = (getattr(t, "_spec", None) for t in (x, value))
+    if one is not None and other is not None and one.shape == other.shape:
+        value = moved(value, other, one, "data", "implicit")
+    with Local():
+        alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
+    if (one is None) != (other is None) or not alike:
+        raise not_captured(
+            "x.data = y with a y of another shape or dtype",
+            "the memory of x, which stays, cannot hold it",
+            Fix("x.data.copy_(y)", "keeps what x is"),
+        )
+    return value if one is None else tagged(value, one)

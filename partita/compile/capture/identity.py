@@ -1,0 +1,73 @@
+"""`is`, asked of what a captured step has a stand-in for: what cannot be answered is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from partita.layout import Fix
+
+from ..arguments import is_taken_apart
+from ..errors import not_captured
+from ..guards.codes import asks_whether_true, asks_which_object
+from ..guards.places import Place
+
+__all__ = ["check_arguments", "check_truth"]
+
+
+def check_truth(codes: Iterable[CodeType], line: str) -> None:
+    """Raise CaptureError if the step asks whether `.item()`, at this line, `is True`."""
+    for asking in filter(asks_whether_true, codes if line else ()):
+        raise not_captured(
+            f"{asking.co_name} asks whether something `is True`, in a step that reads a value",
+            "what .item() gives has no value while a step is captured, and is not True itself",
+            Fix("return x.item()", "and ask outside of the step"),
+            place=line,
+        )
+
+
+def check_arguments(call: Any, places: Iterable[Place], codes: Iterable[CodeType]) -> None:
+    """Raise CaptureError if the step may ask whether an argument is an object known by name.
+
+    Containers and objects of tensors are made anew for the step, which would find two.
+
+    Args:
+        call: the arguments and keyword arguments.
+        places: what the step reads.
+        codes: of the functions that ran.
+    """
+    asking = next(filter(asks_which_object, codes), None)
+    if asking is None:
+        return
+    made_anew = _made_anew(call)
+    for place in places if made_anew else ():
+        if any(place.value is v or type(place.value) is _own_class(v) for v in made_anew):
+            raise not_captured(
+                f"{asking.co_name} asks whether something is another object, an argument is a "
+                f"{type(place.value).__name__}, and so is {place.name}",
+                "a step is given its arguments made anew: `is` would find two objects for one",
+                Fix("pass it, or read it by its name", "not both"),
+                place=f"{asking.co_filename}:{asking.co_firstlineno}",
+            )
+
+
+def _own_class(value: Any) -> type | None:
+    """The class of an object of the user's; None of a list or dictionary."""
+    return None if type(value).__module__ == "builtins" else type(value)
+
+
+def _made_anew(call: Any) -> list[Any]:
+    """The containers and objects among the arguments that `flatten_call` takes apart."""
+    found: list[Any] = []
+
+    def look(value: Any) -> bool:
+        apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
+        if apart and not isinstance(value, tuple):
+            found.append(value)
+        return False
+
+    pytree.tree_leaves(call, is_leaf=look)
+    return found

@@ -1,0 +1,173 @@
+"""Python numbers in a graph: floats that a step reads are inputs, not constants.
+
+While a step is captured a float is a `torch.SymFloat`: what is computed of it becomes part of the
+graph, and what the step branches on (`weight_decay != 0`) a condition, under which the program may
+be used for other values. Where only a number will do (an `eps`), the condition is its value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.utils._sympy.printers import PythonPrinter
+
+from partita.comm import user_line
+
+from ..conditions import Condition
+from ..program import Input
+from .optimizers import ParamGroup
+from .symbolic import NumberEnv
+
+__all__ = ["NUMBER", "Numbers", "Plain"]
+
+NUMBER = torch.zeros((), dtype=torch.float64)
+"""Like what a number is in a graph."""
+
+
+@dataclass
+class Plain:
+    """Which numbers stay Python numbers, that must be the same whenever the program runs.
+
+    Attributes:
+        why: all do, for this reason; "" where they need not.
+        zeros: names of zeros of which the step asks what they are.
+    """
+
+    why: str = ""
+    zeros: set[str] = field(default_factory=set)
+
+
+class Numbers:
+    """The floats of one capture.
+
+    Args:
+        env: that of the tensors without memory.
+        plain: those that are not traced.
+    """
+
+    def __init__(self, env: NumberEnv, plain: Plain):
+        self.env, self.plain = env, plain
+        self.made: list[Input] = []
+        self._symbols: dict[str, Input] = {}
+        self._values: list[tuple[Input, float]] = []
+
+    @property
+    def given(self) -> list[Input]:
+        """All that were met, also those that stay Python numbers."""
+        return [given for given, _ in self._values]
+
+    def stand_in(self, given: Input, value: float) -> Any:
+        """What stands for a float while the step is traced: an input of the graph.
+
+        Args:
+            given: the input that it is going to be.
+        """
+        if self.plain.why or not _is_traceable(value, given, self.plain.zeros):
+            self._values.append((given, value))
+            return value
+        mode = get_proxy_mode()
+        assert mode is not None
+        found = self.env.symbolic(f"{given.name} {len(self.made)}", float(value))
+        found.kind = type(value)
+        graph = mode.tracer.graph
+        inputs = graph.find_nodes(op="placeholder")
+        with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
+            node = graph.placeholder(f"number_{len(self.made)}")
+        track_tensor_tree(found, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
+        node.meta["val"] = found
+        self.made.append(given)
+        self._symbols[str(found.node.expr)] = given
+        self._values.append((given, value))
+        return found
+
+    def asked_zeros(self) -> bool:
+        """Has the step asked of a zero that is traced what it is? It stays plain from now on."""
+        asked = set(map(id, self._asked()))
+        found = {given.name for given, value in self._values if value == 0 and id(given) in asked}
+        self.plain.zeros |= found
+        return bool(found)
+
+    def _asked(self) -> list[Input]:
+        """Those that were compared, or of which torch has read what it reckons with as a number."""
+        read = [g.expr for g in self.env.guards if type(g.expr).__name__ == "Equality"]
+        guarded = {str(s) for expr in read for s in expr.free_symbols}
+        return [given for s, given in self._symbols.items() if s in self.env.asked | guarded]
+
+    def conditions(self) -> list[Condition]:
+        """What the step has asked of them."""
+        found = []
+        values = {id(given): value for given, value in self._values}
+        symbolic = {id(given) for given in self.made}
+        for i, guard in enumerate(self.env.guards):
+            names = sorted(map(str, guard.expr.free_symbols))
+            if not names or any(name not in self._symbols for name in names):
+                continue  # of what is read out of a tensor, which torch decides by itself
+            numbers = tuple(self._symbols[name] for name in names)
+            code = None  # what is read as a number has the sign of its zero, too
+            if not _is_value(guard.expr):
+                code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
+            said = _said(guard.expr, {n: g.name for n, g in self._symbols.items()})
+            found.append(
+                Condition(
+                    said,
+                    self.env.lines.get(i, ""),
+                    numbers,
+                    tuple(values[id(g)] for g in numbers),
+                    code,
+                    tuple(names),
+                )
+            )
+        asked = self._asked()
+        if asked:
+            found.append(_finite(asked, [values[id(given)] for given in asked]))
+        for given, value in self._values:
+            if id(given) not in symbolic:
+                text = f"a Python number is read ({self.plain.why or f'{value} cannot be traced'})"
+                found.append(Condition(text, user_line(), (given,), (value,), None))
+        return found
+
+
+def _finite(numbers: list[Input], values: list[float]) -> Condition:
+    """What the tracing of numbers takes for granted: that `x == x`, and that x is not infinite."""
+    symbols = tuple(f"n{i}" for i in range(len(numbers)))
+    total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite
+    code = compile(f"{total} == 0", "<condition>", "eval")
+    said = "the program is for finite numbers"
+    return Condition(said, user_line(), tuple(numbers), tuple(values), code, symbols)
+
+
+def _is_traceable(value: float, given: Input, zeros: set[str]) -> bool:
+    """Symbolic numbers are finite, and know no zero below zero: not even as what `-x` gives.
+
+    Of what optimizers ask for at once, a decay or a momentum, a zero stays one.
+    """
+    if value != 0:
+        return math.isfinite(value)
+    asked = type(given.home) is ParamGroup and given.path[0] != "lr"
+    return math.copysign(1, value) > 0 and not asked and given.name not in zeros
+
+
+def _is_value(expr: Any) -> bool:
+    """Does a condition say what one number is?"""
+    return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
+
+
+def _said(expr: Any, names: dict[str, str]) -> str:
+    """A condition in words."""
+    kind = type(expr).__name__
+    if _is_value(expr):
+        return f"{_named(expr.lhs, names)} is read as a number"
+    sign = {"Equality": "==", "Unequality": "!="}.get(kind, getattr(expr, "rel_op", ""))
+    text = f"{_named(expr.lhs, names)} {sign} {_named(expr.rhs, names)}" if sign else str(expr)
+    return f"the program asks whether {_named(text, names)}"
+
+
+def _named(expr: Any, names: dict[str, str]) -> str:
+    text = re.sub(r"\b\d+\.\d+(e[+-]?\d+)?", lambda found: repr(float(found[0])), str(expr))
+    return re.sub(r"\bzf\d+\b", lambda found: names.get(found[0], found[0]), text)

@@ -1,0 +1,283 @@
+"""How does a torch.optim optimizer step in a graph?
+
+Its state and its parameters are inputs like all others, and so are the numbers of its groups, which
+schedules change: as constants they would make another graph in every step. Steps are
+counted in float64 inside, and what is reckoned with numbers is (`with_exact_numbers`), so that bias
+corrections are as exact as the Python numbers of eager.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from partita.tensor.dtensor import DTensor
+from partita.tensor.grad_state import lay_out_state, update_spec
+from partita.tensor.watch import HERE
+
+from ..errors import not_captured
+from ..node_metadata import Recorder
+from .state import Slot
+
+__all__ = ["Stepping", "prime", "unprime"]
+
+Primed = list[tuple[Optimizer, torch.Tensor]]
+
+
+def prime(optimizers: dict[str, Optimizer]) -> Primed:
+    """Have torch's optimizers make their state now, as their first step would.
+
+    So that the first step is the same program as the others. Private torch: `_init_group`, which
+    every optimizer of torch.optim has, makes the state of each parameter with a gradient.
+
+    Returns:
+        What was given a state, for `unprime`.
+    """
+    found: Primed = []
+    for optimizer in optimizers.values():
+        if _is_of_torch(optimizer):
+            if type(optimizer) is torch.optim.SGD:
+                found += _prime_momentum(optimizer)
+            found += _make_state(optimizer)
+            for p, state in optimizer.state.items():
+                if isinstance(p, DTensor) and update_spec(p) is not p._spec:  # ZeRO 1 and 2
+                    lay_out_state(p, state)
+    return found
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def _make_state(optimizer: Optimizer) -> Primed:
+    found: Primed = []
+    make = getattr(optimizer, "_init_group", None)
+    lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
+    for group in optimizer.param_groups if make is not None else ():
+        new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        if not new:
+            continue
+        before = [(p, p.grad) for p in group["params"]]
+        for p, _ in before:
+            p.grad = p.detach() if any(p is q for q in new) else None
+        try:
+            make(group, *[[] for _ in range(lists)])
+        finally:
+            for p, grad in before:
+                p.grad = grad
+        found += [(optimizer, p) for p in new]
+    return found
+
+
+def _prime_momentum(optimizer: Optimizer) -> Primed:
+    """Give SGD the momentum that it makes of its first gradient: zeros, to which that is added.
+
+    Not where it is damped, which the first gradient is not.
+    """
+    found: Primed = []
+    for group in optimizer.param_groups:
+        if not group["momentum"] or group["dampening"]:
+            continue
+        for p in group["params"]:
+            if p.requires_grad and optimizer.state.get(p, {}).get("momentum_buffer") is None:
+                state = optimizer.state[p]
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                found.append((optimizer, p))
+    return found
+
+
+def unprime(primed: Primed, used: Callable[[Any], bool]) -> bool:
+    """Take the state away again that the step turned out not to use: `used` of each tensor.
+
+    Returns:
+        Whether there was any.
+    """
+    found = False
+    for optimizer, p in primed:
+        state = optimizer.state.get(p)
+        tensors = [v for v in (state or {}).values() if isinstance(v, torch.Tensor)]
+        if state is not None and not any(map(used, tensors)):
+            del optimizer.state[p]
+            found = True
+    return found
+
+
+class ParamGroup:
+    """A group of an optimizer by its number: `load_state_dict` makes other dictionaries of all."""
+
+    def __init__(self, optimizer: Optimizer, index: int):
+        self.optimizer, self.index = optimizer, index
+
+    @property
+    def now(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.index]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.now[key]
+
+
+class _StateOf:
+    """The state of one parameter, as a dictionary that is there once it is written."""
+
+    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
+        self.optimizer, self.p = optimizer, p
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.optimizer.state[self.p][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.optimizer.state[self.p][key] = value
+
+
+class Stepping:
+    """The optimizers of a step while it is captured."""
+
+    def __init__(self, optimizers: dict[str, Optimizer]):
+        self.optimizers = optimizers
+        self._counts: list[tuple[dict[Any, Any], torch.Tensor]] = []
+        self._kept: set[int] = set()
+        self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
+
+    @contextmanager
+    def traced(
+        self,
+        stand_in: Callable[[Any], Any],
+        number: Callable[..., Any],
+        recorder: Recorder,
+    ) -> Iterator[None]:
+        """Within, the optimizers hold what stands for their state and numbers.
+
+        The tensors within their dictionaries are exchanged by the slots that they are in.
+
+        Args:
+            stand_in: what stands for a tensor.
+            number: what stands for a float, by its name, value, home and path.
+        """
+        before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
+
+        # Hooks of all optimizers hear those of other threads too.
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if HERE.recorder is recorder:
+                recorder.updating = True
+                self._widen_counts(optimizer)
+                recorder.exact = self._kept if _is_of_torch(optimizer) else None
+
+        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if HERE.recorder is recorder:
+                recorder.exact = None
+                self._narrow_counts()
+                recorder.updating = False
+
+        hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+        # Private torch, which has no way to be first: partita's own hook, which is there already,
+        # does the whole step for most optimizers.
+        _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)
+        try:
+            for name, optimizer, state, groups in before:
+                standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+                self._held[optimizer] = {}
+                for p, entries in state.items():
+                    standing[stand_in(p)] = dict(entries)
+                    self._held[optimizer][stand_in(p)] = dict(entries)
+                optimizer.state = standing
+                optimizer.param_groups = [
+                    self._group(name, i, group, stand_in, number) for i, group in enumerate(groups)
+                ]
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for _, optimizer, state, groups in before:
+                optimizer.state, optimizer.param_groups = state, groups
+
+    def _widen_counts(self, optimizer: Optimizer) -> None:
+        """Have an optimizer count in float64 until `_narrow_counts`.
+
+        Only while it steps: to the program its counts are what they are in eager.
+        """
+        for entries in optimizer.state.values():
+            for name in ("step", "mu_product"):
+                number = entries.get(name)
+                kept = isinstance(number, torch.Tensor) and number.ndim == 0
+                if not kept or number.dtype != torch.float32:
+                    continue
+                if name == "step":
+                    self._counts.append((entries, number))
+                    entries[name] = number.double()
+                else:  # a product, which eager rounds
+                    self._kept.add(id(number))
+
+    def _narrow_counts(self) -> None:
+        for entries, number in self._counts:
+            entries["step"] = number.copy_(entries["step"])
+        self._counts.clear()
+
+    def _group(
+        self,
+        name: str,
+        index: int,
+        group: dict[str, Any],
+        stand_in: Callable[[Any], Any],
+        number: Callable[..., Any],
+    ) -> dict[str, Any]:
+
+        def standing(value: Any, *path: Any) -> Any:
+            if isinstance(value, float):
+                within = "".join(f"[{at}]" for at in path[1:])
+                called = f"{name}.{path[0]}[{index}]{within}"
+                return number(called, value, ParamGroup(self.optimizers[name], index), path)
+            if type(value) in (tuple, list):
+                return type(value)(standing(v, *path, i) for i, v in enumerate(value))
+            return stand_in(value)
+
+        now = {key: standing(value, key) for key, value in group.items()}
+        # Without reading a count as a number; which kernel does it is for the compiler.
+        for name, value in (("capturable", True), ("foreach", True), ("fused", False)):
+            if name in group:
+                now[name] = value
+        return now
+
+    def made(
+        self, stood_for: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> list[tuple[Slot, torch.Tensor]]:
+        """After the step: what optimizers hold that they did not hold before, and where.
+
+        Args:
+            stood_for: for which tensor one of the trace stands.
+
+        Raises:
+            CaptureError: the step changed a number in an optimizer's state.
+        """
+        found = []
+        for name, optimizer in self.optimizers.items():
+            for p, entries in optimizer.state.items():
+                held = self._held[optimizer].get(p, {})
+                real = stood_for(p)
+                if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
+                    raise not_captured(
+                        f"{name} has a state of a tensor that it does not update",
+                        "where it belongs after the step cannot be told",
+                    )
+                for key, value in entries.items():
+                    if value is held.get(key):
+                        continue
+                    if isinstance(value, torch.Tensor) and real is not None:
+                        slot = Slot(f"{name}.{key}", "optimizer", _StateOf(optimizer, real), key)
+                        found.append((slot, value))
+                    elif value != held.get(key):
+                        raise not_captured(
+                            f"{name} counts {key!r} in a Python number",
+                            "the graph would always have the number of its first step",
+                        )
+        return found

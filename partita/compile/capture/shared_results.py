@@ -1,0 +1,179 @@
+"""Results that share memory: in a graph without writes they are views of what they were views of.
+
+A write gives a new value to all that shows a memory. What a step returns of a memory that it has
+written would then be a value of its own: a view of an argument would not follow the argument, nor
+two views each other. Such a result is made a view again: of the input, into which the end of the
+graph writes, or of another result. A view's calls are made again, and not its place in memory told:
+an argument may lie elsewhere in its own in each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.layout import Fix
+
+from ..errors import CaptureError, not_captured
+from ..node_metadata import NOTE, note_of
+from .equal_calls import call_without_memory
+from .functional_memory import lie_alike, shown_operand
+from .overlapping_results import overlap, overlapping_results, views_of
+
+__all__ = ["refuse_cut_views", "share_memory_of_results"]
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
+Results = list[tuple[int, fx.Node]]
+
+
+def share_memory_of_results(
+    before: fx.Graph,
+    after: fx.Graph,
+    memory: Mapping[fx.Node, int],
+    made: Mapping[fx.Node, fx.Node],
+) -> None:
+    """Make results of `after` views of what they were views of in `before`.
+
+    Args:
+        before: with its writes.
+        after: the same without; changed in place.
+        memory: for each node of `before` that shows memory which is written: which.
+        made: of nodes of `before` that made memory what they are at the end of `after`.
+
+    Raises:
+        CaptureError: a result cannot be made such a view.
+    """
+    (old_end,), (new_end,) = before.find_nodes(op="output"), after.find_nodes(op="output")
+    sharing: dict[int, Results] = defaultdict(list)
+    for i, node in enumerate(old_end.args[0]):  # type: ignore[arg-type]
+        if node in memory:
+            sharing[memory[node]].append((i, node))
+    olds, news = before.find_nodes(op="placeholder"), after.find_nodes(op="placeholder")
+    inputs = {memory[o]: {o: n} for o, n in zip(olds, news, strict=True) if o in memory}
+    values = list(new_end.args[0])  # type: ignore[arg-type]
+    # A legal graph reads no input behind what writes it; a view shows what is written later, too.
+    first_write = next(iter(after.find_nodes(op="call_function", target=_aten.copy_.default)), None)
+    with after.inserting_before(first_write or new_end):
+        for number, results in sharing.items():
+            if number in inputs:
+                _make_views(results, inputs[number], values)
+            elif len(results) > 1:
+                makers = {o: n for o, n in made.items() if memory[o] == number}
+                _make_views_of_each_other(results, makers, values)
+    new_end.args = (values,)
+
+
+def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
+    """Raise CaptureError if one of the results in `cut` was a view.
+
+    Once its padding is cut off it is a copy. Not where it shows all of an input: it is then that
+    input.
+    """
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])  # type: ignore[arg-type]
+    for place in cut:
+        first, calls = views_of(values[place])
+        shown = [n.meta["val"] for n in (first, *calls)]
+        if first.op == "placeholder" and all(lie_alike(one, shown[0]) for one in shown):
+            values[place] = first
+    end.args = (values,)
+    for pair in overlapping_results(graph):
+        place = max(pair & set(cut), default=None)
+        one = min(pair) >= 0 and len({values[i] for i in pair}) == 1
+        if place is not None and not one and values[place].op != "placeholder":
+            raise not_captured(
+                "the step returns a view whose pieces are uneven",
+                "in a graph pieces are padded, and what is left when the padding is cut off is a "
+                "copy, which would not follow what it was a view of",
+                Fix("x.clone()", "of what is returned, for memory of its own"),
+                place=note_of(values[place]).source,
+            )
+
+
+def _make_views_of_each_other(
+    results: Results, makers: Mapping[fx.Node, fx.Node], values: list[Any]
+) -> None:
+    """Make those results in one memory views that are of another result.
+
+    Where two overlap of which neither is one of the other, all are made views of what made the
+    memory.
+    """
+    bases: dict[fx.Node, fx.Node] = {}
+    kept: list[fx.Node] = []
+    views = {node: len(views_of(node)[1]) for _, node in results}
+    for i, node in sorted(results, key=lambda r: (views[r[1]], -r[1].meta["val"].numel())):
+        base, calls = views_of(node, bases)
+        if base in bases:
+            values[i] = _call_again(calls, bases[base])
+        elif any(overlap(node, other) for other in kept):
+            _make_views(results, makers, values)
+            return
+        else:
+            bases[_written(node)] = values[i]
+            kept.append(node)
+
+
+def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list[Any]) -> None:
+    """Make the results in one memory views of `bases`: nodes of the graph before, as they are now.
+
+    Raises:
+        CaptureError: one of them is a view of none of these.
+    """
+    for i, node in results:
+        base, calls = views_of(node, bases)
+        if base not in bases:
+            raise _refuse(node)
+        values[i] = _call_again(calls, bases[base])
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """What a node gives back having written it, or itself."""
+    while (found := shown_operand(node))[1]:
+        assert found[0] is not None
+        node = found[0]
+    return node
+
+
+def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
+    """The views that `calls` made, made of `value`."""
+    if calls and not lie_alike(value.meta["val"], _viewed(calls[0]).meta["val"]):
+        raise _refuse(calls[0])
+    for call in calls:
+        if call.target in _SAME:
+            continue
+        if call.all_input_nodes != [_viewed(call)]:
+            raise _refuse(call)
+        args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda _, value=value: value)
+        value = value.graph.call_function(call.target, args, kwargs)
+        value.meta["val"] = _value(call, args[0].meta["val"])
+        if NOTE in call.meta:
+            value.meta[NOTE] = call.meta[NOTE]
+    return value
+
+
+def _viewed(call: fx.Node) -> fx.Node:
+    found = shown_operand(call)[0]
+    assert found is not None
+    return found
+
+
+def _value(call: fx.Node, shown: Any) -> Any:
+    """What the call of a view gives of `shown`, over tensors without memory."""
+    if call.target is operator.getitem:
+        return shown[call.args[1]]
+    return call_without_memory(call.target, (shown, *call.args[1:]), call.kwargs).value
+
+
+def _refuse(node: fx.Node) -> CaptureError:
+    return not_captured(
+        "the step returns a view of what it writes",
+        "a graph has values: this view cannot be told as one of what the memory holds at its end",
+        Fix("x.clone()", "of what is returned, for memory of its own"),
+        place=note_of(node).source,
+    )

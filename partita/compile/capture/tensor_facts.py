@@ -1,0 +1,168 @@
+"""Facts of tensors that a step asks for, beside values, shapes and layouts.
+
+Whether a tensor is a leaf, a view, shared or conjugated is a fact of an input that a program may be
+made for: it becomes a condition. Where its memory lies, and how often that was written, is none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix
+from partita.tensor.tensor_state import count_writes
+
+from ..errors import not_captured
+from ..guards.codes import is_recorded
+from .inputs import GraphInputs
+from .symbolic import identity_of
+
+__all__ = ["FactCondition", "Facts"]
+
+_HELD = {
+    inspect.getattr_static(torch.Tensor, name): name
+    for name in """storage_offset is_leaf grad_fn grad _base _is_view is_shared is_inference is_conj
+    is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
+}
+_LOST = {
+    inspect.getattr_static(torch.Tensor, name): name
+    for name in "_version data_ptr untyped_storage storage _typed_storage".split()
+}
+_HELD[identity_of] = "id"
+_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # of which it counts if one is there
+_OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
+_WITHIN = (
+    torch.Tensor.is_shared.__code__.co_filename,
+    torch.overrides.__file__,
+    identity_of.__code__.co_filename,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FactCondition:
+    """What a program takes for granted of one of its tensors, beside its values.
+
+    Attributes:
+        name: of the tensor.
+        index: among those of a call.
+        fact: which it is: "is_leaf".
+        value: at capture.
+        line: the user's, that asks.
+    """
+
+    name: str
+    index: int
+    fact: str
+    value: Any
+    line: str
+
+    def holds(self, tensors: Sequence[Any]) -> bool:
+        found: bool = _read(tensors[self.index], self.fact) == self.value
+        return found
+
+    def reason(self, tensors: Sequence[Any]) -> str:
+        now = _read(tensors[self.index], self.fact)
+        return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
+
+
+class Facts:
+    """The facts for which a step asks while it is captured.
+
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: GraphInputs):
+        self._inputs = inputs
+        # Of gradients that stand there when the step begins, whether they are marks, where there
+        # is none, and how often they were written.
+        self._grads = {
+            id(fake): (given.kind == "mark", _count_writes(fake))
+            for given, fake in zip(inputs.all, inputs.fakes, strict=True)
+            if given.kind in ("mark", "gradient")
+        }
+        self._found: dict[tuple[int, str], FactCondition] = {}
+
+    def conditions(self) -> list[FactCondition]:
+        return [*self._found.values()]
+
+    def answer(self, func: Any, args: Any) -> tuple[Any, ...]:
+        """What a call of torch's gives that asks for a fact of an input, as a tuple; () of others.
+
+        Raises:
+            CaptureError: it asks for what no graph has.
+        """
+        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+            return ()  # it says what is to be
+        asked = getattr(func, "__self__", func)
+        name = _HELD.get(asked) or _LOST.get(asked)
+        if name is None or not args or not _is_asked_by_user(sys._getframe(2)):
+            return ()
+        if asked in _LOST:
+            raise not_captured(
+                f"the step asks for {name} of a tensor",
+                "where memory lies, and how often it was written, is another thing in each call",
+                Fix("ask before the step", "and give the answer as an argument"),
+                place=user_line(),
+            )
+        return self._answer(name, args[0], func)
+
+    def _answer(self, name: str, fake: Any, func: Any) -> tuple[Any, ...]:
+        given, index = self._inputs.stood_for(fake), self._inputs.place_of(fake)
+        if given is None or index < 0:
+            if name in _OF_MEMORY and self._shows_input(fake):
+                raise not_captured(
+                    f"the step asks for {name} of a view of one of its inputs",
+                    "it depends on the memory of what the call brings, which a graph does not ask",
+                    Fix(f"ask the input itself for {name}", "which becomes a condition"),
+                    place=user_line(),
+                )
+            return ()
+        if name == "grad":
+            with Local():
+                found = fake.grad
+            if found is not None and id(found) not in self._grads:
+                return ()  # the step's own
+            untouched = self._grads.get(id(found)) == (True, _count_writes(found))
+        value = _read(given, name)
+        named = self._inputs.name_of(index)
+        condition = FactCondition(named, index, name, value, user_line())
+        self._found.setdefault((index, name), condition)
+        if name == "grad":
+            return (None,) if untouched else ()
+        if name in _OBJECTS:
+            with Local():
+                return () if not value or func(fake) is not None else (func(given),)
+        return (value,)
+
+    def _shows_input(self, fake: Any) -> bool:
+        with Local():
+            memory = fake.untyped_storage()._cdata
+            return any(x.untyped_storage()._cdata == memory for x in self._inputs.fakes)
+
+
+def _is_asked_by_user(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename in _WITHIN:
+        frame = frame.f_back
+    return frame is not None and is_recorded(frame.f_code.co_filename)
+
+
+def _count_writes(t: Any) -> int:
+    """How often it was written."""
+    return 0 if t is None else count_writes(t)
+
+
+def _read(t: torch.Tensor, name: str) -> Any:
+    if name == "id":
+        return id(t)
+    with Local():
+        found = getattr(t, name)
+        return found is not None if name in _OBJECTS else found() if callable(found) else found

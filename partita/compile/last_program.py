@@ -1,0 +1,82 @@
+"""What does a compiled step say of what ran last?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend.built import Built
+    from .captured_program import CapturedProgram
+    from .graph import Graph
+    from .guards import History
+    from .memory.schedule import Memory
+    from .passes import Passes
+
+__all__ = ["LastProgram"]
+
+
+class LastProgram:
+    """The part of a `CompiledStep` that is read, not called."""
+
+    without: tuple[str, ...]
+    passes: Passes
+    _history: History
+    _last: CapturedProgram | None
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each capture, why it was made."""
+        return self._history.reasons
+
+    @property
+    def program(self) -> CapturedProgram:
+        """What ran last.
+
+        Raises:
+            ValueError: nothing was captured yet.
+        """
+        if self._last is None:
+            raise ValueError("this step has not been captured: call it first")
+        return self._last
+
+    @property
+    def graph(self) -> Graph:
+        """What ran last, to be printed: a line for each node. Raises as `program`."""
+        from .graph import Graph
+
+        return Graph(self.program)
+
+    def explain(self) -> str:
+        """What each pass did to what ran last, and what it saved. Raises as `program`.
+
+        The passes are run again to see what each does to the predicted peak: it may take seconds.
+        """
+        from .pass_report import explained
+
+        captured = self.program.captured
+        assert captured is not None
+        return explained(captured, self.without, self.passes)
+
+    @property
+    def memory(self) -> Memory:
+        """When each buffer of what ran last is there, and what holds the peak. Raises as `program`.
+
+        Raises:
+            ValueError: or this torch generates code of another kind than is known.
+        """
+        from .memory.storages import scheduled
+
+        return scheduled(self.program)
+
+    @property
+    def artifact(self) -> Built | None:
+        """How what ran last was had: "compiled in 10.3 s", "loaded in 0.4 s". Raises as `program`.
+
+        None where it runs without having been compiled.
+        """
+        return self.program.built
+
+    @property
+    def key(self) -> str:
+        """The key of what ran last: equal for equal programs, on every rank and in every run."""
+        return self.program.key

@@ -1,0 +1,336 @@
+"""What does the code that Inductor generated allocate, and when does it let go?
+
+The code is run over tensors without memory, its kernels doing nothing: its own allocations, reuses
+and `del`s then say when each buffer is made and when it is gone, with Python's own counting of
+references. So nothing about Inductor's plans has to be known, and nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..backend.constants import constants_of, names_of_constants
+from ..backend.executor import FILE as OUTER_FILE
+from ..backend.executor import FIRST_LINE
+from ..backend.section_run import SectionCall, SectionWriting
+from ..backend.sections import Section, Sections
+from ..capture.fakes import fake_mode_of
+from ..graph_modules import lazy_graph_module
+from ..node_metadata import Note, note_of
+from ..program import Program
+from .schedule import Buffer, Memory
+from .storages import held_by, made_at_entry, opname
+from .workspace import staging, workspace
+
+__all__ = ["code_of", "memory_of_code", "memory_of_sections"]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@contextmanager
+def code_of() -> Iterator[Callable[[], list[str]]]:
+    """Within, what Inductor generates is noted; what is given reads it.
+
+    Private torch: the hook is there for torch's own tests, which read generated code by it.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+    hook: Any = GraphLowering
+    before = hook.save_output_code
+    hook.save_output_code = staticmethod(found.append)
+    try:
+        yield lambda: found
+    finally:
+        hook.save_output_code = before
+
+
+def memory_of_code(sources: Sequence[str], program: Program) -> Memory:
+    """The schedule of a program that runs as generated code.
+
+    Args:
+        sources: the code; one, unless Inductor had to split the graph.
+
+    Raises:
+        ValueError: the code is not as this torch's is known to be.
+    """
+    run = _Run(program)
+    call = run.call_of(_the_one(sources), program.graph)
+    constants = constants_of(program.graph)
+    return run.over(lambda inputs: call([*inputs]), constants)
+
+
+def memory_of_sections(
+    sources: Mapping[Section, Sequence[str]], sections: Sections, program: Program
+) -> Memory:
+    """The schedule of a program that runs as sections, each of which runs as generated code.
+
+    Raises:
+        ValueError: the code is not as this torch's is known to be.
+    """
+    run = _Run(program)
+    calls = {s: run.call_of(_the_one(code), s.graph) for s, code in sources.items()}
+    return run.over(run.outer_of(sections, calls), constants_of(sections.outer))
+
+
+def _the_one(sources: Sequence[str]) -> str:
+    if len(sources) != 1:
+        raise ValueError(f"Inductor generated {len(sources)} programs for one graph")
+    return sources[0]
+
+
+class _Code:
+    """The function `call` of what was generated of a graph."""
+
+    def __init__(self, source: str, graph: fx.GraphModule):
+        self.file = f"<generated {id(self)}>"
+        self.lines = source.split("\n")
+        self.notes = {n.name: note_of(n) for n in graph.graph.nodes}
+        defs = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+        called = [n for n in defs if n.name == "call"]
+        if len(called) != 1:
+            raise ValueError("generated code has no one function `call`")
+        (self._def,) = called
+        self.begin, self.end = self._def.lineno, self._def.end_lineno or self._def.lineno
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        """It, alone, among names that stand for what the code imports and compiles."""
+        names = _Names()
+        exec(compile(ast.Module([self._def], []), self.file, "exec"), names)
+        first = [None] * (len(self._def.args.args) - 1)
+        return partial(names["call"], *first)
+
+    @property
+    def places(self) -> list[str]:
+        """What runs, a line each."""
+        return [self.lines[i].strip()[:80] for i in range(self.begin, self.end)]
+
+    def name_at(self, line: int) -> str:
+        """What a line, counted from 1, makes."""
+        return self.lines[line - 1].strip().split(" ", 1)[0]
+
+    def note_at(self, line: int) -> Note:
+        """Of the graph's nodes that the code says it does next, the last."""
+        for text in (*self.lines[line - 1 :][:3], *reversed(self.lines[max(0, line - 4) : line])):
+            found = re.search(r"Source Nodes: \[([^]]*)\]", text)
+            if found:
+                names = [name.strip() for name in found[1].split(",")]
+                return next((self.notes[n] for n in reversed(names) if n in self.notes), _NONE)
+        return _NONE
+
+
+_NONE = Note(phase="")
+
+
+class _Run(TorchDispatchMode):
+    """One run of generated code over tensors without memory.
+
+    Attributes:
+        places: what has run so far, or is in the code that is called now.
+    """
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self.program = program
+        self.places: list[str] = []
+        self.buffers: dict[int, Buffer] = {}
+        self.done: list[Buffer] = []
+        self._codes: dict[str, tuple[_Code, int]] = {}  # by file, with the place where it begins
+        self._outer: dict[int, fx.Node] = {}  # by line
+        self._outer_line = 0
+        self._kept: dict[int, Any] = {}
+        self._under_way: dict[int, Any] = {}
+
+    def over(
+        self, call: Callable[[Sequence[Any]], Any], constants: Sequence[torch.Tensor]
+    ) -> Memory:
+        """The schedule of a call over the program's inputs, and then its constants."""
+        examples = self.program.example()
+        mode = fake_mode_of(examples)
+        inputs = [*examples, *map(mode.from_tensor, constants)]
+        self._ours = {id(x.untyped_storage()) for x in inputs}
+        try:
+            with torch.no_grad(), mode, self:
+                out = call(inputs)
+        except Exception as error:
+            raise ValueError(f"generated code, at {self.places[-1:]}: {error}") from error
+        end = len(self.places)
+        left = [replace(buffer, death=end) for buffer in self.buffers.values()]
+        self._kept.clear()
+        del out
+        buffers = sorted([*self.done, *left], key=lambda b: b.birth)
+        first = made_at_entry(self.program, end)
+        return Memory(tuple(self.places), (*first, *buffers), tuple(held_by(self.program)))
+
+    # -- the code ----------------------------------------------------------------------------------
+
+    def call_of(self, source: str, graph: fx.GraphModule) -> SectionCall:
+        """The code, to be called any number of times, each at a place of its own."""
+        code = _Code(source, graph)
+        function = code.function()
+
+        def call(taken: list[Any]) -> Any:
+            self._codes[code.file] = code, len(self.places)
+            self.places += code.places
+            return function(taken)
+
+        return call
+
+    def outer_of(
+        self, sections: Sections, calls: Mapping[Section, SectionCall]
+    ) -> Callable[[Sequence[Any]], Any]:
+        """What calls sections, over inputs and then constants."""
+        names = names_of_constants(sections.outer)
+
+        def call(inputs: Sequence[Any]) -> Any:
+            given, held = len(inputs) - len(names), torch.nn.Module()
+            for name, constant in zip(names, inputs[given:], strict=True):
+                setattr(held, name, constant)
+            outer = lazy_graph_module(held, sections.outer.graph)
+            written = SectionWriting(replace(sections, outer=outer), calls)
+            run = written.function()
+            self._outer = dict(enumerate(written.nodes, FIRST_LINE))
+            return run(inputs[:given])
+
+        return call
+
+    def _at(self) -> tuple[_Code | fx.Node | None, int, int]:
+        """What runs now, its line, and its place."""
+        frame: Any = sys._getframe()
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file in self._codes:
+                code, begin = self._codes[file]
+                return code, frame.f_lineno, begin + frame.f_lineno - code.begin - 1
+            if file == OUTER_FILE and self._outer:
+                return self._outer.get(frame.f_lineno), frame.f_lineno, len(self.places)
+            frame = frame.f_back
+        return None, 0, len(self.places)
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _WAIT:  # which says of tensors without memory that it makes another
+            self._under_way.pop(id(args[0].untyped_storage()), None)
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        made = self.made(out, str(getattr(func, "_opname", func)))
+        extra = workspace(func, args, out)
+        if getattr(func, "namespace", "") in ("_c10d_functional", "partita"):
+            extra += staging(func, args, out, self.program.groups, compiled=True)
+            if (
+                func.namespace == "_c10d_functional" and made
+            ):  # it reads them until it is waited for
+                self._under_way[id(out.untyped_storage())] = args
+        if extra:
+            self.done.append(self._buffer(extra, str(func), passing=True))
+        return out
+
+    def made(self, value: Any, by: str) -> int:
+        """Note the storages of `value` that are new: how many."""
+        count = 0
+        for t in pytree.tree_leaves(value):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                key = id(storage)
+                if key not in self._kept and key not in self._ours:
+                    self._kept[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+                    self.buffers[key] = self._buffer(storage.nbytes(), by)
+                    count += 1
+        return count
+
+    def _gone(self, key: int) -> None:
+        if self._kept.pop(key, None) is not None:
+            found = self.buffers.pop(key)
+            self.done.append(replace(found, death=max(self._at()[2], found.birth)))
+
+    def _buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
+        """One that is made now, and is gone with the line."""
+        what, line, at = self._at()
+        if isinstance(what, fx.Node):
+            name, note = what.name, note_of(what)
+            if line != self._outer_line:
+                self.places.append(f"{name} {opname(what)}")
+                self._outer_line = line
+            at = len(self.places) - 1
+        elif what is not None:
+            name, note = what.name_at(line), what.note_at(line)
+        else:
+            name, note = "", _NONE
+        return Buffer(
+            name,
+            nbytes,
+            at,
+            at + 1,
+            (),
+            by,
+            note.source,
+            note.phase,
+            note.layout,
+            note.reason,
+            passing,
+        )
+
+
+class _Names(dict[str, Any]):
+    """The globals of generated code. What it compiled, and what it only checks, does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            torch=torch,
+            aten=torch.ops.aten,
+            inductor_ops=torch.ops.inductor,
+            device=torch.device,
+            empty_strided=torch.empty_strided,
+            reinterpret_tensor=torch.as_strided,
+            extern_kernels=_Extern(),
+            __builtins__=__builtins__,
+        )
+        for kind in ("cpu", "cuda", "xpu", "mtia"):
+            self[f"empty_strided_{kind}"] = _empty(kind)
+        self["empty_strided_cpu_pinned"] = _empty("cpu")
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(__import__("builtins"), name):
+            raise KeyError(name)
+        return _Nothing()
+
+
+class _Nothing:
+    """A kernel, or what checks something."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+
+class _Extern:
+    """Kernels of torch's that generated code calls by name; most write into what they are given."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            return out if out is not None else getattr(torch, name)(*args, **kwargs)
+
+        return call
+
+
+def _empty(kind: str) -> Callable[..., torch.Tensor]:
+    def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=kind)
+
+    return empty

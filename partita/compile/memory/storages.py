@@ -1,0 +1,233 @@
+"""Which memory does each node of a graph make, and which does it only show?
+
+Told call by call (`equal_calls`): a result whose storage no operand has is new memory, every other
+one is a view. A storage is there from the node that makes it to the last node that
+reads any view of it: a value's name is dropped behind its last use (`run`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capture.equal_calls import call_without_memory, tensors_in
+from ..graph import is_collective
+from ..node_metadata import note_of
+from ..program import Program
+from .schedule import Buffer, HeldInput, Memory
+from .workspace import staging, workspace
+
+__all__ = ["Storages", "last_uses", "memory_of", "storages_of"]
+
+
+@dataclass
+class Storages:
+    """Which storages the nodes of a graph hold.
+
+    Attributes:
+        of: for each node the storages that its value shows, by number.
+        nbytes: of each storage.
+        maker: of each the node that makes it.
+        passing: for each node the bytes that its kernel takes and gives back while it runs.
+    """
+
+    of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    nbytes: list[int] = field(default_factory=list)
+    maker: list[fx.Node] = field(default_factory=list)
+    passing: dict[fx.Node, int] = field(default_factory=dict)
+
+    def made_by(self, node: fx.Node) -> tuple[int, ...]:
+        """The storages that a node makes."""
+        return tuple(s for s in self.of[node] if self.maker[s] is node)
+
+    def add(self, maker: fx.Node, nbytes: int) -> int:
+        """A storage more; its number."""
+        self.nbytes.append(nbytes)
+        self.maker.append(maker)
+        return len(self.nbytes) - 1
+
+
+def storages_of(program: Program) -> Storages:
+    """The storages of a graph's nodes; inputs have one each, unless they share it."""
+    found = Storages()
+    shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor of a node's value its storage
+    known: dict[int, int] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "call_function":
+            shows[node] = _shown_by_call(program, node, shows, found)
+        else:
+            value = node.meta["val"] if node.op == "placeholder" else _constant(program, node)
+            shows[node] = [_number_of(t, node, known, found) for t in tensors_in(value)]
+        found.of[node] = tuple(dict.fromkeys(shows[node]))
+    return found
+
+
+def _number_of(t: torch.Tensor, node: fx.Node, known: dict[int, int], found: Storages) -> int:
+    """The storage of an input or of a constant."""
+    storage = t.untyped_storage()
+    key = storage._cdata  # private: one number for one storage, as long as it lives
+    if key not in known:
+        known[key] = found.add(node, storage.nbytes())
+    return known[key]
+
+
+def _shown_by_call(
+    program: Program, node: fx.Node, shows: dict[fx.Node, Sequence[int]], found: Storages
+) -> Sequence[int]:
+    """For each tensor of what a call gives its storage."""
+    operands: list[int] = []
+
+    def value_of(read: fx.Node) -> Any:
+        operands.extend(shows[read])
+        return read.meta["val"] if read.op != "get_attr" else _constant(program, read)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    if node.target is operator.getitem:
+        whole, place = args
+        before, piece = tensors_in(whole[:place]), tensors_in(whole[place])
+        return operands[len(before) : len(before) + len(piece)]
+    made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
+    new = [found.add(node, nbytes) for nbytes in made.nbytes]
+    extra = workspace(node.target, args, made.value)
+    if is_collective(node):
+        extra += staging(node.target, args, made.value, program.groups, compiled=False)
+    if extra:
+        found.passing[node] = extra
+    return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
+
+
+def _constant(program: Program, node: fx.Node) -> Any:
+    return getattr(program.graph, str(node.target))
+
+
+def scheduled(program: Program) -> Memory:
+    """The schedule of a program as it runs: of its graph, or of the code made of it.
+
+    Raises:
+        ValueError: code was made that nothing is known of.
+    """
+    if program.built is None:
+        return memory_of(program)
+    if program.built.schedule is not None:
+        return program.built.schedule()
+    found = program.built.metadata
+    if "memory" not in found:
+        raise ValueError(found.get("memory_unknown", "nothing was noted of its memory"))
+    return Memory.from_json(found["memory"])
+
+
+def memory_of(program: Program) -> Memory:
+    """The schedule of a graph that runs node by node."""
+    graph = program.graph.graph
+    nodes = [n for n in graph.nodes if n.op != "placeholder"]
+    storages = storages_of(program)
+    last = last_uses(graph.nodes, storages)
+    place = {node: i for i, node in enumerate(nodes)}
+    views: dict[int, list[str]] = {}
+    for node, shown in storages.of.items():
+        for s in shown:
+            if storages.maker[s] is not node:
+                views.setdefault(s, []).append(node.name)
+    buffers = []
+    for node in nodes:
+        for s in storages.made_by(node) if node.op == "call_function" else ():
+            end = last.get(s)
+            death = len(nodes) if end is None else place[end] + 1
+            buffers.append(
+                _buffer(node, storages.nbytes[s], place[node], death, tuple(views.get(s, ())))
+            )
+        if node in storages.passing:
+            at = place[node]
+            buffers.append(_buffer(node, storages.passing[node], at, at + 1, passing=True))
+    return Memory(
+        tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
+        (*made_at_entry(program, len(nodes)), *buffers),
+        tuple(held_by(program)),
+    )
+
+
+def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node]:
+    """Of each storage the last node that reads it; none of what the graph returns or leaves."""
+    last: dict[int, fx.Node] = {}
+    stays: set[int] = set()
+    for node in nodes:
+        if node.op == "output":
+            for read in node.all_input_nodes:
+                stays.update(storages.of[read])
+            continue
+        if not node.users:  # what nobody takes is dropped at once
+            last.update(dict.fromkeys(storages.of[node], node))
+        for read in node.all_input_nodes:
+            for s in storages.of[read]:
+                last[s] = node
+    return {s: node for s, node in last.items() if s not in stays}
+
+
+def held_by(program: Program) -> Iterator[HeldInput]:
+    """The inputs of a program that are there between calls, each storage once."""
+    written = set(program.written)
+    seen: set[int] = set()
+    for i, (given, fake) in enumerate(zip(program.inputs, program.example(), strict=True)):
+        if given.kind == "number":  # which becomes a tensor when the step is called
+            continue
+        storage = fake.untyped_storage()
+        nbytes = 0 if storage._cdata in seen else storage.nbytes()
+        seen.add(storage._cdata)
+        yield HeldInput(given.name, given.kind, nbytes, i in written)
+
+
+def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
+    """What a call makes of its inputs before the step begins, and keeps until it ends.
+
+    The tensors of Python numbers; and copies of inputs whose memory cannot hold their padding, on
+    ranks with smaller pieces.
+    """
+    examples = program.example()
+    for i, given in enumerate(program.inputs):
+        if given.kind == "number":
+            yield Buffer(given.name, examples[i].nbytes, 0, places, made_by="number")
+    for i, border in program.entering.items():
+        if not border.in_place:
+            given = program.inputs[i]
+            nbytes = examples[i].untyped_storage().nbytes()
+            layout = str(given.spec.layout) if given.spec is not None else ""
+            yield Buffer(given.name, nbytes, 0, places, made_by="padding", layout=layout)
+
+
+def opname(node: fx.Node) -> str:
+    """What a node calls, as a person says it: "mm"."""
+    if node.op != "call_function":
+        return ""
+    target: Any = node.target
+    return str(getattr(target, "_opname", getattr(target, "__name__", target)))
+
+
+def _buffer(
+    node: fx.Node,
+    nbytes: int,
+    birth: int,
+    death: int,
+    views: tuple[str, ...] = (),
+    passing: bool = False,
+) -> Buffer:
+    note = note_of(node)
+    return Buffer(
+        node.name,
+        nbytes,
+        birth,
+        death,
+        views,
+        opname(node),
+        note.source,
+        note.phase,
+        note.layout,
+        note.reason,
+        passing,
+    )

@@ -1,0 +1,355 @@
+"""Where does each node of a graph come from?
+
+Every ATen call of a step passes here while it is captured. Its nodes are noted with the user's line
+that asked for it (in backward: the line of the forward call whose gradient it is), with the phase
+of the step, and, in a redistribution, with the move.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita.comm import Wire, user_line
+from partita.layout import Fix
+from partita.redistribute import Move
+from partita.redistribute.cost import bytes_sent
+from partita.tensor.dtensor import DTensor
+from partita.tensor.numbers import read_number
+from partita.tensor.scalar_reads import is_read_in_part
+from partita.tensor.tensor_state import own_state
+from partita.tensor.watch import HERE
+
+from .capture.ctc import REPLACED
+from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
+from .capture.hearing import unheard
+from .capture.refusals import not_an_input
+from .capture.repeated_calls import RepeatedCalls
+from .capture.scalars import taken_as_numbers, with_exact_numbers
+from .errors import not_captured, of_data
+
+__all__ = ["NOTE", "Note", "Recorder", "note_of"]
+
+_aten = torch.ops.aten
+_ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
+_READ = _aten._local_scalar_dense.default
+
+NOTE = "partita"
+"""Under which a node's `meta` has its note."""
+
+
+def _sizes(value: Any) -> Any:
+    with Local():
+        return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
+    """Is the shape of this result known beforehand, though that of others of `func` is not?"""
+    if func is _aten.index.Tensor:  # a mask's places are counted, integers are taken as they come
+        given = [i for i in args[1] if i is not None]
+        return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
+    if func is _aten.one_hot.default:
+        return (args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1)) >= 0
+    if func is _aten.repeat_interleave.Tensor:
+        return (kwargs or {}).get("output_size") is not None
+    return func in REPLACED
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a node comes from.
+
+    Attributes:
+        source: the user's "file:line".
+        phase: "forward", "backward" or "update" (within an optimizer's step).
+        layout: of the tensor that the node makes, where it is a DTensor.
+        kind, axes, nbytes, op, reason: of the move that the node belongs to, as in a ledger's
+            `Record`; kind is "" where there is none.
+        move: numbers the moves of a step, so that the nodes of one can be told.
+        region: numbers the calls of `pt.remat` regions; 0 outside of them.
+        kept: the region's policy keeps what the node makes.
+        again: a pass put it there, to make or gather for a second time what forward had.
+        budget: that the regions of a module share, of all that is called within the module: its
+            number, and its bytes.
+    """
+
+    source: str = ""
+    phase: str = "forward"
+    layout: str = ""
+    kind: str = ""
+    axes: tuple[str, ...] = ()
+    nbytes: int = 0
+    op: str = ""
+    reason: str = ""
+    before: str = ""
+    after: str = ""
+    move: int = 0
+    region: int = 0
+    kept: bool = False
+    again: bool = False
+    budget: tuple[int, int] | None = None
+
+
+def note_of(node: fx.Node) -> Note:
+    found: Note = node.meta.get(NOTE, _NOTHING)
+    return found
+
+
+_NOTHING = Note()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the nodes that each call adds to `graph`.
+
+    It also makes every call see shards: kernels that Python implements ask for shapes, and in
+    backward, where torch-function must be on, a saved DTensor would tell its global one.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        super().__init__()
+        self.graph = graph
+        self._repeated = RepeatedCalls(graph, mode)
+        self.updating = False
+        self.exact: set[int] | None = None
+        self._behind = False
+        self._region, self._regions, self._kept = 0, 0, False
+        self._budget: tuple[int, int] | None = None
+        self._budgets: list[Any] = []
+        self._move = _NOTHING
+        self._moves = 0
+        self._last = self.newest()
+        self._lines: dict[int, str] = {}
+        self._here = os.getcwd()
+        self._made: list[tuple[fx.Node, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return unheard(self._call_and_note, func, args, kwargs or {})
+
+    def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if HERE.block is not None:
+            HERE.block.refuse(f"torch does not announce that it calls {func}")
+        if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
+            raise of_data(func._schema.name)
+        if func is _ONEDNN_LSTM and args[-1]:
+            raise not_captured(
+                "torch.lstm, to be trained, is oneDNN's layer as a whole",
+                "it keeps memory for backward whose size only oneDNN knows",
+                Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
+            )
+        if func is _READ and is_read_in_part(args[0]):
+            with self:
+                return read_number(args[0])
+        if any(map(has_memory, tensors_written(func, args, kwargs))):  # it would be written now
+            raise not_an_input(user_line())
+        args, kwargs = taken_as_numbers(func, args, kwargs)
+        if self.exact is not None:
+            args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
+        out = self._traced(func, args, kwargs)
+        count_writes_of_lists(func, args, kwargs)
+        if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):
+            raise of_data(func._schema.name)
+        newest = self.newest()
+        if newest is not self._last:
+            note = self._note()
+            node = newest
+            while node is not self._last:
+                node.meta[NOTE] = note
+                node = node.prev
+            self._last = newest
+            if isinstance(out, torch.Tensor):
+                self._made.append((newest, out))
+        return out
+
+    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
+        if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
+            return out
+        first = self.newest()
+        with Local():
+            out = REPLACED.get(func, func)(*args, **kwargs)
+        if key is not None:
+            self._repeated.learn(key, func, out, first)
+        return out
+
+    def finish(self) -> None:
+        """Note the layouts, which tensors are given after they are made."""
+        for node, made in self._made:
+            if isinstance(made, DTensor):
+                node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
+        self._made.clear()
+
+    @contextmanager
+    def noting(self, wire: Wire, move: Move, itemsize: int, op: str, reason: str) -> Iterator[None]:
+        """What is called within makes `move`; bytes as a ledger counts them."""
+        outer, self._moves = self._move, self._moves + 1
+        self._move = Note(
+            kind=move.kind,
+            axes=move.axes,
+            nbytes=bytes_sent(move, wire.mesh, itemsize),
+            op=op,
+            reason=reason,
+            before=move.before.brief(),
+            after=move.after.brief(),
+            move=self._moves,
+        )
+        try:
+            yield
+        finally:
+            self._move = outer
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """What is called within is a region's, the outermost's where they lie within each other."""
+        outer = self._region
+        if not outer:
+            self._regions += 1
+            self._region = self._regions
+        try:
+            yield
+        finally:
+            self._region = outer
+
+    @contextmanager
+    def sharing(self, budget: Any) -> Iterator[None]:
+        """The regions within share a budget, of so many `nbytes`; the outermost is the one."""
+        outer = self._budget
+        if outer is None:
+            if not any(b is budget for b in self._budgets):
+                self._budgets.append(budget)
+            number = next(i for i, b in enumerate(self._budgets) if b is budget)
+            self._budget = number, budget.nbytes
+        try:
+            yield
+        finally:
+            self._budget = outer
+
+    @contextmanager
+    def keeping(self, keep: bool) -> Iterator[None]:
+        """What is called within is kept for backward, if so."""
+        outer, self._kept = self._kept, self._kept or keep
+        try:
+            yield
+        finally:
+            self._kept = outer
+
+    def keep(self, x: torch.Tensor) -> None:
+        """What made the memory of `x` is kept for backward."""
+        if HERE.block is not None:
+            HERE.block.refuse("it names a value that is kept")
+        with Local():
+            wanted = x.untyped_storage()._cdata
+            for node, made in self._made:
+                if made.untyped_storage()._cdata == wanted:
+                    node.meta[NOTE] = replace(note_of(node), kept=True)
+
+    def exchange(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Have `x` be what `value` is, as `x.data = value` does in eager."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        # Modes do not hear of it: it is no write of the user's.
+        with torch._C.DisableTorchFunction():
+            x.data = value
+        own_state(x).moved = None
+        # Private torch: which node stands for a tensor. The calls that follow read the value's.
+        set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
+
+    def __enter__(self) -> Any:
+        HERE.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        HERE.recorder = None
+        return super().__exit__(*error)
+
+    def noting_on(self, wire: Wire) -> Callable[..., AbstractContextManager[None]]:
+        """`noting` for the moves of one wire."""
+        return partial(self.noting, wire)
+
+    @contextmanager
+    def behind_forward(self) -> Iterator[None]:
+        """What is called within belongs to backward."""
+        self._behind = True
+        try:
+            yield
+        finally:
+            self._behind = False
+
+    @property
+    def is_behind_forward(self) -> bool:
+        """Is a backward traced that nobody has asked for yet?"""
+        return self._behind
+
+    def line(self) -> str:
+        """The user's line that is at work now."""
+        backward = torch._C._current_autograd_node()  # private; there is no public way to ask
+        if backward is not None:
+            known = self._lines.get(backward._sequence_nr(), "")
+            if known:
+                return known
+        line = user_line(here=self._here)
+        if torch.is_grad_enabled() or self._move is not _NOTHING:
+            # The node of this call has the number before the next one.
+            self._lines[torch.autograd._get_sequence_nr() - 1] = line
+        return line
+
+    def _note(self) -> Note:
+        phase = "forward"
+        if self._move.reason == "settle":  # what backward left to do
+            phase = "backward"
+        elif self.updating:
+            phase = "update"
+        elif self._behind or torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+        return replace(
+            self._move,
+            source=self.line(),
+            phase=phase,
+            region=self._region,
+            kept=self._kept,
+            budget=self._budget,
+        )
+
+    @property
+    def marks(self) -> tuple[int, bool, Any]:
+        """What the nodes that are made now are marked with: a region, whether kept, a budget."""
+        return self._region, self._kept, self._budget
+
+    @property
+    def regions_begun(self) -> int:
+        """How many regions there have been."""
+        return self._regions
+
+    def note_made(self, node: fx.Node) -> None:
+        """Note where a node comes from that no call has made."""
+        node.meta[NOTE] = self._note()
+        self._last = self.newest()
+
+    def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
+        """Note where nodes come from that no call has made; the one that makes `out` is `made`."""
+        note = self._note()
+        for node in nodes:
+            node.meta[NOTE] = note
+        self._last = self.newest()
+        self._made.append((made, out))
+
+    def erase(self, node: fx.Node) -> None:
+        """Take a node away that was made last."""
+        self._made = [(n, out) for n, out in self._made if n is not node]
+        self.graph.erase_node(node)
+        self._last = self.newest()
+
+    def newest(self) -> fx.Node:
+        """The node that was added last."""
+        return self.graph._root.prev

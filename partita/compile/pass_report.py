@@ -1,0 +1,105 @@
+"""What did each pass do to a program, to its peak of memory too?
+
+To say it in lines takes longer than all passes together, and nobody may ask. So the graph is kept
+as it was captured, and who asks has the passes run over it again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from itertools import pairwise
+from textwrap import indent
+from typing import Any, Generic, TypeVar
+
+from torch import fx
+
+from partita.comm.ledger import human
+
+from .graph_modules import lazy_graph_module
+from .memory.storages import memory_of
+from .passes import Change, Passes, record_changes
+from .passes.change import worth
+from .program import Program
+
+__all__ = ["AsCaptured", "changes_of", "explained"]
+
+P = TypeVar("P", bound=Program)
+
+
+class AsCaptured(Generic[P]):
+    """A program as it is now, before passes change it: a row for each node, until somebody asks."""
+
+    def __init__(self, program: P):
+        self._kind, self._root = type(program), program.graph
+        self._rows = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
+            for n in program.graph.graph.nodes
+        ]
+        self._parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
+        for name in ("inputs", "outputs"):
+            self._parts[name] = list(self._parts[name])
+
+    def program(self) -> P:
+        """One like it, to be changed."""
+        parts: dict[str, Any] = {
+            **self._parts,
+            "graph": lazy_graph_module(self._root, self._graph()),
+        }
+        for name in ("inputs", "outputs"):
+            parts[name] = list(parts[name])
+        return self._kind(**parts)
+
+    def _graph(self) -> fx.Graph:
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node, op, target, args, kwargs, name, meta in self._rows:
+            given = fx.node.map_arg((args, kwargs), of.__getitem__)
+            of[node] = new = graph.create_node(op, target, *given, name=name)
+            new.meta = dict(meta)
+        return graph
+
+
+def explained(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
+    """What each pass changes, what that saves, and a short diff; then all of them together."""
+    program = captured.program()
+    peaks = [memory_of(program).peak]
+
+    def peak_after(change: Change) -> None:
+        peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
+
+    changes = _recorded(program, without, passes, peak_after)
+    told = []
+    for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
+        peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
+        told.append(change.text(*peak))
+    if changes:
+        told.append(_together(changes[0], changes[-1], peaks))
+    if blocks := str(program.blocks):
+        told.insert(0, f"blocks\n{indent(blocks, '  ')}")
+    return "\n".join(told)
+
+
+def changes_of(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> list[Change]:
+    """What each pass changes in a captured program."""
+    return _recorded(captured.program(), without, passes, lambda change: None)
+
+
+def _recorded(
+    program: Program, without: Iterable[str], passes: Passes, after: Callable[[Change], None]
+) -> list[Change]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was said when the step was captured
+        return record_changes(program, without, passes, after)
+
+
+def _together(first: Change, last: Change, peaks: list[int]) -> str:
+    sent = [worth("sent", n) for n in (first.sent[0], last.sent[1])]
+    time = [worth("seconds", n) for n in (first.seconds[0], last.seconds[1])]
+    said = [
+        f"{first.collectives[0]} -> {last.collectives[1]} collectives",
+        f"{' -> '.join(sent)} sent by a rank",
+        f"{' -> '.join(time)} predicted for them",
+        f"{human(peaks[0])} -> {human(peaks[-1])} predicted peak above the inputs",
+    ]
+    return "all together: " + ", ".join(said)

@@ -1,0 +1,267 @@
+"""How does a torch.optim optimizer step on DTensors, at the speed of plain tensors?
+
+Before any step, pending gradients are settled. An optimizer that works element by element then has
+nothing left to ask of a layout: parameter, gradient and state of one name lie alike. The hook that
+torch offers before a step then runs the step itself, on the shards as plain tensors, and the step
+that follows is handed an optimizer without parameters. All other optimizers run through dispatch,
+op by op.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from partita.comm import agree
+from partita.layout import Fix
+from partita.tensor.construct import piece_of
+from partita.tensor.dtensor import TYPED, DTensor, tagged
+from partita.tensor.dynamo import only_entered
+from partita.tensor.grad_state import lay_out_state, settled_spec, update_spec
+from partita.tensor.tensor_state import own_state, state_of
+from partita.tensor.watch import HERE
+
+from .gradients import reduce_gradients
+from .parameters import refuse_given_up
+from .zero.in_graph import in_parts
+
+__all__ = ["ELEMENTWISE"]
+
+ELEMENTWISE = frozenset(
+    (
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+)
+"""Optimizers whose update of an element reads nothing but that element's own history. Subclasses
+may do more and are not in it."""
+
+
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+
+
+@only_entered
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
+        return None
+    _after_step(optimizer, args, kwargs)  # of a step that failed
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_given_up(params)
+    spread = [p for p in params if isinstance(p, DTensor)]
+    if not spread:
+        return None
+    agree_settings(optimizer, spread)
+    _lay_out_state(optimizer, spread)
+    # A closure computes new gradients, which only the step itself sees.
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    plain = type(optimizer) in ELEMENTWISE and closure is None
+    owners = {rest.owner: None for p in spread if (rest := state_of(p).rest) is not None}
+    if owners and plain and HERE.capturing:
+        args, kwargs = _run_own_hooks(optimizer, args, kwargs)
+        with in_parts(optimizer, spread) as parts:
+            _step_as_plain(optimizer, parts, args, kwargs)
+        return _idle(optimizer, args, kwargs)
+    alike = not owners and _lie_alike(optimizer, spread)
+    if not alike:
+        reduce_gradients(spread)
+    if not plain:
+        return None
+    if not alike and not _lie_alike(optimizer, spread):
+        for p in spread:
+            if update_spec(p) is not p._spec and p in optimizer.state:
+                lay_out_state(p, optimizer.state[p])
+        if not _lie_alike(optimizer, spread):
+            return None
+    args, kwargs = _run_own_hooks(optimizer, args, kwargs)
+    with _narrowed([p for p in spread if update_spec(p) is not p._spec]):
+        _step_as_plain(optimizer, spread, args, kwargs)
+    for owner in owners:
+        owner.updated()
+    return _idle(optimizer, args, kwargs)
+
+
+_agreed: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers whose settings were compared before their first step."""
+
+
+def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+    """Raise on all ranks unless they bring the same learning rates and the like to a first step,
+    and to each under `check_ranks()`."""
+    check = params[0]._spec.wire.scope.check
+    if (optimizer in _agreed and check is None) or HERE.capturing:
+        return
+    groups = []
+    for group in optimizer.param_groups:
+        said = [f"{len(group['params'])} parameters"]
+        said += [f"{k}={v}" for k, v in group.items() if isinstance(v, (int, float, str, tuple))]
+        groups.append(" ".join(said))
+    for wire in dict.fromkeys(p._spec.wire for p in params):
+        agree(
+            f"{type(optimizer).__name__}.step",
+            "; ".join(groups),
+            wire,
+            fact="the ranks' optimizers have other settings",
+            reason="each rank updates its part of one value, or its copy of it",
+            fixes=(Fix("the same lr, betas, weight_decay, ...", "on every rank"),),
+        )
+    _agreed.add(optimizer)
+
+
+def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+    """Give state that was made while a parameter was plain the layout of its update."""
+    for p in params:
+        if not state_of(p).was_plain:
+            continue
+        own_state(p).was_plain = False
+        for name, value in optimizer.state.get(p, {}).items():
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if whole and value.ndim and value.shape == p.shape:
+                spec = update_spec(p)
+                optimizer.state[p][name] = tagged(piece_of(value, spec), spec)
+
+
+def _run_own_hooks(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run what the user has hung on this optimizer: torch does only after hooks of all optimizers,
+    of which we are one, and then the step is over.
+
+    Private torch: `_optimizer_step_pre_hooks`, which is emptied until the step has ended.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    if not hooks:
+        return args, kwargs
+    for hook in list(hooks.values()):
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    _done[optimizer] = dict(hooks)
+    hooks.clear()
+    return args, kwargs
+
+
+_done: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Any]] = WeakKeyDictionary()
+
+
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    own = _done.pop(optimizer, None)
+    if own:
+        optimizer._optimizer_step_pre_hooks.update(own)
+
+
+def _idle(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the step that follows: an optimizer that has nothing left to do."""
+    idle = copy.copy(optimizer)
+    idle.param_groups = []
+    return (idle, *args[1:]), kwargs
+
+
+def _step_as_plain(
+    optimizer: torch.optim.Optimizer,
+    params: list[DTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run the step while parameters, gradients and state are what they are on the rank: plain.
+
+    torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
+    """
+    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    state = optimizer.state
+    with Local():
+        tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
+    tensors += params
+    for p in params:
+        tensors += [v for v in state[p].values() if isinstance(v, DTensor)] if p in state else ()
+    typed = type(params[0])  # another class than DTensor while a step is captured
+    plain = next(cls for cls, kind in TYPED.items() if kind is typed)
+    try:
+        for t in tensors:
+            t.__class__ = plain
+        step(*args, **kwargs)
+    finally:
+        # Fused kernels do not count what they change, and we keep what is made of tensors by count.
+        if any(group.get("fused") for group in optimizer.param_groups):
+            increment_version(tensors)
+        for t in tensors:
+            t.__class__ = typed
+    for p in params:
+        for name, value in state[p].items() if p in state else ():
+            # Only the count of steps is a scalar that belongs to no element.
+            if type(value) is plain and name != "step":
+                tagged(value, update_spec(p))
+
+
+@contextmanager
+def _narrowed(params: list[DTensor]) -> Iterator[None]:
+    """Within, each of `params` and its gradient is the part that this rank updates."""
+    before = []
+    with Local(), torch.no_grad():
+        for p in params:
+            whole, grad = p.data, _grad(p)
+            mine, held = update_spec(p).region[0], p._spec.region[0]
+            p.data = part = whole.narrow(0, mine[0] - held[0], mine[1])
+            before.append((p, whole, grad))
+            if grad is not None and grad.shape != part.shape:
+                _set_grad(p, grad.detach().narrow(0, mine[0] - held[0], mine[1]))
+    try:
+        yield
+    finally:
+        with Local(), torch.no_grad():
+            for p, whole, grad in before:
+                if grad is not None and grad.shape != p.shape:
+                    p.data = whole
+                    _set_grad(p, grad)
+                p.data = whole
+
+
+def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
+    """Does each parameter's gradient and state have the parameter's own layout?"""
+    if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
+        return False
+    with Local():
+        grads = [_grad(p) for p in params]
+    for p, grad in zip(params, grads, strict=True):
+        if grad is None:
+            continue
+        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
+            return False
+    states = optimizer.state
+    for p in params:
+        if p._spec.is_pending:
+            return False
+        for value in states[p].values() if p in states else ():
+            if isinstance(value, DTensor) and value._spec is not update_spec(p):
+                return False
+    return True
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,438 @@
+"""Flat buffers: a block's shards end to end, so that one collective gathers them all.
+
+Each rank's shards stand end to end, each padded to the largest rank's, so that every rank sends
+equally much. What arrives is ordered by parameter and each is a view of one storage, in its true
+shape. Releasing empties that storage: no view, whoever holds it, keeps a byte of it alive.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import UnderWay, Wire
+from partita.layout import Layout
+from partita.redistribute import Move
+from partita.tensor.engine import holders
+from partita.tensor.padded_storage import find_padded
+from partita.tensor.spec import Spec
+
+from .released import take_from_views
+
+__all__ = ["FlatBuffer", "FlatPiece", "Shares"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A rank's shares of the gradients of one flat buffer, a row a rank; not all may have one."""
+
+    sums: torch.Tensor
+    used: list[bool]
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """One parameter's place.
+
+    Attributes:
+        whole: its layout when it is gathered; its local shape is what a kernel sees.
+        shard: its layout at rest.
+        strides: of the gathered parameter, contiguous.
+        start: its first element in a rank's flat shard.
+        place: its first element in what is gathered, aligned as an allocation is: how a kernel
+            sums may depend on it.
+        length: its elements in a rank's flat shard, padding included.
+        spans: where each rank's shard lies in the gathered parameter: (first element, elements).
+            None where each but the last ones fills its `length`, one after the other.
+    """
+
+    whole: Spec
+    shard: Spec
+    strides: tuple[int, ...]
+    start: int
+    place: int
+    length: int
+    spans: tuple[tuple[int, int], ...] | None
+
+    def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
+        """What lies where: pairs of parts of `flat`, the parameter, and `rows`, one a rank."""
+        if self.spans is not None:
+            return [
+                (flat[at : at + count], rows[r, :count])
+                for r, (at, count) in enumerate(self.spans)
+                if count
+            ]
+        if not self.length:
+            return []
+        full, rest = divmod(flat.numel(), self.length)
+        found = [(flat[: full * self.length].view(full, self.length), rows[:full])]
+        if rest:
+            found.append((flat[full * self.length :], rows[full, :rest]))
+        return found
+
+    def padding(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of `rows` in which nothing lies."""
+        if self.spans is not None:
+            return [rows[r, n:] for r, (_, n) in enumerate(self.spans) if n < self.length]
+        full, rest = divmod(self.whole.local_shape.numel(), max(self.length, 1))
+        if not rest:
+            return [rows[full:]] if full < len(rows) else []
+        return [rows[full, rest:], rows[full + 1 :]]
+
+
+_ALIGNED = 64  # bytes
+_LARGE = 1 << 20  # bytes
+_dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+
+
+def _padded(shape: Sequence[int], n: int) -> int:
+    """The elements of the largest of n pieces of a tensor of `shape`, split along dimension 0."""
+    return -(-shape[0] // n) * math.prod(shape[1:])
+
+
+def _spans(
+    whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
+) -> tuple[tuple[int, int], ...] | None:
+    """`Piece.spans`. Axes that cut one after the other cut unevenly in the middle, too."""
+    if len(axes) == 1:
+        return None
+    mesh, shape = whole.wire.mesh, whole.local_shape
+    row = math.prod(shape[1:])
+    first = whole.region[0][0]
+    spans = []
+    for at in product(*(range(mesh.size(a)) for a in axes)):
+        there = list(whole.wire.at)
+        for a, k in zip(axes, at, strict=True):
+            there[mesh.index(a)] = k
+        start, count = shard.layout.local_region(mesh, tuple(there))[0]
+        spans.append(((start - first) * row, count * row))
+    total = shape[0] * row
+    even = [
+        (min(r * length, total), min(length, max(0, total - r * length))) for r in range(len(spans))
+    ]
+    same = all(
+        a[1] == b[1] and (not a[1] or a[0] == b[0]) for a, b in zip(spans, even, strict=True)
+    )
+    return None if same else tuple(spans)
+
+
+class FlatBuffer:
+    """Parameters of one dtype that travel together.
+
+    Args:
+        name, names: of the block, and of each parameter.
+        wholes, shards: each parameter's spec gathered and at rest.
+        axes: the mesh axes over which the parameters are sharded, in mesh order.
+        dtype: in which they travel and are used.
+        device: where they are.
+
+    Attributes:
+        alive: bytes that are held gathered, or on their way, now.
+        here: is everything gathered?
+        span: the addresses between which it lies; empty where it is not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        wholes: Sequence[Spec],
+        shards: Sequence[Spec],
+        axes: tuple[str, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.wire: Wire = wholes[0].wire
+        if device.type == "meta":  # until `materialize`
+            device = self.wire.device
+        self.name, self.names, self.dtype, self.device = name, names, dtype, device
+        mesh = self.wire.mesh
+        self.n = math.prod(mesh.size(a) for a in axes)
+        self.pieces: list[FlatPiece] = []
+        start = place = longest = 0
+        for whole, shard in zip(wholes, shards, strict=True):
+            shape = whole.local_shape
+            length = _padded(shape, self.n)
+            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            spans = _spans(whole, shard, axes, length)
+            self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
+            start += length
+            place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
+            longest += _padded(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
+        self.length, self._room = start, place
+        # Ranks along other axes hold other numbers: to the flat buffer they are pieces too, and
+        # all are described as the first rank's, which no rank's exceeds.
+        others = tuple(a for a in mesh.names if a not in axes)
+        total = math.prod(mesh.size(a) for a in others) * self.n * longest
+        at_rest = Layout((total,), ((*others, *axes),))
+        self.gather = Move("all_gather", axes, at_rest, Layout((total,), (others,)))
+        self.scatter = self.gather.transpose(mesh)
+        self.sum = Move("all_reduce", axes, self.scatter.before, self.gather.after)
+        # Where every rank's shard of every parameter is as long as the first's, few calls do.
+        self._lengths = [p.length for p in self.pieces]
+        self._is_even = all(
+            p.spans is None and p.whole.local_shape.numel() == self.n * p.length
+            for p in self.pieces
+        )
+        ends = [p.place for p in self.pieces[1:]] + [place]
+        # Of what is gathered, where each lies and what aligns the next.
+        self._rooms: list[int] = []
+        for p, end in zip(self.pieces, ends, strict=True):
+            self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
+        self._full = torch.empty(0, dtype=dtype, device=device)
+        self._sums = self._full
+        self.alive = 0
+        self.span = (0, 0)
+        self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
+        self.here = False
+        self._holders = 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything gathered, padding included."""
+        return self._room * self.dtype.itemsize
+
+    # -- gathered ----------------------------------------------------------------------------------
+
+    def start(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
+        """Begin to gather the local `shards`. False if that was done before."""
+        if self.here or self._arriving is not None:
+            return False
+        with Local(), torch.no_grad():
+            if self._arrives_in_place:
+                self._allocate()
+                out = self._full[: self.n * self.length]
+            else:
+                out = torch.empty(self.n * self.length, dtype=self.dtype, device=self.device)
+                self.alive = out.nbytes
+            mine = self._end_to_end(shards, out)
+            work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
+            self._arriving = (work, mine, out)
+        return True
+
+    def _own_row(self, out: torch.Tensor) -> torch.Tensor:
+        """Where this rank's flat shard is made."""
+        if not self.wire.gathers_in_place:
+            return torch.empty(self.length, dtype=self.dtype, device=self.device)
+        _, members = self.wire.group(self.gather.axes)
+        return out.view(self.n, self.length)[members.index(self.wire.at)]
+
+    def _end_to_end(self, shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """The local shards, each with its padding: in their row of `out`, which all come to; the
+        only one as it is, where it fits with the room behind it."""
+        if len(shards) == 1 and shards[0].dtype == self.dtype:
+            only: torch.Tensor | None = shards[0].detach()
+            if only.numel() < self.length:
+                only = find_padded(only, (self.length,))
+            if only is not None and only.is_contiguous():
+                return only.view(-1)
+        mine = self._own_row(out)
+        if self._is_even and all(_dtype(s) is self.dtype for s in shards):
+            return torch.cat([s.reshape(-1) for s in shards], out=mine)
+        into = []
+        for p, s in zip(self.pieces, shards, strict=True):
+            into.append(mine[p.start : p.start + s.numel()].view(s.shape))
+            if s.numel() < p.length:
+                mine[p.start + s.numel() : p.start + p.length] = 0
+        torch._foreach_copy_(into, list(shards))
+        return mine
+
+    def finish(self) -> None:
+        """Wait until everything is here."""
+        if self._arriving is None:
+            return
+        out = self._arrived()
+        if not self._arrives_in_place:
+            self._allocate()
+            with torch.no_grad():
+                torch._foreach_copy_(*self._in_full(out))
+        del out
+        # A device's transport may have what has arrived in hand for a while.
+        self._holders = 2 if self.device.type == "cpu" else holders(self._full.untyped_storage())
+        self.here = True
+        start = self._full.data_ptr()
+        self.span = (start, start + self.nbytes)
+
+    def finish_into(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Wait, and write each parameter into memory of the caller's; nothing is kept here."""
+        out = self._arrived()
+        pairs = [
+            pair
+            for w, p in zip(wholes, self.pieces, strict=True)
+            for pair in p.blocks(w.view(-1), self._of_each(out, p))
+        ]
+        torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
+        del out, pairs  # views of what is released
+        self.release()
+
+    def _arrived(self) -> torch.Tensor:
+        assert self._arriving is not None
+        work, _, out = self._arriving
+        work.wait()
+        self._arriving = None
+        return out
+
+    def views(self) -> list[torch.Tensor]:
+        """Each parameter, plain, in its true local shape. Made afresh, with no common history."""
+        storage = self._full.untyped_storage()
+        return [
+            torch.empty(0, dtype=self.dtype, device=self.device).set_(
+                storage, p.place, p.whole.local_shape, p.strides
+            )
+            for p in self.pieces
+        ]
+
+    def shows(self, t: torch.Tensor) -> bool:
+        """Is `t`, which has no elements and so no address, a view of what is gathered?"""
+        return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
+
+    def release(self) -> None:
+        """Free what was gathered; or leave it, for good, to whoever keeps a plain view of it."""
+        if self._arriving is not None:
+            self._arrived()
+        held, self.alive = self.alive, 0
+        self.here, self.span = False, (0, 0)
+        if not held or not self._full.untyped_storage().nbytes():
+            return
+        if take_from_views(self._full, self._holders, self._name_at):
+            self._full.untyped_storage().resize_(0)
+        else:
+            self.wire.note_kept(self.name, held)
+            self._full = torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def _name_at(self, element: int) -> str:
+        places = [piece.place for piece in self.pieces]
+        return self.names[bisect_right(places, element) - 1]
+
+    def view(
+        self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """A view of what is gathered, as another view was made."""
+        view = torch.empty(0, dtype=dtype, device=self.device)
+        return view.set_(self._full.untyped_storage(), offset, size, stride)
+
+    def _allocate(self) -> None:
+        storage = self._full.untyped_storage()
+        storage.resize_(self.nbytes)
+        self.alive = self.nbytes
+        if self._full.numel() != self._room:
+            self._full.set_(storage, 0, (self._room,))
+
+    @property
+    def _arrives_in_place(self) -> bool:
+        return len(self.pieces) == 1 and self.pieces[0].spans is None
+
+    def _in_full(self, out: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parts of what is gathered, and what has arrived in `out` for each."""
+        rooms = self._full.split_with_sizes(self._rooms)[::2]
+        come = out.view(self.n, self.length).split_with_sizes(self._lengths, 1)
+        pairs: list[Any] = []
+        for room, rows, p in zip(rooms, come, self.pieces, strict=True):
+            if p.spans is None:  # with its padding: one copy
+                pairs.append((room.view(rows.shape), rows))
+            else:
+                pairs += p.blocks(room, rows)
+        return [to for to, _ in pairs], [rows for _, rows in pairs]
+
+    def _of_each(self, flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
+        return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def shares(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        held: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Gradients of what was gathered as (n, length), a row for each rank; added to `held`."""
+        is_full = all(g is not None for g in grads)
+        fits = self._is_even and is_full
+        if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
+            rows = [g.reshape(self.n, k) for g, k in zip(grads, self._lengths, strict=True)]  # type: ignore[union-attr]
+            return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
+        sums = held
+        if sums is None:
+            # To write zeros under large gradients takes longer than to find what pads them.
+            is_large = self.n * self.length * dtype.itemsize >= _LARGE
+            new = torch.empty if fits or (is_full and is_large) else torch.zeros
+            sums = new(self.n, self.length, dtype=dtype, device=self.device)
+            if new is torch.empty and not fits:
+                each = [p.padding(self._of_each(sums, p)) for p in self.pieces]
+                torch._foreach_zero_([part for parts in each for part in parts])
+        to, come = [], []
+        for g, p in zip(grads, self.pieces, strict=True):
+            if g is None or not p.length:
+                continue
+            for part, place in p.blocks(g.reshape(-1), self._of_each(sums, p)):
+                to.append(place)
+                come.append(part)
+        if held is None and to:
+            torch._foreach_copy_(to, come)
+        else:
+            for place, g in zip(to, come, strict=True):
+                place.add_(g)
+        return sums
+
+    def total(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Begin to sum the ranks' gradients; what is returned waits for the sums."""
+        flat = self._end_to_end_of(grads)
+        work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            pieces = flat.split([g.numel() for g in grads])
+            return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+
+        return wait
+
+    def _end_to_end_of(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All gradients, copied one after the other.
+
+        On a CPU into the memory of the step before, unless anything still looks at that: a system
+        clears each page of new memory, for a tenth of what it takes to sum it.
+        """
+        rows = [g.reshape(-1) for g in grads]
+        if self.device.type != "cpu":
+            return torch.cat(rows)
+        size, dtype, known = sum(map(len, rows)), rows[0].dtype, self._sums
+        if (
+            known.numel() != size
+            or known.dtype is not dtype
+            or holders(known.untyped_storage()) > 2
+        ):
+            self._sums = torch.empty(size, dtype=dtype, device=self.device)
+        return torch.cat(rows, out=self._sums)
+
+    def reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
+        """Begin to sum the ranks' `sums`, each keeping its piece, in `dtype`.
+
+        Returns:
+            What waits for this rank's piece of each gradient and returns them.
+        """
+        out = torch.empty(self.length, dtype=dtype, device=self.device)
+        # Until it has come: what is under way holds as much as the parameters had gathered.
+        on_the_way: list[Any] = [
+            self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient"),
+            sums,
+        ]
+        del sums
+
+        def wait() -> list[torch.Tensor]:
+            if on_the_way:
+                on_the_way[0].wait()
+                on_the_way.clear()
+            shapes = [p.shard.local_shape for p in self.pieces]
+            parts = out.split_with_sizes(self._lengths)
+            if not self._is_even:
+                parts = [g[: s.numel()] for g, s in zip(parts, shapes, strict=True)]
+            return [g.view(shape) for g, shape in zip(parts, shapes, strict=True)]
+
+        return wait

@@ -1,0 +1,148 @@
+"""Hooks of blocks: their parameters are gathered before a forward, and released after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction as Unheard
+
+from partita.tensor.engine import in_backward, next_node
+from partita.tensor.watch import HERE
+
+from ..nested_tensors import map_tensors, tensors_in
+from .fsdp_backward import ForwardCall, leave, show_gathered
+from .fsdp_group import FsdpGroup
+from .in_graph import InGraph
+from .saved_tensors import Saving
+from .state import Zero
+
+__all__ = ["register_hooks"]
+
+
+def register_hooks(state: Zero) -> None:
+    """Have the forwards of a model and of its blocks gather what they read."""
+    for group in state.groups:
+        hooks = _BlockHooks(group)
+        for module in group.modules:
+            module.register_forward_pre_hook(hooks.begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(hooks.end, always_call=True, with_kwargs=True)
+    state.register_hooks()
+
+
+class _BlockHooks:
+    """What is done before and after a forward of one of a block's modules."""
+
+    def __init__(self, group: FsdpGroup):
+        self.group = group
+        self._in_graph = InGraph(group)
+
+    # They are copied with the modules, and are then of the copy's group.
+
+    def __getstate__(self) -> Any:
+        return (self.group,)
+
+    def __setstate__(self, state: Any) -> None:
+        (self.group,) = state
+        self._in_graph = InGraph(self.group)
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if HERE.capturing:
+            HERE.unfinished.append(self._in_graph.end)
+            self._in_graph.begin()
+            return self._prepared(args, kwargs, None)
+        group = self.group
+        group.open_forwards.append(None)
+        HERE.unfinished.append(self._finish)
+        # Within: a tied weight's other module, or the same module again.
+        if group.depth or not group.holds_its_own:
+            group.depth += 1
+            return None
+        graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
+        is_recorded = torch.is_grad_enabled()
+        # Unheard by a region around, which would take what is done here for the program's.
+        with Unheard(), _counting_versions():
+            group.zero.enter_forward(group)
+            group.depth = 1
+            call, trained = None, group.trained()
+            if is_recorded and (graded or any(trained)):
+                call = ForwardCall(group, graded, trained)
+            show_gathered(group, call)
+        if call is not None:
+            group.open_forwards[-1] = Saving(call)
+        prepared = self._prepared(args, kwargs, call)
+        if call is not None:
+            call.since = next_node()
+        return prepared
+
+    def _prepared(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
+        """The inputs of a forward, cast and marked; None where they stay as they are."""
+        precision = self.group.zero.precision
+        dtype = precision.param_dtype
+        cast = dtype is not None and precision.cast_inputs
+        marks = call is not None and call.watches_inputs
+        if not cast and not marks:
+            return None
+
+        def prepared(t: torch.Tensor) -> torch.Tensor:
+            if cast and t.is_floating_point():
+                t = t.to(dtype)
+            if marks and t.requires_grad:
+                t = leave(t, call)
+            return t
+
+        return map_tensors(prepared, args), map_tensors(prepared, kwargs)
+
+    def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if HERE.capturing:
+            if HERE.unfinished and HERE.unfinished[-1] == self._in_graph.end:
+                HERE.unfinished.pop()()
+            return
+        if not self.group.open_forwards:
+            return
+        forward = self.group.open_forwards[-1]
+        HERE.unfinished.pop()
+        self._finish()
+        if forward is not None:
+            with Unheard():
+                for t in tensors_in(output):
+                    if t.requires_grad and forward.call.made(t):
+                        t.register_hook(forward.call.begin_backward)
+
+    def _finish(self) -> None:
+        """A forward of one of the block's modules has ended, or broken off."""
+        group = self.group
+        if not group.open_forwards:
+            return
+        forward = group.open_forwards.pop()
+        group.depth = max(0, group.depth - 1)
+        if forward is not None:
+            forward.close()
+        if group.depth:
+            return
+        with Unheard(), _counting_versions():
+            try:
+                written = group.write_back()
+                if forward is not None:
+                    forward.call.written.update(written)
+            finally:
+                # In a recompute the backward that asked for it goes on with what is here.
+                if not in_backward():
+                    group.hide()
+                    group.release()
+                elif not group.busy:
+                    group.hide()
+
+
+@contextmanager
+def _counting_versions() -> Iterator[None]:
+    """Outside inference mode: the mode's own tensors count no versions, and what is gathered within
+    it may be used after it."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

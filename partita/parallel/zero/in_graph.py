@@ -1,0 +1,199 @@
+"""ZeRO in a graph: placements and moves, and nothing else.
+
+The parameters of a block of stage 3 are gathered by a move, whose transpose reduces and scatters
+their gradients. When they are gathered again for backward, and how long what was gathered lives, is
+for the passes of the compiler, which see all uses: no hooks on saved tensors, no storage that is
+released. In stages 1 and 2 an optimizer steps on slices of the parameters, which are then gathered
+into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.compile.errors import not_captured
+from partita.layout import Fix
+from partita.redistribute import Plan, plan
+from partita.tensor.autograd import carry_all, moved
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.grad_buckets import settle
+from partita.tensor.grad_state import update_spec
+from partita.tensor.parameter import keep_attributes, stand_for
+from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
+from partita.tensor.watch import HERE
+
+from .fsdp_group import FsdpGroup
+from .precision import MixedPrecision
+
+__all__ = ["InGraph", "in_parts", "refuse_no_sync"]
+
+
+class InGraph:
+    """Shows the modules of one block their gathered parameters, while it runs."""
+
+    def __init__(self, group: FsdpGroup):
+        self.group = group
+        self.depth = 0
+        self._shards: list[Any] = []
+        self._wholes: list[tuple[DTensor, int, dict[str, Any]]] = []
+
+    def begin(self) -> None:
+        """A forward of one of the block's modules begins."""
+        with HERE.outside_block():
+            self._begin()
+
+    def _begin(self) -> None:
+        self.depth += 1
+        if self.depth > 1:  # a tied weight's other module, or the same module again, within
+            return
+        group = self.group
+        if group.zero.keeps_shares:
+            refuse_no_sync()
+        self._shards = list(group.shards())
+        # By the reason, passes know whether it is to be let go.
+        reason = "persistent" if group.zero.persistent else "gather"
+        for places, p in zip(group.slots, self._shards, strict=True):
+            after = group.zero.whole(p._spec)
+            whole = tagged(_gathered(p, after, group.zero.precision, group.name, reason), after)
+            own_state(whole).gathered_from = (p, 0)  # what it stands for
+            self._wholes.append((whole, count_writes(whole), stand_for(whole, p)))
+            for slot in places:
+                slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
+
+    def end(self) -> None:
+        """It has ended, or broken off."""
+        with HERE.outside_block():
+            self._end()
+
+    def _end(self) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
+        wholes, self._wholes = self._wholes, []
+        for places, p in zip(self.group.slots, self._shards, strict=True):
+            for slot in places:
+                slot.owner._parameters[slot.attr] = p
+        for p, (whole, before, given) in zip(self._shards, wholes, strict=True):
+            keep_attributes(whole, p, given)
+            if was_written_since(whole, before):
+                _write_back(whole, p)
+        self._shards = []
+
+
+def _write_back(whole: DTensor, p: DTensor) -> None:
+    """What the forward wrote into a gathered parameter, each rank writes into its shard."""
+    if whole.dtype != p.dtype:
+        raise not_captured(
+            f"a parameter is written in the forward, where it is gathered as {whole.dtype}",
+            "its shards would lose the digits that they have and this dtype has not",
+            Fix("write it after the optimizer's step", "there it is what the ranks hold"),
+        )
+    with torch.no_grad():
+        p.copy_(whole.detach())
+
+
+# -- in which dtypes -------------------------------------------------------------------------------
+
+
+def _gathered(
+    p: DTensor, after: Spec, precision: MixedPrecision, name: str, reason: str
+) -> torch.Tensor:
+    """`p` gathered as `after`, with a history."""
+    work = precision.param_dtype or p.dtype
+    sent = precision.grad_dtype or work
+    summed = precision.reduce_dtype or p.dtype
+    if work == sent == summed == p.dtype:
+        return moved(p, p._spec, after, name, reason)
+    moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, work.itemsize)
+    with Local():
+        found: torch.Tensor = _Gather.apply(p, moves, p._spec, name, (work, sent, summed), reason)
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    """A gather in one dtype, whose gradient is rounded to another and summed in a third.
+
+    Eager sends gradients in the dtype to which they are rounded and sums them in a wider one; here
+    they travel in that, with the same values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any, reason: str
+    ) -> torch.Tensor:
+        ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
+        return carry_all(moves, p.to(dtypes[0]), spec.wire, name, reason)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _, sent, summed = ctx.dtypes
+        wire = ctx.spec.wire
+        back = ctx.moves.transpose(wire.mesh)
+        grad = carry_all(back, grad.to(sent).to(summed), wire, ctx.name, "gradient")
+        return grad.to(ctx.own), None, None, None, None, None
+
+
+def refuse_no_sync() -> None:
+    """Raise: whole gradients of ZeRO-3 that wait for the last micro-batch are in no graph."""
+    raise not_captured(
+        "no_sync under stage 3 of ZeRO",
+        "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
+        Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
+    )
+
+
+# -- stages 1 and 2 --------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_parts(
+    optimizer: torch.optim.Optimizer, params: Sequence[DTensor]
+) -> Iterator[list[DTensor]]:
+    """Within, the optimizer has what this rank updates in the places of `params`.
+
+    Afterwards what was updated is gathered into the parameters.
+    """
+    cut = [p for p in params if update_spec(p) is not p._spec]
+    parts: dict[DTensor, DTensor] = {p: p for p in params}
+    with torch.no_grad():
+        for p in cut:
+            update, name = update_spec(p), _block_of(p)
+            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
+            grad = p.grad
+            if grad is not None:  # pending; or whole, where a clip has settled it; or a shard
+                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
+    settle(p for p in params if parts[p] is p)
+    groups = optimizer.param_groups
+    _rename(optimizer, parts)
+    optimizer.param_groups = [
+        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
+    ]
+    try:
+        yield list(parts.values())
+    finally:
+        _rename(optimizer, {part: p for p, part in parts.items()})
+        optimizer.param_groups = groups
+    with torch.no_grad():
+        for p in cut:
+            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
+            with Local():
+                p.copy_(now)
+
+
+def _block_of(p: DTensor) -> str:
+    rest = state_of(p).rest
+    return "" if rest is None else rest.name
+
+
+def _rename(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
+    """Put each entry of the optimizer's state under another tensor, in its order."""
+    entries = list(optimizer.state.items())
+    optimizer.state.clear()
+    for p, state in entries:
+        optimizer.state[to.get(p, p)] = state

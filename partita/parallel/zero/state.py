@@ -1,0 +1,365 @@
+"""The state of ZeRO-3 for a model: which blocks are gathered, prefetched and reduced, and when.
+
+While one block computes, the next block's parameters are on their way, and in backward the last
+block's gradients are: the transpose of a gather is a reduce-scatter. At most two blocks are
+gathered at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.layout import Replicate, Shard
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.engine import after_backward, backward_pass, in_backward
+from partita.tensor.spec import Spec, spec_of
+from partita.tensor.tensor_overrides import BROKEN_OFF
+from partita.tensor.tensor_state import Rest, own_state, state_of
+
+from ..blocks import Block
+from ..nested_tensors import map_tensors
+from .flat_buffer import Shares
+from .fsdp_group import FsdpGroup
+from .precision import MixedPrecision
+
+__all__ = ["Zero"]
+
+
+@dataclass(frozen=True)
+class _Reducing:
+    """Gradients of a group that are being reduced.
+
+    Attributes:
+        members: which of the group's parameters have one.
+        places: where these stand in what `wait` returns.
+    """
+
+    group: FsdpGroup
+    members: list[int]
+    places: list[int]
+    wait: Callable[[], list[torch.Tensor]]
+
+
+class Zero:
+    """A model whose parameters are sharded over `axes` at rest.
+
+    Attributes:
+        groups: its blocks.
+        persistent: what was gathered once stays, until a parameter is changed.
+        keeps_shares: gradients stay whole-size shares on each rank, until it is False again.
+        holds_shares: may there be some of an earlier backward pass, or of this one?
+        peak: the most bytes that were gathered at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: tuple[str, ...],
+        precision: MixedPrecision,
+        blocks: Sequence[Block],
+    ):
+        self._begin_with(model, axes, precision)
+        self.groups = [FsdpGroup(self, block) for block in blocks if block.slots]
+        self.take(model.parameters())
+
+    def register_hooks(self) -> None:
+        """Hear of the model's forwards: around the blocks, of which it may be one itself."""
+        self.model.register_forward_pre_hook(self._begin, prepend=True)
+        self.model.register_forward_hook(self._end, always_call=True)
+
+    def _begin_with(
+        self, model: nn.Module, axes: tuple[str, ...], precision: MixedPrecision
+    ) -> None:
+        self.model = model
+        self.axes, self.precision = axes, precision
+        self.options = (axes, 3, precision)
+        self.applied: list[nn.Module] = []
+        self.persistent = self.keeps_shares = self.holds_shares = False
+        self.peak = 0
+        self._forwards = 0
+        self._token: torch.Tensor | None = None
+        self._last: FsdpGroup | None = None
+        self._next: dict[FsdpGroup, FsdpGroup] = {}
+        self._before: dict[FsdpGroup, FsdpGroup] = {}
+        self._under_way: list[_Reducing] = []
+        self._passes: dict[int, list[FsdpGroup]] = {}
+        self._with_history: dict[DTensor, torch.Tensor] = {}
+        BROKEN_OFF.watchers.add(self)
+
+    def leave(self) -> None:
+        """Hear of the model no more: a state of a model around it takes over."""
+        self.settle()
+        BROKEN_OFF.watchers.discard(self)
+        for module in {m for group in self.groups for m in group.modules} | {self.model}:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for number in [n for n, hook in hooks.items() if self._owns_hook(hook)]:
+                    del hooks[number]
+
+    def _owns_hook(self, hook: Any) -> bool:
+        owner = getattr(hook, "__self__", None)
+        return owner is self or getattr(owner, "group", None) in self.groups
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have the gradients and the updates of the model's parameters lie where these do."""
+        self.parameters: list[Any] = list(parameters)
+        for p in self.parameters:
+            own_state(p).rest = Rest(p._spec, p._spec, self)
+
+    # A copy of the model has a state of its own, over its own parameters, at rest.
+
+    def __getstate__(self) -> Any:
+        self.settle()
+        return (
+            self.model,
+            self.axes,
+            self.precision,
+            self.persistent,
+            self.groups,
+            self.parameters,
+        )
+
+    def __setstate__(self, state: Any) -> None:
+        model, axes, precision, persistent, self.groups, parameters = state
+        self._begin_with(model, axes, precision)
+        self.persistent = persistent
+        self.take(parameters)
+
+    def whole(self, spec: Spec) -> Spec:
+        """The layout of a parameter of `spec` when it is gathered."""
+        layout = spec.layout
+        for a in self.axes:
+            layout = layout.put(a, Replicate())
+        return spec_of(layout, spec.wire)
+
+    def has_sharded(self, p: torch.Tensor | None) -> bool:
+        """Is `p` a parameter that lies as this state lays them?"""
+        return (
+            isinstance(p, DTensor)
+            and isinstance(p, nn.Parameter)
+            and all(p._spec.layout.placement(a) == Shard(0) for a in self.axes)
+        )
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def _begin(self, *_: Any) -> None:
+        if not self._forwards and not in_backward():
+            self.settle()
+        self._forwards += 1
+        self._last = None
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._forwards = max(0, self._forwards - 1)
+        self._token = None
+        if not in_backward():
+            self.release()
+        dtype = self.precision.output_dtype
+        if dtype is None or output is None:
+            return None
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    def enter_forward(self, group: FsdpGroup) -> None:
+        """Gather `group`; what came next last time may be on its way meanwhile."""
+        if in_backward():
+            if not group.alive:
+                # A region of several blocks runs again: each comes anew for its own backward.
+                self.release()
+            group.gather()
+            return
+        group.gather()
+        if self._last is not None and self._last is not group:
+            self._next[self._last] = group
+            self._before[group] = self._last
+        self._last = group
+        self._prefetch(self._next.get(group), group)
+
+    def enter_backward(self, group: FsdpGroup) -> None:
+        """Gather `group`; what came before it in forward may be on its way meanwhile."""
+        group.gather()
+        before = self._before.get(group)
+        while before is not None and not before.needed:
+            before = self._before.get(before)
+        self._prefetch(before, group)
+
+    def _prefetch(self, group: FsdpGroup | None, beside: FsdpGroup) -> None:
+        if group is None:
+            return
+        for other in self.groups:
+            if other is not group and other is not beside and other.alive:
+                return
+        group.start()
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def release_after_backward(self, group: FsdpGroup) -> None:
+        """Release `group` when the backward pass that is at work ends, if nothing else has.
+
+        Not every pass comes to the gradients of a block's parameters: it may be asked for those of
+        the inputs alone.
+        """
+        number = backward_pass()
+        if number not in self._passes:
+            self._passes[number] = []
+            after_backward(lambda: self._end_backward(number))
+        if group not in self._passes[number]:
+            self._passes[number].append(group)
+
+    def _end_backward(self, number: int) -> None:
+        # Units that a pass around this one uses are left to it.
+        groups = self._passes.pop(number, [])
+        around = {u for others in self._passes.values() for u in others}
+        with Local(), torch.no_grad():
+            for group in groups:
+                if group not in around:
+                    group.end_backward()
+
+    def token(self, group: FsdpGroup) -> torch.Tensor:
+        """What ties gathered parameters to their shards: an empty tensor with a history.
+
+        One serves a whole forward of the model, so that its backward comes after every block's,
+        and there waits for all gradients that are under way. A block that is called alone has its
+        own.
+        """
+        if not self._forwards or in_backward():
+            return _Enter.apply(self, [group], *_graded([group]))
+        if self._token is None:
+            self._token = _Enter.apply(self, self.groups, *_graded(self.groups))
+        return self._token
+
+    def reduce(self, group: FsdpGroup, k: int, shares: Shares) -> None:
+        """Begin to reduce gradients, after those that were begun before are here."""
+        dtype = self.precision.reduce_dtype or group.shards()[group.members[k][0]].dtype
+        for one in self._under_way:
+            if one.group is not group:
+                one.wait()
+        wait = group.flats[k].reduce(shares.sums, dtype)
+        members = [i for i, used in zip(group.members[k], shares.used, strict=True) if used]
+        places = [i for i, used in enumerate(shares.used) if used]
+        self._under_way.append(_Reducing(group, members, places, wait))
+
+    def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
+        """Each parameter's gradient, plain and local, once what is being reduced is here."""
+        if not self.keeps_shares:
+            self._send(groups)
+        found: dict[DTensor, torch.Tensor] = {}
+        ready = [one for one in self._under_way if one.group in groups]
+        self._under_way = [one for one in self._under_way if one.group not in groups]
+        for one in ready:
+            pieces, shards = one.wait(), one.group.shards()
+            for i, place in zip(one.members, one.places, strict=True):
+                p = shards[i]
+                g = pieces[place].to(p.dtype)
+                found[p] = found[p] + g if p in found else g
+        return found
+
+    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
+        """The gradient of `p`, in a backward pass that makes a graph: it is of that graph."""
+        before = self._with_history.get(p)
+        self._with_history[p] = grad if before is None else before + grad
+
+    def take_with_history(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
+        """What was added for the parameters of `groups`."""
+        mine = [p for p in _graded(groups) if p in self._with_history]
+        return {p: self._with_history.pop(p) for p in mine}
+
+    def replaced(self, old: DTensor, new: DTensor) -> None:
+        """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
+        own_state(new).rest = state_of(old).rest
+        self.parameters = [new if p is old else p for p in self.parameters]
+
+    def updated(self) -> None:
+        """An optimizer has updated the shards: nothing has to be gathered before it is used."""
+
+    def show_gradient(self) -> None:
+        """The program reads a gradient, or clears it: shares that were kept become a part of it."""
+        if self.holds_shares and not in_backward():
+            self.holds_shares = False
+            if any(group.held for group in self.groups):
+                self.finish()
+
+    def finish(self) -> None:
+        """Reduce the shares that were kept, and add them to the parameters' gradients."""
+        with Local(), torch.no_grad():
+            self._send(self.groups)
+            for p, g in self.collect(self.groups).items():
+                held = torch._C.TensorBase.grad.__get__(p)
+                if held is None:
+                    p.grad = tagged(g, p._spec.gradient)
+                else:
+                    held.add_(g)
+
+    def _send(self, groups: Sequence[FsdpGroup]) -> None:
+        for group in groups:
+            for k in list(group.held):
+                self.reduce(group, k, group.held.pop(k))
+
+    # -- and after ---------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Free every block that is not in use."""
+        for group in self.groups:
+            group.release()
+
+    def settle(self) -> None:
+        """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
+        self._passes.clear()
+        self._with_history.clear()
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.wait()
+        for group in self.groups:
+            group.settle()
+        self.release()
+
+    @contextmanager
+    def keeping_shares(self) -> Iterator[None]:
+        """Send no gradients in the backward passes within; the next one outside sends them all."""
+        before, self.keeps_shares = self.keeps_shares, True
+        try:
+            yield
+        finally:
+            self.keeps_shares = before
+
+    @property
+    def alive(self) -> int:
+        """Bytes of gathered parameters that are held now."""
+        return sum([flat.alive for group in self.groups for flat in group.flats])
+
+    def note_alive(self) -> None:
+        self.peak = max(self.peak, self.alive)
+
+
+def _graded(groups: Sequence[FsdpGroup]) -> list[DTensor]:
+    return [
+        p
+        for group in groups
+        for p, trained in zip(group.shards(), group.trained(), strict=True)
+        if trained
+    ]
+
+
+class _Enter(torch.autograd.Function):
+    """From shards to the token; backward gives the shards their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, zero: Zero, groups: Sequence[FsdpGroup], *shards: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.zero, ctx.groups, ctx.shards = zero, groups, shards
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        with Local():
+            with torch.no_grad():
+                found = ctx.zero.collect(ctx.groups)
+                ctx.zero.release()
+            for p, g in ctx.zero.take_with_history(ctx.groups).items():
+                found[p] = found[p] + g if p in found else g
+        return None, None, *[found.pop(p, None) for p in ctx.shards]

@@ -1,0 +1,173 @@
+"""What is kept, so that the peak stays within a number of bytes and the least is recomputed?
+
+The first step keeps nothing and measures: the peak, and of each call what its result weighs and
+what its recompute costs. What the budget leaves above that peak is then filled with the results
+that save the most operations: a knapsack. What is kept adds at most its own bytes to the peak, so
+the promise holds without a second measurement.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.comm import Wire
+from partita.compile.memory.knapsack import Candidate, chosen, too_small
+from partita.parallel.nested_tensors import tensors_in
+from partita.tensor.dtensor import DTensor
+from partita.tensor.watch import HERE
+
+from .call_key import Origins, printed
+from .calls import Event
+from .errors import RematError
+from .live_memory import Counting, MemoryCount
+from .record import Forward
+from .wrapped import Wrapped
+
+__all__ = ["Budget", "Whole"]
+
+
+class _Plan:
+    """What is kept in a step whose inputs are like those that were measured."""
+
+    measures = False
+
+    def __init__(self, kept: set[Any]):
+        self.kept = kept
+
+    def keeps(self, region: Any, event: Event) -> bool:
+        return (id(region), event.key, event.ordinal) in self.kept
+
+
+class _Measuring:
+    """A step in which nothing is kept and everything is measured."""
+
+    measures = True
+
+    def __init__(self, budget: Budget, wires: list[Wire]):
+        self.budget, self.wires = budget, wires
+        self.count = MemoryCount()
+        self.candidates: dict[Any, Candidate] = {}
+        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.pending = 0
+        self.plan: _Plan | None = None
+
+    def counting(self) -> AbstractContextManager[Any]:
+        return Counting(self.count)
+
+    def keeps(self, region: Any, event: Event) -> bool:
+        return False
+
+    def could_keep(self, region: Any, event: Event, nbytes: int) -> None:
+        one = self.candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
+        one.nbytes += nbytes
+
+    def began(self, forward: Forward) -> None:
+        self.forwards.add(forward)
+
+    def recomputed(self, forward: Forward, flops_of: dict[Event, int]) -> None:
+        for event, flops in flops_of.items():
+            key = (id(forward.region), event.key, event.ordinal)
+            if key in self.candidates:
+                self.candidates[key].flops += flops
+                self.candidates[key].written += self.candidates[key].nbytes
+        self.forwards.discard(forward)
+        if not any(f.complete and f.saved for f in self.forwards):
+            self.decide()
+
+    def decide(self) -> _Plan:
+        """Choose. All ranks choose the same: by the largest numbers of any rank."""
+        keys = list(self.candidates)
+        each = [self.candidates[k] for k in keys]
+        told = [self.count.peak]
+        for c in each:
+            told += [c.nbytes, c.flops, c.written]
+        for wire in self.wires:
+            told = _largest(wire, told)
+        peak, *rest = told
+        each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
+        budget = self.budget
+        if peak > budget.nbytes:
+            raise too_small(RematError, budget.nbytes, budget.title, peak)
+        self.plan = _Plan({keys[i] for i in chosen(each, budget.nbytes - peak)})
+        return self.plan
+
+
+def _largest(wire: Wire, mine: list[int]) -> list[int]:
+    lengths = wire.gather_ints((len(mine),))
+    if len(set(lengths)) > 1:
+        raise RematError(
+            f"ranks make different calls in the regions of a budget: {[n for (n,) in lengths]}",
+            reason="what is kept must be the same on every rank",
+        )
+    return [max(values) for values in zip(*wire.gather_ints(tuple(mine)), strict=True)]
+
+
+class Budget:
+    """A number of bytes that the regions of one module, or one function, share.
+
+    Attributes:
+        nbytes: the most that activations may hold at once.
+        title: of whom it is.
+    """
+
+    def __init__(self, nbytes: int, title: str):
+        self.nbytes, self.title = nbytes, title
+        self._steps: dict[Any, _Plan | _Measuring] = {}
+        self.now: _Plan | _Measuring | None = None
+
+    def __reduce__(self) -> Any:
+        return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
+
+    def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _Plan | _Measuring:
+        """A step with these inputs: measured the first time."""
+        held = list(tensors_in((args, kwargs)))
+        key = (printed(args, Origins(), []), printed(kwargs, Origins(), []), _settings(module))
+        step = self._steps.get(key)
+        if isinstance(step, _Measuring) and step.plan is not None:
+            step = self._steps[key] = step.plan
+        if not isinstance(step, _Plan):
+            parameters = () if module is None else module.parameters()
+            step = self._steps[key] = _Measuring(self, _wires([*held, *parameters]))
+        return step
+
+
+def _settings(module: nn.Module | None) -> Any:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        None if module is None else tuple(m.training for m in module.modules()),
+    )
+
+
+def _wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
+    return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
+
+
+class Whole(Wrapped):
+    """Stands for the forward of a module whose regions share a budget, or for one function."""
+
+    def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):
+        super().__init__(fn, module)
+        self.budget = budget
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        budget = self.budget
+        if HERE.capturing and HERE.watcher is None:  # the compiler measures
+            with HERE.recorder.sharing(budget):
+                return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
+            return self.__wrapped__(*args, **kwargs)
+        if HERE.watcher is not None:  # within another region, whose policy holds
+            return self.__wrapped__(*args, **kwargs)
+        budget.now = step = budget.begin(args, kwargs, self._module)
+        try:
+            with step.counting() if isinstance(step, _Measuring) else nullcontext():
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            budget.now = None

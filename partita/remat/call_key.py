@@ -1,0 +1,226 @@
+"""Which call of the first run is this call of the second?
+
+A call is known by what is called, from where, and by what goes in: shapes, layouts and dtypes, and
+which call of the run each tensor came from. Two runs of one program make the same calls then,
+however many of them the second leaves out; and where the program takes another way, the call that
+shows it is not found.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import first_instruction
+from partita.tensor.dtensor import DTensor, short_dtype
+
+__all__ = [
+    "Key",
+    "Origin",
+    "Origins",
+    "carried_key",
+    "describe",
+    "line_of",
+    "local_of",
+    "printed",
+    "site",
+    "within",
+]
+
+Key = tuple[Any, tuple[int, ...], Any]
+"""What is called, from where, and the print of what goes in."""
+
+Origin = tuple[str, int, int] | tuple[str, int]
+"""Where a tensor of a run came from: ("call", number, output), or ("input", number)."""
+
+
+# -- from where ------------------------------------------------------------------------------------
+
+
+def within(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)`; where a call comes from is counted from here."""
+    return fn(*args, **kwargs)
+
+
+_BOUNDARY = within.__code__
+_ROOMS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PLUMBING = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    *(
+        os.path.join(_ROOMS, room) + os.sep
+        for room in ("compile", "tensor", "comm", "rules", "remat")
+    ),
+)
+
+_codes: dict[int, tuple[CodeType, bool]] = {}
+"""Code by its id, and whether it is the user's. Code that is held keeps its id to itself."""
+
+
+def _seen(code: CodeType) -> tuple[CodeType, bool]:
+    entry = _codes[id(code)] = (code, not code.co_filename.startswith(_PLUMBING))
+    return entry
+
+
+def site() -> tuple[int, ...]:
+    """The user's frames between the region and here: `(code, instruction, code, ...)`."""
+    frame = sys._getframe(2)
+    found: list[int] = []
+    while frame is not None:
+        code = frame.f_code
+        if code is _BOUNDARY:
+            break
+        i = id(code)
+        if (_codes.get(i) or _seen(code))[1]:
+            found.append(i)
+            found.append(first_instruction(code, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def line_of(where: tuple[int, ...]) -> str:
+    """`"model.py:12"` of a site, with the path from here; "" where there is no user's frame."""
+    if not where:
+        return ""
+    code, at = _codes[where[0]][0], where[1]
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= at < end and number is not None:
+            line = number
+    name, here = code.co_filename, os.getcwd() + os.sep
+    return f"{name.removeprefix(here)}:{line}"
+
+
+# -- what goes in ----------------------------------------------------------------------------------
+
+
+class Origins:
+    """Which tensors of one run came from which of its calls.
+
+    Args:
+        first: the run before this one. What it made and something still holds is known here too:
+            a result that the program remembers, and so does not compute again.
+    """
+
+    def __init__(self, first: Origins | None = None):
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Origin]] = {}
+        self._first = first
+
+    def learn(self, t: torch.Tensor, origin: Origin) -> None:
+        self._known[id(t)] = (weakref.ref(t), origin)
+
+    def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
+        """The tensors in `out`, in their order, came from call `number`; but not its own inputs."""
+        if isinstance(out, torch.Tensor):
+            if not any(t is out for t in inputs):
+                self._known[id(out)] = (weakref.ref(out), ("call", number, 0))
+        elif isinstance(out, (tuple, list)):
+            for k, one in enumerate(_flat(out)):
+                if not any(t is one for t in inputs):
+                    self._known[id(one)] = (weakref.ref(one), ("call", number, k))
+
+    def of(self, t: torch.Tensor) -> Origin | None:
+        found = self._known.get(id(t))
+        if found is not None and found[0]() is t:
+            return found[1]
+        return None if self._first is None else self._first.of(t)
+
+    def forget_the_dead(self) -> None:
+        """Once the run is over: only what is still held can be met again."""
+        self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    for v in value:
+        if isinstance(v, torch.Tensor):
+            yield v
+        elif isinstance(v, (tuple, list)):
+            yield from _flat(v)
+
+
+_PLAIN = frozenset(
+    (int, float, bool, str, type(None), complex, bytes, type(Ellipsis))
+    + (torch.dtype, torch.device, torch.memory_format, torch.layout)
+)
+
+
+def printed(value: Any, origins: Origins, tensors: list[torch.Tensor]) -> Any:
+    """The print of an argument: hashable, equal for equal calls. Its tensors go to `tensors`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value if value == value else "nan"
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        origin: Any = origins.of(value)
+        with Local():
+            if origin is None and value.requires_grad and value.is_leaf:
+                origin = ("leaf", id(value))  # a parameter is itself
+            shape = value._spec if isinstance(value, DTensor) else value.shape
+            return (origin, shape, value.dtype)
+    if kind is tuple or kind is list or isinstance(value, (tuple, list)):
+        return tuple([printed(v, origins, tensors) for v in value])
+    if isinstance(value, dict):
+        return tuple([(k, printed(v, origins, tensors)) for k, v in value.items()])
+    if kind is slice:
+        parts = (value.start, value.stop, value.step)
+        return ("slice", *[printed(v, origins, tensors) for v in parts])
+    return kind
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def describe(key: Key) -> str:
+    """`matmul(f32[8, 16], f32[16, 16]) at model.py:12`."""
+    what, where, (args, kwargs) = key
+    each = [_text(a) for a in args] + [f"{k}={_text(v)}" for k, v in kwargs]
+    name = what if isinstance(what, str) else _name(what)
+    line = line_of(where)
+    return f"{name}({', '.join(each)})" + (f" at {line}" if line else "")
+
+
+def _name(what: Any) -> str:
+    """Of an `autograd.Function`, or of what stands for a function of the user's."""
+    name: str = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
+    # By this name torch applies what it has compiled.
+    return "a compiled region" if name.endswith("CompiledFunction") else name
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, tuple):
+        if len(part) == 3 and isinstance(part[2], torch.dtype):
+            _, what, dtype = part
+            dims = what.layout.brief() if not isinstance(what, torch.Size) else list(what)
+            text = str(dims) if isinstance(dims, list) else f"[{dims}]"
+            return f"{short_dtype(dtype)}{text}"
+        return f"({', '.join(map(_text, part))})"
+    return part.__name__ if isinstance(part, type) else repr(part)
+
+
+class _Identified(Protocol):
+    """A call that has its identity."""
+
+    key: Key
+    ordinal: int
+
+
+def carried_key(
+    counts: dict[Any, int], event: _Identified | None, op: str, what: Any, x: torch.Tensor
+) -> Any:
+    """The identity of a redistribution: where it stands, or in which call, and what it does."""
+    where: Any = site() if event is None else (event.key, event.ordinal)
+    key = ("carried", op, str(what), where, x.shape, x.dtype)
+    n = counts[key] = counts.get(key, -1) + 1
+    return (*key, n)
+
+
+def local_of(t: torch.Tensor) -> torch.Tensor:
+    """A plain alias, without history, of the memory that `t` has on this rank."""
+    with Local():
+        return t.detach()

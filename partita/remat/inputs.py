@@ -1,0 +1,84 @@
+"""What was a region called with, and how is it called with the same again?
+
+Tensors are saved as autograd saves them: through the hooks of a region around this one, which then
+keeps or recomputes them too, and with a check that nobody has changed them since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.spec import Spec
+
+from .call_key import Origins
+from .tree import rebuilt
+
+__all__ = ["RegionInputs"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the tensor of this number stood."""
+
+    number: int
+
+
+class _Saved(torch.autograd.Function):
+    """A node that saves tensors and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing is computed from this node")
+
+
+class RegionInputs:
+    """The arguments of one call of a region. Containers are kept as they were at the call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: Origins):
+        tensors: list[torch.Tensor] = []
+
+        def put_away(t: torch.Tensor) -> _Place:
+            for i, known in enumerate(tensors):
+                if known is t:
+                    return _Place(i)
+            origins.learn(t, ("input", len(tensors)))
+            tensors.append(t)
+            return _Place(len(tensors) - 1)
+
+        self._emptied = rebuilt((args, kwargs), torch.Tensor, put_away)
+        self._meta = [_meta(t) for t in tensors]
+        with Local():
+            graded = torch.empty(0, requires_grad=True)
+            self._node: Any = _Saved.apply(graded, *tensors).grad_fn
+
+    def again(self, origins: Origins) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments like the first, of the same memory, with no history.
+
+        Raises:
+            RuntimeError: a tensor was changed in place since.
+        """
+        packed = self._node.saved_tensors  # a region around may run again for these, as a program
+        with Local():
+            saved = [t.detach() for t in packed]
+        for i, (t, (spec, requires_grad)) in enumerate(zip(saved, self._meta, strict=True)):
+            with Local():
+                t.requires_grad_(requires_grad)
+            if spec is not None:
+                tagged(t, spec)
+            origins.learn(t, ("input", i))
+        args, kwargs = rebuilt(self._emptied, _Place, lambda place: saved[place.number])
+        return args, kwargs
+
+
+def _meta(t: torch.Tensor) -> tuple[Spec | None, bool]:
+    return (t._spec if isinstance(t, DTensor) else None), t.requires_grad

@@ -1,0 +1,123 @@
+"""Which functions of torch are calls, and who hears of them?"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from partita.tensor.composite import entered
+from partita.tensor.dispatch import op_of
+from partita.tensor.op_facts import facts_of
+from partita.tensor.tensor_overrides import SPECIAL, passes
+from partita.tensor.watch import HERE
+
+__all__ = ["Kind", "Listening", "is_plumbing", "listening"]
+
+_NO_CALLS = frozenset(
+    """size dim numel nelement ndimension backward grad register_hook requires_grad_ is_same_size
+    _set_grad_enabled _set_view_replay_enabled _is_view __len__ __repr__ __str__ __format__ __iter__
+    __reversed__ is_tensor is_floating_point is_complex is_contiguous retain_grad __dir__ __array__
+    __reduce_ex__ __setstate__ __deepcopy__ share_memory_ refine_names align_as __hash__""".split()
+)
+"""Functions that compute nothing: attributes, and the entries to autograd."""
+
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that are calls all the same."""
+
+_WRITES_BUFFERS = {
+    torch.nn.functional.batch_norm: ((1, "running_mean"), (2, "running_var")),
+    torch.nn.functional.instance_norm: ((1, "running_mean"), (2, "running_var")),
+    torch.batch_norm: ((3, "running_mean"), (4, "running_var")),
+    torch.instance_norm: ((3, "running_mean"), (4, "running_var")),
+}
+"""Of functions that write arguments and do not say so by their name, the arguments."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a function of torch.
+
+    Attributes:
+        op: its op's name.
+        func: the function.
+        is_call: or does it compute nothing?
+        body: a Python function to be entered, so that the calls inside are heard.
+        writes: the places and names of the arguments that it writes, but for `out`.
+    """
+
+    op: str
+    func: Callable[..., Any]
+    is_call: bool = True
+    body: Callable[..., Any] | None = None
+    writes: tuple[tuple[int, str], ...] = ()
+
+
+def _kind_of(func: Callable[..., Any]) -> Kind:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return Kind(attribute, func, is_call=name == "__get__" and attribute in _VIEWS)
+    if name in _NO_CALLS or (passes(func) and func not in SPECIAL):
+        return Kind(name, func, is_call=False)
+    form = op_of(func).form
+    body = None
+    if (
+        isinstance(func, types.FunctionType)
+        and func.__module__ in ("torch.nn.functional", "torch.functional")
+        and form.rule is None
+        and func not in SPECIAL
+    ):
+        body = entered(func)  # as DTensors enter it too
+    writes: tuple[tuple[int, str], ...] = _WRITES_BUFFERS.get(func, ())
+    if form.inplace or name == "__setitem__":
+        writes = ((0, "input"),)
+    elif isinstance(func, torch._ops.OpOverload):  # an op of the user's says so in its schema
+        writes = tuple((one.place, one.name) for one in facts_of(func).writes)
+    return Kind(form.name, func, body=body, writes=writes)
+
+
+_KINDS: dict[Callable[..., Any], Kind] = {}
+
+
+class Listening(TorchFunctionMode):
+    """Tells the run of this thread of each function of torch that its program calls."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() and not HERE.capturing:  # no business of ours
+            return func(*args, **kwargs)
+        run = HERE.watcher
+        if run is None:
+            return func(*args, **kwargs)
+        kind = _KINDS.get(func)
+        if kind is None:
+            kind = _KINDS[func] = _kind_of(func)
+        if not kind.is_call:
+            return func(*args, **kwargs)
+        if kind.body is not None and kind.op not in run.policy.ops:
+            with self:  # which torch has taken off for this call
+                return kind.body(*args, **kwargs)
+        return run.called(kind, args, kwargs)
+
+
+def is_plumbing(function: Any) -> bool:
+    """Is it an `autograd.Function` of partita's own, within a call of the program's?"""
+    return isinstance(function, type) and function.__module__.startswith("partita.")
+
+
+def listening() -> Listening | None:
+    """A mode to enter, unless one is on: a compiled region must not see their number change.
+
+    torch has no public way to ask which modes are on.
+    """
+    for i in range(torch._C._len_torch_function_stack()):
+        if isinstance(torch._C._get_function_stack_at(i), Listening):
+            return None
+    return Listening()

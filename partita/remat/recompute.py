@@ -1,0 +1,386 @@
+"""How is a region run a second time, to bring back what its forward let go?
+
+Each call of the second run is sought under its identity among the calls of the first. What was kept
+of it is given, what autograd saves in it fills the slots of the first run, and as soon as all have
+been met the run is over. A call that is not found shows that the program took another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import saved_tensors_hooks
+
+from partita.comm import recomputing
+from partita.layout import Fix
+from partita.tensor.watch import HERE
+
+from .call_key import Key, Origins, carried_key, describe, printed, site, within
+from .calls import Event
+from .errors import RematError
+from .mode import Kind, is_plumbing, listening
+from .policy import OneCall
+from .reads import check_unwritten
+from .record import Forward
+from .report import Flops, Recomputed, open_reports
+from .saved_results import KeptCall, KeptKernels, Replaying
+
+__all__ = ["Again", "is_recomputing"]
+
+
+class _Enough(BaseException):
+    """All that was needed has been brought. No `except Exception` of the program may catch it."""
+
+
+def is_recomputing() -> bool:
+    """Is this thread running a region's forward again, in backward?"""
+    return isinstance(HERE.watcher, Again)
+
+
+class Again:
+    """The second run of a region: a `Watcher` while it lasts."""
+
+    def __init__(self, forward: Forward):
+        self.forward, self.policy = forward, forward.policy
+        self.origins = Origins(forward.origins)
+        self._counts: dict[Any, int] = {}
+        self._done: set[Event] = set()
+        self._event: Event | None = None
+        self._slot = 0
+        self._replaying: Replaying | None = None
+        self._to_meet = forward.saved
+        self._met = 0
+        self._flops: Flops | None = None
+        self.flops_of: dict[Event, int] = {}
+
+    def run(self) -> None:
+        """Fill the slots of the first run."""
+        forward = self.forward
+        forward.check_unchanged()
+        args, kwargs = forward.inputs.again(self.origins)
+        before = HERE.watcher
+        enough = False
+        try:
+            with ExitStack() as modes:
+                context = modes.enter_context(forward.surroundings.restored())
+                modes.enter_context(HERE.breaking_off())
+                modes.enter_context(recomputing())
+                meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
+                measuring = forward.plan is not None and forward.plan.measures
+                if meters or measuring:
+                    self._flops = modes.enter_context(Flops())
+                if measuring:
+                    modes.enter_context(forward.plan.counting())
+                HERE.watcher = self
+                modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
+                mode = listening()
+                if mode is not None:
+                    modes.enter_context(mode)
+                context.run(within, forward.region.__wrapped__, args, kwargs)
+        except _Enough:
+            enough = True
+        except BaseException:
+            forward.empty()
+            raise
+        finally:
+            HERE.watcher = before
+        try:
+            self._check_counts(enough)
+            for report in meters:
+                kept = forward.kept_results
+                report.regions.append(
+                    Recomputed(
+                        forward.region.title,
+                        len(forward.order),
+                        len(self._done),
+                        len(kept),
+                        sum(k.nbytes for k in kept),
+                        self._flops.total,
+                    )
+                )
+            if measuring:
+                forward.plan.recomputed(forward, self.flops_of)
+        except BaseException:
+            forward.empty()
+            raise
+
+    # -- identity ----------------------------------------------------------------------------------
+
+    def _find(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
+        inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
+        event = self._found((what, site(), inputs))
+        self._check_unwritten(event, tensors)
+        return event
+
+    def _check_unwritten(self, event: Event, tensors: list[torch.Tensor]) -> None:
+        forward = self.forward
+        check_unwritten(event, tensors, forward.region, forward.surroundings)
+
+    def _found(self, key: Key) -> Event:
+        n = self._counts[key] = self._counts.get(key, -1) + 1
+        event = self.forward.events.get((key, n))
+        if event is None:
+            raise self._another_way(key, n)
+        self._done.add(event)
+        return event
+
+    @contextmanager
+    def _in(self, event: Event) -> Iterator[None]:
+        """Within a call: what it saves goes to its slots, what it draws it draws again."""
+        before = (self._event, self._slot)
+        self._event, self._slot = event, 0
+        flops = 0 if self._flops is None else self._flops.total
+        draws = event.draws
+        if draws is not None:
+            self.forward.surroundings.draw_as(draws.before)
+        try:
+            yield
+            if self._slot != len(event.slots):
+                raise self._saves(event, self._slot)
+        finally:
+            self._event, self._slot = before
+            if self._flops is not None:
+                self.flops_of[event] = self._flops.total - flops
+        if draws is not None:
+            self.forward.surroundings.draw_as(draws.after)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """A function of torch, announced by the mode."""
+        if self._event is not None:
+            return kind.func(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        event = self._find(kind.op, args, kwargs, tensors)
+        with self._in(event):
+            if isinstance(event.kept, KeptKernels):
+                self._replaying = replaying = Replaying(event.kept)
+                try:
+                    with replaying:
+                        out = kind.func(*args, **kwargs)
+                finally:
+                    self._replaying = None
+            else:
+                out = kind.func(*args, **kwargs)
+        self.origins.learn_outputs(out, event.number, tensors)
+        return out
+
+    def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        if self._event is not None or is_plumbing(function):
+            return run()
+        tensors: list[torch.Tensor] = []
+        return self._opaque(self._find(function, args, kwargs, tensors), tensors, run)
+
+    def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
+        """A function that `one_call` marked: one call if the first run kept it."""
+
+        def run() -> Any:
+            return marked.__wrapped__(*args, **kwargs)
+
+        if self._event is not None:
+            return run()
+        tensors: list[torch.Tensor] = []
+        inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
+        key = (marked, site(), inputs)
+        if (key, self._counts.get(key, -1) + 1) not in self.forward.events:
+            return run()
+        event = self._found(key)
+        self._check_unwritten(event, tensors)
+        return self._opaque(event, tensors, run)
+
+    def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """A region within this one: run forward anew, unless what it gave was kept."""
+        if self._event is not None:
+            return run()
+        tensors: list[torch.Tensor] = []
+        return self._opaque(self._find(region, args, kwargs, tensors), tensors, run)
+
+    def _opaque(self, event: Event, tensors: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+        with self._in(event):
+            if isinstance(event.kept, KeptCall):
+                for i, size, stride, offset in event.borrowed:
+                    with Local():
+                        self._pack(tensors[i].detach().as_strided(size, stride, offset))
+                out = event.kept.again(str(event), tensors)
+            else:
+                out = run()
+        self.origins.learn_outputs(out, event.number, tensors)
+        return out
+
+    def carried(
+        self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """A redistribution: what it brought, if that was kept; else it is carried again."""
+        replaying = self._replaying
+        given = None if replaying is None else replaying.carried()
+        key = carried_key(self._counts, self._event, op, what, x)
+        kept = self.forward.carried_results.get(key)
+        if given is None and kept is not None:
+            given = kept.give()
+        if given is not None:
+            return given
+        if replaying is not None:
+            replaying.paused = True
+        before, HERE.watcher = HERE.watcher, None
+        try:
+            return run()
+        finally:
+            HERE.watcher = before
+            if replaying is not None:
+                replaying.paused = False
+
+    def writes(self, t: torch.Tensor) -> None:
+        """The first run has noted it."""
+
+    def named(self, x: torch.Tensor, name: str) -> None:
+        """The first run has heard of it."""
+
+    # -- what autograd saves -----------------------------------------------------------------------
+
+    def _pack(self, t: torch.Tensor) -> torch.Tensor:
+        with Local():
+            shape, dtype = t.shape, t.dtype
+        event = self._event
+        number = self._slot
+        if event is None:
+            event = self._found(("a saved tensor", site(), (((None, shape, dtype),), ())))
+            number = 0
+        else:
+            self._slot += 1
+        if number >= len(event.slots):
+            raise self._saves(event, number + 1)
+        slot = event.slots[number]()
+        if slot is not None:
+            if slot.shape != shape or slot.dtype != dtype:
+                raise RematError(
+                    f"the recompute of {self.forward.region.title} saves another tensor than its "
+                    "forward did",
+                    operands=(
+                        f"forward    {slot.dtype} {tuple(slot.shape)} in {event}",
+                        f"recompute  {dtype} {tuple(shape)} in the same call",
+                    ),
+                    reason=_SAME,
+                )
+            if slot.value is None:
+                slot.fill(t)
+                if slot.inside and self.forward.plan is not None:
+                    self.forward.plan.count.note(slot.value)
+        self._met += 1
+        if self._met == self._to_meet:
+            raise _Enough
+        return t
+
+    # -- what does not fit -------------------------------------------------------------------------
+
+    def _expected(self, key: Key | None = None) -> Event | None:
+        """What the first run did here: from the same line, or next in order."""
+        left = [e for e in self.forward.order if e not in self._done]
+        if key is not None:
+            for e in left:
+                if e.key[1] == key[1]:
+                    return e
+        last = max((e.number for e in self._done), default=-1)
+        after = [e for e in left if e.number > last]
+        return after[0] if after else (left[-1] if left else None)
+
+    def _another_way(self, key: Key, n: int) -> RematError:
+        title = self.forward.region.title
+        if n:
+            return RematError(
+                f"the recompute of {title} makes a call more often than its forward did",
+                operands=(
+                    f"forward    {describe(key)}, {n} time{'s' if n > 1 else ''}",
+                    f"recompute  {describe(key)}, once more",
+                ),
+                reason=_SAME,
+                fixes=_FIXES,
+            )
+        expected = self._expected(key)
+        return RematError(
+            f"the recompute of {title} makes a call that its forward did not make",
+            operands=(
+                f"forward    {expected or 'was over'}",
+                f"recompute  {describe(key)}",
+                *_difference(expected, key),
+            ),
+            reason=_SAME,
+            fixes=_FIXES,
+        )
+
+    def _saves(self, event: Event, count: int) -> RematError:
+        return RematError(
+            f"the recompute of {self.forward.region.title} saves more or fewer tensors than its "
+            "forward did",
+            operands=(
+                f"forward    {len(event.slots)} tensors saved in {event}",
+                f"recompute  {count} or more in the same call"
+                if count > len(event.slots)
+                else f"recompute  {count} in the same call",
+            ),
+            reason=_SAME,
+            fixes=_FIXES,
+        )
+
+    def missing(self, event: Event) -> RematError:
+        """A slot was not filled: its call was left out."""
+        later = [e for e in self.forward.order if e.number > event.number and e in self._done]
+        return RematError(
+            f"the recompute of {self.forward.region.title} leaves out a call whose saved tensors "
+            "backward needs",
+            operands=(
+                f"forward    {event}",
+                f"recompute  {later[0] if later else 'ended'}, without it",
+            ),
+            reason="a result that the program remembers is not computed again, and what backward "
+            "needs of it is gone",
+            fixes=(
+                Fix("compute it before the region, and pass it in"),
+                Fix("policy=[...] with this call", "its result is kept"),
+            ),
+        )
+
+    def _check_counts(self, enough: bool) -> None:
+        """Of several calls of one identity, were some left out? Then nobody can tell which."""
+        last = max((e.number for e in self._done), default=-1)
+        for (key, n), event in self.forward.events.items():
+            if event in self._done or key not in self._counts:
+                continue
+            if enough and event.number > last:
+                continue
+            if event.slots or event.kept is not None or event.draws is not None:
+                raise RematError(
+                    f"the recompute of {self.forward.region.title} makes a call less often than "
+                    "its forward did",
+                    operands=(
+                        f"forward    {describe(key)}, {n + 1} times or more",
+                        f"recompute  {describe(key)}, "
+                        f"{self._counts[key] + 1} time{'s' if self._counts[key] else ''}",
+                    ),
+                    reason="which of them were left out cannot be told",
+                    fixes=_FIXES,
+                )
+
+
+_SAME = "a region that is run again may leave calls out, but makes no others"
+_FIXES = (
+    Fix("pass what the region reads as an argument", "if it has changed since its forward"),
+    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
+)
+
+
+def _difference(event: Event | None, key: Key) -> tuple[str, ...]:
+    """What differs where two calls read alike."""
+    if event is None or describe(event.key) != describe(key):
+        return ()
+    if event.key[0] != key[0]:
+        return ("           another function of the same name",)
+    return ("           its inputs come from other calls, or are other parameters",)
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t

@@ -1,0 +1,164 @@
+"""How does a user say what is to be recomputed?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.parallel.blocks import block_modules
+from partita.tensor.watch import HERE
+
+from .budget import Budget, Whole
+from .call_key import within
+from .calls import SavedSlot
+from .mode import listening
+from .names import LearnedNames
+from .policy import Policy
+from .recompute import Again
+from .record import Forward
+from .wrapped import Wrapped
+
+__all__ = ["RematRegion", "checkpoint_name", "remat"]
+
+
+class RematRegion(Wrapped):
+    """A function, or a module's forward, that is run again in backward.
+
+    Attributes:
+        policy: what is kept.
+        names: which calls' results the program has named so far.
+        budget: that this region shares, or None.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any] | None,
+        module: nn.Module | None,
+        policy: Policy,
+        budget: Budget | None = None,
+    ):
+        super().__init__(fn, module)
+        self.policy, self.budget = policy, budget
+        self.names = LearnedNames()
+
+    @property
+    def plan(self) -> Any:
+        """What the budget has decided for this step, or how it measures; None without one."""
+        return None if self.budget is None else self.budget.now
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if HERE.capturing:
+            from .in_graph import marked
+
+            return marked(self.__wrapped__, self.policy, args, kwargs)
+        if torch.compiler.is_compiling():
+            # The program that contains it is being compiled, and its compiler knows these.
+            return torch.utils.checkpoint.checkpoint(
+                self.__wrapped__, *args, use_reentrant=False, **kwargs
+            )
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        run = HERE.watcher
+        if run is None:
+            return self._first(args, kwargs)
+        return run.region_within(self, args, kwargs, lambda: self._first(args, kwargs))
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = Forward(self, args, kwargs)
+        mode = listening()
+        before, HERE.watcher = HERE.watcher, forward
+        try:
+            with forward.hooks, mode or nullcontext():
+                out = within(self.__wrapped__, args, kwargs)
+        finally:
+            HERE.watcher = before
+        forward.close()
+        return out
+
+    def recompute(self, forward: Forward, slot: SavedSlot) -> None:
+        """Run again what `forward` was the first run of, for the sake of `slot`."""
+        again = Again(forward)
+        again.run()
+        if slot.value is None:
+            forward.empty()
+            raise again.missing(slot.event)
+
+
+def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | None = None) -> Any:
+    """Recompute what `fn` computes when backward needs it, instead of keeping it.
+
+    Kept are the inputs, and the results that the policy names. See docs/remat.md.
+
+        pt.remat(block)                                         # a module: in place
+        fn = pt.remat(fn, policy=[torch.matmul, F.scaled_dot_product_attention, "attention"])
+
+    Args:
+        fn: a function, or a module, whose forward is wrapped in place: its names stay as they are.
+        policy: what is kept.
+            None: nothing.
+            A list of functions of torch, of modules and what `one_call` made, of functions that
+            `pt.compile` made, of `autograd.Function`s, of names given by `checkpoint_name`, and
+            `keep_collectives`.
+            A function of a `Call`, true for what is kept.
+            An int: a budget, the most bytes that activations may hold at once. The first step
+            measures, and the most expensive results that fit are kept from then on.
+        blocks: the modules that are recomputed one by one, themselves or as patterns of names; by
+            default `fn` as a whole, and for a budget the children of its ModuleLists and
+            Sequentials.
+
+    Returns:
+        A function; for a module the module.
+
+    Raises:
+        ValueError: a policy that names what cannot be seen.
+        RematError: in backward, where the second run makes a call that the first did not make; or
+            where a budget is less than what keeping nothing takes.
+    """
+    read = Policy(policy)
+    if isinstance(fn, nn.Module):
+        return _remat_module(fn, read, blocks)
+    if not callable(fn):
+        raise ValueError(f"remat takes a function or a module, not a {type(fn).__name__}")
+    if blocks is not None:
+        raise ValueError("blocks are parts of a module, and this is a function")
+    if read.budget is None:
+        return RematRegion(fn, None, read)
+    region = RematRegion(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
+    return Whole(region, None, budget)
+
+
+def _remat_module(
+    module: nn.Module, policy: Policy, blocks: Sequence[str | nn.Module] | None
+) -> nn.Module:
+    budget = None
+    chosen = [module]
+    if blocks is not None or policy.budget is not None:
+        chosen = block_modules(module, blocks) or chosen
+    if policy.budget is not None:
+        budget = Budget(policy.budget, type(module).__name__)
+        policy = Policy(None)
+    for block in chosen:
+        RematRegion.in_place_of_forward(block, policy, budget)
+    if budget is not None:
+        Whole.in_place_of_forward(module, budget)
+    return module
+
+
+def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Give `x` a name by which policies know it, as `jax.ad_checkpoint.checkpoint_name` does.
+
+    A policy that names it keeps the result of the call that made `x` (made its memory, where `x` is
+    a view). Elsewhere, and outside of regions, it does nothing.
+
+    Returns:
+        `x`.
+    """
+    compiling = torch.compiler.is_compiling() and not HERE.capturing
+    run = None if compiling else HERE.watcher
+    if run is not None:
+        run.named(x, name)
+    return x

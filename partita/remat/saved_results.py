@@ -1,0 +1,275 @@
+"""How is a result kept, so that the second run need not compute it?
+
+Of a function of torch the kernel's outputs are kept that its result lies in, below autograd: the
+second run makes the call again, casts and moves and views and all, but where the kernel would run
+it finds what the first run made. So autograd builds the same nodes, and saves the same tensors.
+
+Of a call that is opaque (a compiled region, an `autograd.Function`, a function of the user's) the
+outputs are kept, and what autograd saved inside; the second run does not make it at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.parallel.nested_tensors import tensors_in
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.op_facts import facts_of
+from partita.tensor.spec import Spec
+
+from .call_key import local_of
+from .errors import RematError
+from .kernel_mode import EachKernel
+from .tree import parts, rebuilt
+
+__all__ = ["Keeping", "KeptCall", "KeptKernels", "Replaying", "start_of"]
+
+Place = tuple[Any, int]
+"""A kernel of one call: the op, and its number among the runs of this op in the call."""
+
+_CARRIED: Place = ("carried", 0)
+
+
+def start_of(t: torch.Tensor) -> int:
+    """Which memory `t` lies in. A rank's empty piece has one too: ranks must find the same calls.
+
+    Not the memory's address, which all empty ones share; torch has no public name for this one.
+    """
+    with Local():
+        return t.untyped_storage()._cdata
+
+
+class _Versions:
+    """Notices whether results are written after they were kept."""
+
+    def __init__(self, out: Any):
+        with Local():
+            # An alias with the same counter of versions, but without the history of the result.
+            self._aliases = [(t.detach(), t._version) for t in tensors_in(out)]
+
+    def changed(self) -> bool:
+        return any(t._version != version for t, version in self._aliases)
+
+
+# -- functions of torch ----------------------------------------------------------------------------
+
+
+class Keeping(EachKernel):
+    """Notes what each kernel of one call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Place, bool, Any]] = []
+        self.paused = False
+        self._counts: dict[Any, int] = {}
+
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if not self.paused:
+            had = {start_of(t) for t in tensors_in((args, kwargs))}
+            fresh = not any(start_of(t) in had for t in tensors_in(out))
+            n = self._counts[func] = self._counts.get(func, -1) + 1
+            if fresh or getattr(func, "_schema", None) is None or facts_of(func).writes:
+                self.made.append(((func, n), fresh, out))
+        return out
+
+    def carried(self, x: torch.Tensor) -> None:
+        """A redistribution within the call made `x`."""
+        n = self._counts["carried"] = self._counts.get("carried", -1) + 1
+        self.made.append((("carried", n), True, x))
+
+    def kernels(self, out: Any) -> KeptKernels | None:
+        """The kernels that made the memory of `out`; None if there is nothing to be kept."""
+        wanted = {start_of(t) for t in tensors_in(out)}
+        found: dict[Place, Any] = {}
+        for place, fresh, made in reversed(self.made):
+            here = {start_of(t) for t in tensors_in(made)} & wanted
+            if not here:
+                continue
+            if not fresh:
+                return None  # written in place after it was made: to be done again
+            wanted -= here
+            found[place] = rebuilt(made, torch.Tensor, local_of)
+        return KeptKernels.of(found, out) if found else None
+
+
+@dataclass
+class KeptKernels:
+    """What kernels of one call made.
+
+    Attributes:
+        made: their outputs, plain.
+        copied: these are copies, since the program wrote what it was given.
+    """
+
+    made: dict[Place, Any]
+    versions: _Versions
+    copied: bool = False
+
+    @classmethod
+    def of(cls, made: dict[Place, Any], out: Any) -> KeptKernels:
+        """What kernels `made` on the way to `out`."""
+        return cls(made, _Versions(out))
+
+    @classmethod
+    def of_carried(cls, x: torch.Tensor) -> KeptKernels:
+        """What a redistribution brought."""
+        return cls.of({_CARRIED: local_of(x)}, x)
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(tensors_in(self.made))
+
+    def starts(self) -> set[int]:
+        return {start_of(t) for t in tensors_in(self.made)}
+
+    def copy(self) -> None:
+        """The program is going to write what was kept: keep a copy, as it is now."""
+        if not self.copied:
+            with Local(), torch.no_grad():
+                self.made = rebuilt(self.made, torch.Tensor, torch.clone)
+            self.copied = True
+
+    def changed(self) -> bool:
+        return not self.copied and self.versions.changed()
+
+    def give(self, place: Place = _CARRIED) -> Any:
+        """What was made there, or None. In new aliases, for autograd writes its history on them.
+
+        What the program wrote after it was kept, it is going to write again: it gets copies.
+        """
+        if place not in self.made:
+            return None
+        with Local():
+            own = torch.clone if self.copied else torch.Tensor.detach
+            return rebuilt(self.made[place], torch.Tensor, own)
+
+
+class Replaying(EachKernel):
+    """Runs the kernels of one call again, but for those whose results were kept."""
+
+    def __init__(self, kept: KeptKernels):
+        super().__init__()
+        self._kept = kept
+        self.paused = False
+        self._counts: dict[Any, int] = {}
+
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.paused:
+            n = self._counts[func] = self._counts.get(func, -1) + 1
+            given = self._kept.give((func, n))
+            if given is not None:
+                return given
+        return func(*args, **kwargs)
+
+    def carried(self) -> torch.Tensor | None:
+        """What the next redistribution within the call made, if it was kept."""
+        n = self._counts["carried"] = self._counts.get("carried", -1) + 1
+        given: torch.Tensor | None = self._kept.give(("carried", n))
+        return given
+
+
+# -- opaque calls ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A tensor that an opaque call returned."""
+
+    held: torch.Tensor
+    spec: Spec | None
+    requires_grad: bool
+
+
+class _Again(torch.autograd.Function):
+    """Gives kept results to the second run, tied to what went into the call."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, outs: Sequence[torch.Tensor], *ins: torch.Tensor) -> Any:
+        ctx.what = what
+        ctx.mark_non_differentiable(*[t for t in outs if not t.is_floating_point()])
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RematError(
+            f"{ctx.what} was kept, and is differentiated within the region that recomputes it",
+            reason="a kept call that is opaque is not made again: there is nothing to go through",
+            fixes=(),
+        )
+
+
+@dataclass
+class KeptCall:
+    """What an opaque call returned."""
+
+    out: Any
+    versions: _Versions
+    inside: list[torch.Tensor] = field(default_factory=list)
+    copied: bool = False
+
+    @classmethod
+    def of(cls, out: Any, inside: list[torch.Tensor]) -> KeptCall:
+        def held(t: torch.Tensor) -> Any:
+            with Local():
+                spec = t._spec if isinstance(t, DTensor) else None
+                return _Result(t.detach(), spec, t.requires_grad)
+
+        return cls(rebuilt(out, torch.Tensor, held), _Versions(out), inside)
+
+    @property
+    def results(self) -> list[_Result]:
+        return list(parts(self.out, _Result))
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes([r.held for r in self.results] + self.inside)
+
+    def starts(self) -> set[int]:
+        return {start_of(r.held) for r in self.results}
+
+    def copy(self) -> None:
+        """The program is going to write what was kept: keep a copy, as it is now."""
+        if not self.copied:
+            with Local(), torch.no_grad():
+                self.out = rebuilt(
+                    self.out, _Result, lambda r: _Result(r.held.clone(), r.spec, r.requires_grad)
+                )
+            self.copied = True
+
+    def changed(self) -> bool:
+        return not self.copied and self.versions.changed()
+
+    def again(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
+        """What the call returned, for the second run."""
+        with Local():
+            graded = [t for t in ins if t.requires_grad]
+            results = self.results
+            # If a parameter within it was what wanted a gradient, the results must want one too.
+            if not graded and any(r.requires_grad for r in results):
+                graded = [torch.empty(0, requires_grad=True)]
+            outs = [r.held.clone() if self.copied else r.held.detach() for r in results]
+            tied = iter(_Again.apply(what, outs, *graded) if graded and outs else outs)
+
+        def given(r: _Result) -> torch.Tensor:
+            with Local():
+                t = next(tied)
+                if not r.requires_grad:
+                    t = t.detach()
+            return t if r.spec is None else tagged(t, r.spec)
+
+        return rebuilt(self.out, _Result, given)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    sizes = {}
+    with Local():
+        for t in tensors:
+            storage = t.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -1,0 +1,166 @@
+"""What may stand in padding, so that what is reduced over it is as without it?
+
+While a step is captured, shards are padded to equal size. An op that keeps a split name computes
+something of the padding that nobody reads. One that reduces the name must not see it: before it
+runs, its operands get values there that add nothing. Where the op is linear, which its sentence
+says, that is 0; where it is not, it is in the table here. Of others nothing is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import decompositions
+from .bind import Bound
+from .rule import RULES, Rule
+from .table.getitem import picked
+
+__all__ = ["EXTREME", "Fill", "fills"]
+
+EXTREME = object()
+"""Of a maximum the least value that there is, of a minimum the greatest."""
+
+Value = Any
+Asked = Callable[[Sequence[Any], dict[str, Any]], Value]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One operand's padding.
+
+    Attributes:
+        operand: which of the sentence's terms.
+        dims: the operand's dimensions that are padded.
+        value: a number, `EXTREME`, or a function of the call's arguments that gives one.
+        reduce: how the padded dimension is reduced: "sum", "max" or "min".
+    """
+
+    operand: int
+    dims: tuple[int, ...]
+    value: Value
+    reduce: str
+
+
+def fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[Fill] | None:
+    """What to put into the operands' padding along the names `padded` before the op runs.
+
+    Returns:
+        None where the op reduces one of them and nothing is known of it.
+    """
+    found: list[Fill] = []
+    for name in padded:
+        reduce = _reduced(bound, name)
+        if reduce is None:
+            continue
+        values = _linear(bound, name) if reduce == "sum" else None
+        if values is None:
+            values = _known(rule, bound)
+        if values is None:
+            return None
+        for i, value in values.items():
+            dims = tuple(d for d, dim in enumerate(bound.inputs[i] or ()) if name in dim.names)
+            if dims:
+                found.append(Fill(i, dims, value, reduce))
+    return found
+
+
+def _reduced(bound: Bound, name: str) -> str | None:
+    """How an output that lacks `name` has reduced it; None if all have it."""
+    for dims, term in zip(bound.outputs, bound.sentence.outputs, strict=True):
+        if not any(name in dim.names for dim in dims):
+            return term.reduce
+    return None
+
+
+def _linear(bound: Bound, name: str) -> dict[int, Value] | None:
+    """Zeros for one factor of each product of a linear group; None where no such group has it.
+
+    A function that is linear in a group is 0 where the group is.
+    """
+
+    def has(i: int) -> bool:
+        return any(name in dim.names for dim in bound.inputs[i] or ())
+
+    for group in bound.sentence.groups:
+        if group.linear and any(has(i) for product in group.products for i in product):
+            values: dict[int, Value] = {}
+            for product in group.products:
+                able = [i for i in product if has(i) and not bound.sentence.terms[i].index]
+                if able:
+                    values[min(able, key=lambda i: _numel(bound, i))] = 0
+                elif any(map(has, product)):
+                    return None
+            return values
+    return None
+
+
+def _numel(bound: Bound, i: int) -> int:
+    shape = bound.operands[i]
+    return math.prod(shape) if isinstance(shape, tuple) else 0
+
+
+def _known(rule: Rule, bound: Bound) -> dict[int, Value] | None:
+    for function, values in _VALUES.items():
+        if RULES.get(function) is rule:
+            return values
+    if RULES[_n.cross_entropy_loss] is rule and bound.inputs[0] != bound.inputs[1]:
+        return {1: _argument(4, "ignore_index", -100)}  # not of probabilities, which are smoothed
+    return None
+
+
+# -- what is not linear ----------------------------------------------------------------------------
+
+
+def _argument(place: int, name: str, default: Any) -> Asked:
+    return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
+
+
+def _powers(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """|x|**p is 0 of 0, or of infinity where p is negative."""
+    return 0.0 if _argument(1, "p", 2)(args, kwargs) > 0 else math.inf
+
+
+def _rate(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """exp(x) - 0 * x is 0 far to the left, x - 0 * log(x) at 0."""
+    return -1e4 if _argument(2, "log_input", True)(args, kwargs) else 0.0
+
+
+_n = torch._C._nn
+_NOTHING: dict[int, Value] = {}
+_VALUES: dict[Callable[..., Any], dict[int, Value]] = {
+    torch.sum: {0: 0},  # into integers
+    torch.nansum: {0: 0},
+    torch.count_nonzero: {0: 0},
+    torch.any: {0: 0},
+    torch.all: {0: 1},
+    decompositions.pending_max: {0: EXTREME},
+    decompositions.power_sum: {0: _powers},
+    decompositions.target_weight: {0: _argument(2, "ignore_index", -100)},
+    _n.mse_loss: {0: 0, 1: 0},
+    _n.l1_loss: {0: 0, 1: 0},
+    _n.smooth_l1_loss: {0: 0, 1: 0},
+    _n.huber_loss: {0: 0, 1: 0},
+    torch.kl_div: {0: 0, 1: 0},
+    torch.hinge_embedding_loss: {0: 0, 1: 1},
+    _n.binary_cross_entropy: {0: 0, 1: 0},
+    torch.binary_cross_entropy_with_logits: {0: 1e4, 1: 1},
+    torch.poisson_nll_loss: {0: _rate, 1: 0},
+    torch.margin_ranking_loss: {0: math.inf, 1: 0, 2: 1},
+    torch.cosine_embedding_loss: {2: 0},  # neither alike nor unlike
+    # What reads places by number reads no padding, and the first of equals is no copy.
+    decompositions.first_index: _NOTHING,
+    torch.nn.functional.embedding: _NOTHING,
+    torch.embedding: _NOTHING,
+    torch.index_select: _NOTHING,
+    torch.gather: _NOTHING,
+    torch.take_along_dim: _NOTHING,
+    torch.select: _NOTHING,
+    torch.Tensor.__getitem__: _NOTHING,
+    picked: _NOTHING,
+}
+"""For each function what its operands get, by their places among the tensors of the sentence."""

@@ -1,0 +1,175 @@
+"""How do pending gradients become whole? Together, in as few collectives as their buckets allow.
+
+A gradient object that is settled keeps its identity, not its memory: what else looks at that memory
+(a view that somebody took before) goes on holding shares, which are right as shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import Wire, agree, is_agreed, remember_agreed
+from partita.layout import Fix, Layout
+from partita.redistribute import plan
+
+from .autograd import moved
+from .dtensor import DTensor
+from .grad_state import mark_settled, settled_spec
+from .tensor_state import state_of
+from .watch import HERE
+
+__all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
+
+BUCKET_BYTES = 64 << 20
+"""One all-reduce settles at most about this many bytes of gradients."""
+
+_base: Any = torch._C.TensorBase
+_data, _grad = _base.data, _base.grad.__get__
+
+
+def owner_of(grad: torch.Tensor) -> DTensor | None:
+    """The tensor whose gradient this object is at present, if it is one's."""
+    known = state_of(grad).gradient_of
+    owner: DTensor | None = None if known is None else known()
+    return owner if owner is not None and owner.grad is grad else None
+
+
+def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
+    """The tensors whose gradients are among `values` and are pending, each once, in order."""
+    owners: dict[int, DTensor] = {}
+    for value in values:
+        if isinstance(value, DTensor) and value._spec.is_pending:
+            owner = owner_of(value)
+            if owner is not None:
+                owners[id(owner)] = owner
+    return list(owners.values())
+
+
+def settle(params: Iterable[DTensor]) -> None:
+    """Reduce the pending gradients of `params`: each then lies where it rests, as its parameter.
+
+    One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".
+    Gradients that are not pending are left alone; for those that are under way it waits.
+    """
+    params = list({id(p): p for p in params}.values())
+    rests = [state_of(p).rest for p in params]
+    for owner in dict.fromkeys(rest.owner for rest in rests if rest is not None):
+        owner.finish()
+    groups: dict[Any, list[DTensor]] = {}
+    with Local():
+        held = [_grad(p) for p in params]
+    for p, known in zip(params, held, strict=True):
+        if known is None or (isinstance(known, DTensor) and not known._spec.is_pending):
+            continue
+        grad: Any = p.grad  # which types it
+        if not grad._spec.is_pending:
+            continue
+        if settled_spec(p) is not p._spec:
+            _settle_into_shard(p, grad)
+            continue
+        key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
+        groups.setdefault(key, []).append(p)
+    _agree_on(params, groups)
+    for (wire, partial, _, _), group in groups.items():
+        for bucket in _buckets(group):
+            _settle(bucket, wire, partial)
+
+
+def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
+    """Raise on all ranks unless they have gradients of the same parameters, where these are some
+    for the first time: of what else they have, buckets would be cut that do not go together."""
+    wires: dict[Wire, list[DTensor]] = {}
+    for key, group in groups.items():
+        wires.setdefault(key[0], []).extend(group)
+    for wire, group in wires.items():
+        # By places and specs, which are alike on all ranks; what an object's number is, is not.
+        place = {id(p): i for i, p in enumerate(params)}
+        key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
+        if is_agreed(wire, key):
+            continue
+        said = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
+        agree(
+            "gradients",
+            f"of {len(said)} of {len(params)} parameters: {', '.join(said)}",
+            wire,
+            fact="the ranks have them for other parameters",
+            reason="a parameter's gradient is a sum over ranks, each of which must have its share",
+            fixes=(
+                Fix("loss = loss + 0 * p.sum()", "on ranks that do not use a parameter p"),
+                Fix("the same branch on every rank", "where a condition reads this rank's data"),
+            ),
+        )
+        remember_agreed(wire, key)
+
+
+def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
+    """Where ZeRO leaves each rank a shard of the gradient."""
+    wanted = settled_spec(p)
+    with torch.no_grad():
+        rest = state_of(p).rest
+        name = (rest and rest.name) or "gradients"
+        shard = moved(grad, grad._spec, wanted, name, "settle")
+    if type(grad) is DTensor:
+        with Local():
+            _data.__set__(grad, shard)
+    else:  # while a step is captured
+        HERE.recorder.exchange(grad, shard)
+    grad._spec = wanted
+    mark_settled(p)
+
+
+def _buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
+    if HERE.capturing:  # when each gradient is there, and so which go together, its graph will tell
+        yield from ([p] for p in params)
+        return
+    bucket: list[DTensor] = []
+    size = 0
+    for p in params:
+        # The largest piece, not this rank's: every rank cuts the same buckets.
+        nbytes = p._spec.largest * p.element_size()
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _settle(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], ...]) -> None:
+    """One all-reduce of a flat buffer, in which the gradients then live."""
+    mesh = wire.mesh
+    pending = {axis for axis, _ in partial}
+    others = tuple(a for a in mesh.names if a not in pending)
+    # The flat buffers of ranks that hold other shards may differ in size where shards are uneven;
+    # the first rank's is the largest, and all are made as long, so that all make one move.
+    longest = sum(p._spec.largest for p in params)
+    copies = math.prod([mesh.size(a) for a in others])
+    before = Layout((longest * copies,), (others,), partial)
+    after = Layout((longest * copies,), (others,))
+    grads: list[Any] = [p.grad for p in params]
+    with Local(), torch.no_grad():
+        rows = [g.reshape(-1) for g in grads]
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+        used = flat.numel()
+        if used < longest:
+            flat = torch.nn.functional.pad(flat, (0, longest - used))
+        for move in plan(before, after, mesh, flat.element_size()).moves:
+            flat = wire.carry(move, flat, op="gradients", reason="settle")
+        pieces = flat[:used].split([g.numel() for g in grads])
+        for g, piece in zip(grads, pieces, strict=True):
+            whole = piece.view(g.shape)
+            if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
+                whole = torch.empty_like(g).copy_(whole)
+            if type(g) is DTensor:
+                _data.__set__(g, whole)
+            else:  # traced: a graph knows a tensor by its object, and sees only what is written
+                g.copy_(whole)
+    for p, g in zip(params, grads, strict=True):
+        g._spec = p._spec
+        mark_settled(p)

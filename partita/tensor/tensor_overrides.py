@@ -1,0 +1,473 @@
+"""What of a tensor is no op: attributes, the entries to autograd, ways out to Python.
+
+Each entry says what a name means for a DTensor; all other functions are ops and go by their rules.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, Layout, LayoutError
+
+from .autograd import moved
+from .composite import entered
+from .dtensor import DTensor, tagged
+from .grad_state import allowed_gradient, hold, is_watched, unmark_settled
+from .origin import current
+from .setitem import set_item
+from .spec import Spec, spec_of
+from .tensor_state import own_state, state_of
+
+__all__ = [
+    "BROKEN_OFF",
+    "MEMORY",
+    "PASS",
+    "SPECIAL",
+    "clear_gradients",
+    "gradient_of",
+    "means",
+    "passes",
+    "refusal",
+    "seeded",
+    "type_hook",
+]
+
+T = torch.Tensor
+SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Functions that mean something of their own on a DTensor."""
+
+PASS = frozenset(
+    """requires_grad_ retain_grad is_floating_point is_complex is_signed is_inference is_conj is_neg
+    get_device element_size is_pinned is_shared
+    has_names is_nonzero_local result_type can_cast promote_types
+    is_tensor is_storage _is_view _is_zerotensor is_distributed
+    register_post_accumulate_grad_hook __hash__ has_torch_function""".split()
+)
+"""Functions that are answered by the shard: they neither depend on the layout nor change it."""
+
+
+def passes(func: Callable[..., Any]) -> bool:
+    """Is this answered by the shard? Attributes are, unless `SPECIAL` says otherwise."""
+    name = getattr(func, "__name__", "")
+    return name in PASS or name in ("__get__", "__set__", "__delete__")
+
+
+def means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what functions of torch mean where a DTensor is among their arguments."""
+
+    def register(f: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            SPECIAL[function] = f
+        return f
+
+    return register
+
+
+def _getter(name: str) -> Any:
+    return getattr(T, name).__get__
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+
+
+def _show_gradient(x: torch.Tensor) -> None:
+    """What ZeRO keeps of x's gradient becomes a part of it: it is to be read, or cleared."""
+    rest = state_of(x).rest
+    if rest is not None:
+        rest.owner.show_gradient()
+
+
+@means(_getter("grad"))
+def gradient_of(x: DTensor) -> DTensor | None:
+    """The gradient, typed by duality. Typed once: later reads give the same object."""
+    _show_gradient(x)
+    with Local():
+        grad = _grad.__get__(x)
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor):
+            state = own_state(grad)
+            state.gradient_of = state.gradient_of or weakref.ref(x)
+            return grad
+        spec = x._spec.gradient
+        if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
+            grad = grad.to_dense()
+        typed = tagged(grad.detach(), spec)
+        if grad.requires_grad:
+            # A gradient with a history (create_graph) keeps it.
+            return tagged(grad.view_as(grad), spec)
+        own_state(typed).gradient_of = weakref.ref(x)
+        _grad.__set__(x, typed)
+        return typed
+
+
+@means(T.grad.__set__)
+def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    _show_gradient(x)
+    if grad is None:
+        unmark_settled(x)  # type: ignore[arg-type]
+        fits = True
+    else:
+        if not isinstance(x, DTensor):
+            raise LayoutError(
+                "a plain tensor cannot have a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("t.grad = g.full_tensor()"),),
+            )
+        if not isinstance(grad, DTensor):
+            raise LayoutError(
+                "the gradient of a DTensor is a DTensor",
+                place=user_line(),
+                operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
+                fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
+            )
+        grad = allowed_gradient(x, grad)
+        with Local():
+            fits = grad.shape == x.shape
+    with Local():
+        if fits:
+            _grad.__set__(x, grad)
+    if not fits:  # ZeRO leaves each rank a shard of it
+        hold(x, grad)  # type: ignore[arg-type]
+
+
+def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """`x.grad = None` of each, which takes longer to say than to find that most have none."""
+    shown = None
+    with Local():
+        for x in tensors:
+            rest = state_of(x).rest
+            if rest is not None and rest.owner is not shown:
+                shown = rest.owner
+                shown.show_gradient()
+            if _grad.__get__(x) is not None or is_watched(x):
+                x.grad = None
+
+
+@means(T.grad.__delete__)
+def _del_grad(x: DTensor) -> None:
+    _show_gradient(x)
+    unmark_settled(x)
+    with Local():
+        _grad.__delete__(x)
+
+
+def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain alias of a root of backward, and the local gradient to start from.
+
+    A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
+    it whole, which needs no communication.
+    """
+    root = current(root)
+    spec = root._spec
+    if any(op != "sum" for _, op in spec.layout.partial):
+        layout = Layout(spec.layout.shape, spec.layout.shards, (), spec.layout.invariant)
+        after = spec_of(layout, spec.wire)
+        root = tagged(moved(root, spec, after, "backward", "implicit"), after)
+        spec = after
+    with torch.enable_grad(), Local():
+        plain = root.view_as(root)
+    if gradient is None:
+        if spec.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        before = spec.whole
+        with Local():
+            seed = plain.new_ones(spec.shape)
+    elif isinstance(gradient, DTensor):
+        before, seed = gradient._spec, gradient
+    else:
+        before, seed = _whole_gradient(gradient, spec, "backward"), gradient
+    if before.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
+            f"has a shape of {spec.shape}."
+        )
+    seed = moved(seed, before, spec.gradient, "backward", "implicit")
+    return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
+
+
+def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+    """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
+    from .mixed_operands import admit
+
+    if not gradient.requires_grad:
+        admit(gradient, spec.wire, op)
+    return spec_of(Layout(tuple(gradient.shape)), spec.wire)
+
+
+@means(T.backward)
+def _backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    _autograd_backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+class _BrokenOff(threading.local):
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+BROKEN_OFF = _BrokenOff()
+"""Whose `settle()` is called when a backward pass of this thread raises: autograd tells nobody."""
+
+_plain_backward = entered(torch.autograd.backward)
+assert _plain_backward is not None
+
+
+@means(torch.autograd.backward)
+def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward, from DTensors or towards them."""
+    roots, seeds = _seeds(tensors, grad_tensors)
+    try:
+        _plain_backward(roots, seeds, *args, **kwargs)
+    except BaseException:
+        for watcher in list(BROKEN_OFF.watchers):
+            watcher.settle()
+        raise
+
+
+def _seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+    """The roots of a backward pass as plain tensors, and for each where it starts."""
+    roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
+    given += [None] * (len(roots) - len(given))
+    for i, root in enumerate(roots):
+        if isinstance(root, DTensor):
+            roots[i], given[i] = seeded(root, given[i])
+        elif isinstance(given[i], DTensor):
+            raise LayoutError(
+                "backward of a plain tensor with a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("loss.backward(gradient.full_tensor())"),),
+            )
+    return roots, given
+
+
+_plain_grad = entered(torch.autograd.grad)
+assert _plain_grad is not None
+
+
+@means(torch.autograd.grad)
+def _autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """torch.autograd.grad with typed results."""
+    outs, given = _seeds(outputs, grad_outputs)
+    wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    grads = _plain_grad(outs, wanted, given, *args, **kwargs)
+    result = []
+    for x, g in zip(wanted, grads, strict=True):
+        if g is not None and isinstance(x, DTensor):
+            g = tagged(g.view_as(g), x._spec.gradient)
+        result.append(g)
+    return tuple(result)
+
+
+def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+    """`hook` as it is hung on the DTensor `x`: it gets a typed gradient and may return one."""
+    # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
+    known = weakref.ref(x) if x.is_leaf else None
+    spec: Spec | None = getattr(x, "_spec", None)
+
+    def typed(grad: torch.Tensor) -> Any:
+        leaf = None if known is None else known()
+        now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
+        wanted = now.gradient
+        out = hook(tagged(grad.view_as(grad), wanted))
+        if isinstance(out, torch.Tensor):
+            plain = not isinstance(out, DTensor)
+            before = _whole_gradient(out, wanted, "hook") if plain else out._spec
+            grad = moved(out, before, wanted, "hook", "gradient")
+            return now.wire.fill_padding(grad, wanted.layout, 0)
+        return out
+
+    typed.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
+    return typed
+
+
+@means(T.register_hook)
+def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
+    """The hook gets a typed gradient and may return one."""
+    typed = type_hook(x, hook)
+    with Local():
+        return x.register_hook(typed)
+
+
+# -- the shard behind it ---------------------------------------------------------------------------
+
+_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+
+@means(_getter("data"))
+def _get_data(x: DTensor) -> DTensor:
+    # What is written through it is not counted in x's version: x must not be remembered elsewhere.
+    own_state(x).written_unseen = True
+    with Local():
+        return tagged(_data.__get__(x), x._spec)
+
+
+@means(T.data.__set__)
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(x, DTensor) and isinstance(value, DTensor):
+        before, after = value._spec, x._spec
+        with Local(), torch.no_grad():
+            alike = before.wire is after.wire and before.shape == after.shape
+            if x.requires_grad and alike and before is not after:
+                # Its optimizer's state, its gradient and ZeRO's blocks lie as a parameter does.
+                value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
+            _data.__set__(x, value)
+        own_state(x).moved = None  # torch does not count this as a write
+        x._spec = value._spec
+        return
+    raise LayoutError(
+        "x.data = y needs two DTensors or two plain tensors",
+        place=user_line(),
+        reason="a tensor cannot become a DTensor, or stop being one, by its data",
+        fixes=(
+            (
+                Fix("x.data.copy_(y)", "of a y that every rank has whole: x stays what it is"),
+                Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
+            )
+            if isinstance(x, DTensor)
+            else (
+                Fix("y = y.full_tensor()", "the whole value, plain"),
+                Fix("y = y.to_local()", "this rank's piece"),
+            )
+        ),
+    )
+
+
+@means(_getter("T"))
+def _transposed(x: DTensor) -> Any:
+    return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
+
+
+@means(_getter("mT"), _getter("H"), _getter("mH"))
+def _matrix_transposed(x: DTensor) -> Any:
+    out = x.transpose(-2, -1)
+    return out
+
+
+def _adjoint(x: DTensor) -> Any:
+    return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
+
+
+SPECIAL[_getter("H")] = SPECIAL[_getter("mH")] = _adjoint
+SPECIAL[_getter("real")] = lambda x: torch.real(x)
+SPECIAL[_getter("imag")] = lambda x: torch.imag(x)
+
+
+@means(torch.numel)
+def _global_numel(x: DTensor) -> int:
+    return x._spec.shape.numel()
+
+
+# -- ways out to Python ----------------------------------------------------------------------------
+
+
+def _whole(x: Any, op: str) -> Any:
+    """The whole value as a plain tensor without history, on every rank."""
+    if not isinstance(x, DTensor):
+        return x
+    spec = x._spec
+    after = spec_of(Layout(spec.layout.shape), spec.wire)
+    if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
+        after = spec
+    if after is spec:
+        return moved(x, spec, after, op, "explicit")
+    with torch.no_grad(), spec.wire.reading(op):
+        return moved(x, spec, after, op, "explicit")
+
+
+def _by_value(name: str) -> None:
+    function = getattr(T, name)
+
+    def read(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(_whole(x, name), *args, **kwargs)
+
+    SPECIAL[function] = read
+
+
+for _name in (
+    "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero"
+).split():
+    _by_value(_name)
+
+
+@means(T.numpy, T.__array__)
+def _numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    if x.requires_grad:
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
+    return _whole(x, "numpy").numpy()
+
+
+@means(T.__format__)
+def _format(x: DTensor, spec: str) -> str:
+    if x.ndim == 0:
+        return format(_whole(x, "format").item(), spec)
+    return object.__format__(x, spec)
+
+
+def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
+    """What a function means that a DTensor must not come to."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise LayoutError(
+            f"{name} cannot take a DTensor", place=user_line(), reason=reason, fixes=fixes
+        )
+
+    return refused
+
+
+SPECIAL[T.__dlpack__] = refusal(
+    "dlpack",
+    "the other side would take this rank's piece for the whole tensor",
+    Fix("x.to_local().__dlpack__()", "this rank's piece"),
+    Fix("x.full_tensor().__dlpack__()", "the whole value"),
+)
+MEMORY = "it works on memory, of which each rank has another part"
+for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
+    _way_out = Fix(f"x.to_local().{_name}(...)", "on this rank's piece")
+    SPECIAL[getattr(T, _name)] = refusal(_name, MEMORY, _way_out)
+
+
+SPECIAL[T.__setitem__] = set_item
+
+
+# -- attributes that are read often skip __torch_function__ too ------------------------------------
+
+
+def _reads(name: str) -> property:
+    """An attribute that the shard answers, as a property that asks it directly."""
+    attribute = getattr(torch._C.TensorBase, name)
+
+    def read(self: DTensor) -> Any:
+        with Local():
+            return attribute.__get__(self)
+
+    def write(self: DTensor, value: Any) -> None:
+        with Local():
+            attribute.__set__(self, value)
+
+    told = f"`{name}` of this rank's piece, as of any tensor."
+    return property(read, write, doc=told)
+
+
+for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
+    setattr(DTensor, _name, _reads(_name))
+DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]

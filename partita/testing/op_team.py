@@ -1,0 +1,166 @@
+"""How does a sweep survive ops that hang their ranks, or kill them?
+
+The process that sweeps never computes: it forks the ranks, hands them one case after the other and
+waits for all to answer. Ranks that do not answer in time are hanging, ranks that die have crashed;
+either way they are replaced and the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+import partita as pt
+
+from .op_case import Outcome, references, run_case
+from .opinfo import why_not
+
+__all__ = ["FORK", "Axes", "Case", "Team"]
+
+FORK = mp.get_context("fork")
+Axes = tuple[tuple[str, int], ...]
+"""The names and sizes of a mesh's axes."""
+Case = tuple[str, int, str]
+"""An op, the number of its sample, a class."""
+
+
+# -- in the ranks ----------------------------------------------------------------------------------
+
+
+def _serve(
+    end: Connection, rank: int, store: str, axes: Axes, inprocess: bool, samples: int
+) -> None:
+    """Answer cases until the pipe closes. `(op, -1, "")` asks how many samples an op has, and how
+    many one device refused; a text says why it is not in the sweep."""
+    torch.set_num_threads(1)
+    sys.stderr.flush()
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 2)  # what kernels print of their own accord
+    known: dict[str, Any] = {}
+    mesh: Any = pt.ranks(**dict(axes)) if inprocess else _join(rank, store, axes)
+    while True:
+        try:
+            name, number, klass = end.recv()
+        except EOFError:
+            os._exit(0)
+        if name not in known:
+            why = why_not(name)
+            known = {name: (why, 0) if why else references(name, samples)}
+        found, refused = known[name]
+        if number < 0:
+            end.send((found if isinstance(found, str) else len(found), refused))
+        elif inprocess:
+            try:
+                end.send(mesh.run(run_case, name, number, found[number], klass))
+            except Exception as error:
+                end.send([Outcome("crash", f"{type(error).__name__}: {error}"[:240])])
+        else:
+            end.send([run_case(mesh, name, number, found[number], klass)])
+
+
+def _join(rank: int, store: str, axes: Axes) -> Any:
+    import torch.distributed as dist
+
+    size = math.prod(n for _, n in axes)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=10),
+    )
+    return pt.init_device_mesh(
+        "cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(a for a, _ in axes)
+    )
+
+
+# -- the ranks, from outside -----------------------------------------------------------------------
+
+
+class Team:
+    """Ranks that answer cases, started anew when they hang or die.
+
+    Args:
+        axes: of their mesh.
+        samples: per op.
+        inprocess: simulated ranks (`pt.ranks`) in one process instead of Gloo's.
+        limit: seconds for one answer.
+    """
+
+    def __init__(self, axes: Axes, samples: int, inprocess: bool, limit: float):
+        self.axes, self.samples, self.inprocess, self.limit = axes, samples, inprocess, limit
+        self.ends: list[Connection] = []
+        self.processes: list[Any] = []
+
+    def start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        for rank in range(1 if self.inprocess else math.prod(n for _, n in self.axes)):
+            ours, theirs = FORK.Pipe()
+            process = FORK.Process(
+                target=_serve,
+                args=(theirs, rank, store, self.axes, self.inprocess, self.samples),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.processes.append(process)
+
+    def stop(self) -> None:
+        for end in self.ends:
+            end.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.ends, self.processes = [], []
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+    def samples_of(self, name: str) -> tuple[int, int, str]:
+        """How many samples of an op one device runs and refuses; why the op is left out, or ""."""
+        answers = self._ask((name, -1, ""), 120)
+        if isinstance(answers, Outcome):
+            return 0, 0, f"its samples do not run on one device ({answers.detail})"
+        count, refused = answers[0]
+        if isinstance(count, str):
+            return 0, 0, count
+        return count, refused, "" if count else "no sample runs on one device"
+
+    def run(self, case: Case) -> list[Outcome]:
+        """The ranks' outcomes."""
+        answers = self._ask(case, self.limit)
+        return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
+
+    def _ask(self, case: Case, limit: float) -> list[Any] | Outcome:
+        """Each rank's answer; an Outcome if they do not answer."""
+        if not self.ends:
+            self.start()
+        for end in self.ends:
+            end.send(case)
+        answers: dict[Connection, Any] = {}
+        deadline = time.monotonic() + limit
+        while len(answers) < len(self.ends):
+            left = [end for end in self.ends if end not in answers]
+            ready = wait(left, max(0.0, deadline - time.monotonic()))
+            if not ready:  # if the whole machine slept, the ranks get to finish what they began
+                ready = wait(left, min(limit, 5.0))
+            try:
+                answers.update((end, end.recv()) for end in ready)  # type: ignore[union-attr]
+            except (EOFError, ConnectionError):
+                self.stop()
+                return Outcome("crash", "a rank died")
+            if not ready:
+                told = [o.detail for some in answers.values() for o in some]
+                self.stop()
+                return Outcome("hang", "; ".join(["no answer", *told]))
+        return [answers[end] for end in self.ends]

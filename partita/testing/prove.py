@@ -1,0 +1,301 @@
+"""Is every row of a rule right, and which right rows does the rule not know?
+
+By brute force, on ranks that are simulated one after the other: cut the inputs as the row says
+(pieces of uneven size, shares that are lopsided and of both signs), run the local kernel on each
+rank, put the outputs together and compare with one device. Then the same backwards: the gradients
+of the outputs are placed by duality, plain autograd runs on each rank, and the gradients of the
+inputs, put together by duality, must be those of one device.
+
+    python -m partita.testing.prove [op ...]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from partita.layout import Partial as Shares
+from partita.layout import Placement, Replicate, Shard, chunk
+from partita.rules.bind import Bound, bind
+from partita.rules.rows import Row
+from partita.rules.rule import RULES, KernelCall, Rewrite, Said
+from partita.rules.sentence import parse
+from partita.rules.split import cut, joined, same, tolerance_of
+
+from .trial import Trial, direction
+
+__all__ = ["Proof", "prove"]
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+MOST_COMBINATIONS = 150
+"""Samples with more placements of their operands than this are not searched."""
+
+
+@dataclass
+class Proof:
+    """What was found: rows that are wrong, right rows that are missed, the number checked."""
+
+    name: str
+    wrong: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    rows: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.rows} rows, {len(self.wrong)} wrong"]
+        lines += [f"  wrong   {w}" for w in self.wrong]
+        lines += [f"  missed  {m}" for m in self.missed]
+        return "\n".join(lines)
+
+
+def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool = True) -> Proof:
+    """Check each row of `function`'s rule, forward and dual, on 2 and 3 ranks.
+
+    Args:
+        samples: `(args, kwargs)`, with floating tensors in float64 for tight comparison.
+        missed: also search for valid rows that the rule does not derive.
+
+    Raises:
+        KeyError: `function` has no rule.
+    """
+    rule = RULES[function]
+    proof = Proof(rule.name)
+    for args, kwargs in samples:
+        trial = Trial(function, rule, args, kwargs)
+        rows: set[str] = set()
+        for said in trial.sayings():
+            rows |= _prove_saying(trial, said, proof)
+        if missed and rows:
+            proof.missed += [m for m in _search(trial, rows) if m not in proof.missed]
+    return proof
+
+
+# -- one row ---------------------------------------------------------------------------------------
+
+
+def _prove_saying(trial: Trial, said: Said | Rewrite | None, proof: Proof) -> set[str]:
+    if said is None:
+        return set()
+    if isinstance(said, Rewrite):
+        proof.rows += 1
+        reason = _rewrite_differs(trial, said)
+        if reason:
+            proof.wrong.append(f"{trial.rule.name} written as other ops: {reason}")
+        return set()
+    shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in trial.operands]
+    bound = bind(parse(said.text), shapes)
+    known = set(bound.sizes)
+    if any(n not in known for out in bound.outputs for dim in out for n in dim.names):
+        unread = trial.unread()
+        if unread:
+            proof.wrong.append(
+                f'"{said.text}": only the kernel tells the size of the result, and it may depend '
+                f"on {unread}, which the rule does not declare"
+            )
+    for row in bound.rows:
+        for n in (2, 3):
+            if row.split and not bound.can_split(row.split, n):
+                continue
+            proof.rows += 1
+            reason = _differs(trial, said, bound, row, n)
+            if reason:
+                proof.wrong.append(f'{row} on {n} ranks of "{said.text}" {shapes}: {reason}')
+    return {str(row) for row in bound.rows}
+
+
+def _rewrite_differs(trial: Trial, said: Rewrite) -> str:
+    def both(kernel: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        inputs = trial.leaves_of(trial.operands)
+        outs = trial.run(kernel, inputs)
+        return outs, _gradients(outs, inputs, [direction(x) for x in outs])
+
+    try:
+        ours, theirs = both(said.run), both(trial.function)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    for what, a, b in zip(("value", "gradient"), ours, theirs, strict=True):
+        if len(a) != len(b) or not all(map(same, a, b)):
+            return f"another {what}: {a} and not {b}"
+    return ""
+
+
+def _kernel(trial: Trial, said: Said, bound: Bound, row: Row, n: int, r: int) -> Any:
+    if said.local is None:
+        return trial.function
+    pieces = {}
+    if row.split:
+        size = bound.sizes[row.split]
+        pieces[row.split] = (*chunk(size, n, r), size)
+
+    def local_size(names: Sequence[str]) -> int:
+        if any(name not in bound.sizes for name in names):
+            return -1
+        return math.prod(pieces[k][1] if k in pieces else bound.sizes[k] for k in names)
+
+    outputs = tuple(tuple(local_size(d.names) for d in out) for out in bound.outputs)
+    shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
+    return said.local(KernelCall(trial.function, shapes, outputs, pieces)) or trial.function
+
+
+def _differs(trial: Trial, said: Said, bound: Bound, row: Row, n: int) -> str:
+    """Why the row is wrong; empty where it is right."""
+    kernels = [_kernel(trial, said, bound, row, n, r) for r in range(n)]
+    try:
+        return _compare(trial, kernels, row.inputs, row.outputs, n)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _compare(
+    trial: Trial,
+    kernels: Sequence[Any],
+    inputs: Sequence[Placement | None],
+    outputs: Sequence[Placement],
+    n: int,
+) -> str:
+    pieces = [cut(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
+    ranks = [trial.leaves_of([column[r] for column in pieces]) for r in range(n)]
+    outs = [trial.run(kernel, mine) for kernel, mine in zip(kernels, ranks, strict=True)]
+    if len(outs[0]) != len(outputs):
+        return f"{len(outs[0])} outputs, and the sentence has {len(outputs)}"
+    for i, p in enumerate(outputs):
+        got = joined([o[i].detach() for o in outs], p)
+        if not same(got, trial.expected[i].detach()):
+            return f"output {i} is {got} and not {trial.expected[i]}"
+    if any(isinstance(p, Shares) and p.reduce_op != "sum" for p in outputs):
+        return ""
+    return _compare_gradients(trial, ranks, outs, inputs, outputs, n)
+
+
+def _compare_gradients(
+    trial: Trial,
+    ranks: Sequence[Sequence[Any]],
+    outs: Sequence[Sequence[torch.Tensor]],
+    inputs: Sequence[Placement | None],
+    outputs: Sequence[Placement],
+    n: int,
+) -> str:
+    leaves = trial.leaves_of(trial.operands)
+    whole = trial.run(trial.function, leaves)
+    directions = [direction(x) for x in whole]
+    expected = _gradients(whole, leaves, directions)
+    given: list[list[torch.Tensor]] = [[] for _ in range(n)]
+    for i, p in enumerate(outputs):
+        if isinstance(p, Shard):
+            at = 0
+            for r in range(n):
+                length = outs[r][i].shape[p.dim]
+                given[r].append(directions[i].narrow(p.dim, at, length))
+                at += length
+        else:
+            for r, g in enumerate(cut(directions[i], p.dual(), n)):
+                given[r].append(g)
+    found = [_gradients(o, mine, g) for o, mine, g in zip(outs, ranks, given, strict=True)]
+    places = [p for p, x in zip(inputs, leaves, strict=True) if _wants_gradient(x)]
+    for k, p in enumerate(places):
+        assert p is not None
+        got = joined([f[k] for f in found], p.dual())
+        if not same(got, expected[k], max(map(tolerance_of, whole))):
+            return f"gradient {k} is {got} and not {expected[k]}"
+    return ""
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _gradients(
+    outs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """One for each input that wants one; zeros where it is not used."""
+    wanted = [x for x in inputs if _wants_gradient(x)]
+    pairs = [(o, g) for o, g in zip(outs, given, strict=True) if o.requires_grad]
+    if not pairs or not wanted:
+        return [torch.zeros_like(x) for x in wanted]
+    roots, seeds = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+
+
+# -- rows that a rule does not know ----------------------------------------------------------------
+
+
+def _search(trial: Trial, known: set[str]) -> Iterator[str]:
+    """Every placement of the operands for which the function itself gives a right output."""
+    choices: list[list[Placement | None]] = []
+    for x in trial.operands:
+        if not isinstance(x, torch.Tensor):
+            choices.append([None])
+            continue
+        here: list[Placement | None] = [Replicate()]
+        here += [Shard(d) for d in range(x.ndim) if x.shape[d] > 1]
+        if x.dtype.is_floating_point or x.dtype.is_complex:
+            here.append(Shares())
+        choices.append(here)
+    if math.prod(map(len, choices)) > MOST_COMBINATIONS:
+        return
+    for inputs in itertools.product(*choices):
+        if all(p is None or p == Replicate() for p in inputs):
+            continue
+        for placed in itertools.product(*_outputs(trial, inputs, 2)):
+            row = Row(tuple(inputs), tuple(placed))
+            if str(row) not in known and all(_holds(trial, row, n) for n in (2, 3)):
+                yield str(row)
+
+
+def _holds(trial: Trial, row: Row, n: int) -> bool:
+    try:
+        return not _compare(trial, [trial.function] * n, row.inputs, row.outputs, n)
+    except Exception:
+        return False
+
+
+def _outputs(trial: Trial, inputs: Sequence[Placement | None], n: int) -> list[list[Placement]]:
+    """For each output the placements that give its value; empty where there is none."""
+    pieces = [cut(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
+    try:
+        outs = [trial.run(trial.function, [column[r] for column in pieces]) for r in range(n)]
+    except Exception:
+        return [[]]
+    found = []
+    for i, whole in enumerate(trial.expected):
+        fits: list[Placement] = []
+        able: list[Placement] = [Replicate(), *(Shard(d) for d in range(whole.ndim))]
+        if whole.dtype != torch.bool:
+            able.append(Shares())
+        for p in able:
+            try:
+                if same(joined([o[i] for o in outs], p), whole):
+                    fits.append(p)
+            except (ValueError, RuntimeError, IndexError):
+                continue
+        found.append(fits)
+    return found or [[]]
+
+
+# -- on the command line ---------------------------------------------------------------------------
+
+
+def main(names: Sequence[str]) -> int:
+    """Prove the rules that have samples, or those of `names`; 1 if a row is wrong."""
+    from .samples import samples
+
+    wrong = rows = missed = 0
+    for function, cases in samples().items():
+        if names and RULES[function].name not in names:
+            continue
+        proof = prove(function, cases)
+        wrong, rows = wrong + len(proof.wrong), rows + proof.rows
+        missed += len(proof.missed)
+        print(proof)
+    print(f"{rows} rows: {wrong} wrong; {missed} right ones are missed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

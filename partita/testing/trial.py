@@ -1,0 +1,140 @@
+"""What does a rule say of a sample, and what does the sample's function give?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from partita.rules.bind import NUMBER
+from partita.rules.rule import Arg, Like, Rewrite, Rule, Said
+from partita.rules.sentence import parse
+
+__all__ = ["Trial", "direction"]
+
+
+class Trial:
+    """One sample: its operands, in the order of the rule's terms, and how to replace them."""
+
+    def __init__(self, function: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.function, self.rule, self.args, self.kwargs = function, rule, args, kwargs
+        self.leaves, self.tree = tree_flatten((args, kwargs), is_leaf=lambda x: x is None)
+        self.operands = self._operands()
+        where = {id(x): i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
+        self.places = [where[id(x)] if isinstance(x, torch.Tensor) else None for x in self.operands]
+        self.expected = self.run(function, self.operands)
+        self.differentiable = self._differentiable()
+
+    def _declared(self) -> Iterator[tuple[inspect.Parameter, Any]]:
+        given, named = list(self.args), dict(self.kwargs)
+        for p in self.rule.params:
+            if p.kind == p.VAR_POSITIONAL:
+                for x in given:
+                    yield p, x
+                given = []
+            elif given and p.kind != p.KEYWORD_ONLY:
+                yield p, given.pop(0)
+            elif p.name in named:
+                yield p, named[p.name]
+
+    def unread(self) -> list[Any]:
+        """The arguments that are no tensors and in whose places the rule has no parameter."""
+        params = self.rule.params
+        names = {p.name.lstrip("_") for p in params}
+        rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
+        more = [*rest, *(x for name, x in self.kwargs.items() if name not in names)]
+        return [x for x in more if x is not None and not isinstance(x, torch.Tensor)]
+
+    def _operands(self) -> list[Any]:
+        if self.rule.derive is None:
+            count = len(parse(self.rule.text).terms)
+            given = [*self.args, *self.kwargs.values(), *[None] * count][:count]
+            return [x if x is None or isinstance(x, torch.Tensor) else NUMBER for x in given]
+        values = [x for _, x in self._declared()]
+        return [x for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
+
+    def _differentiable(self) -> list[bool]:
+        """For each operand, whether torch has a gradient for it."""
+        able = []
+        for i, x in enumerate(self.operands):
+            able.append(
+                isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.is_complex())
+            )
+            if able[i]:
+                leaf = x.detach().clone().requires_grad_()
+                try:
+                    outs = self.run(
+                        self.function, [leaf if j == i else y for j, y in enumerate(self.operands)]
+                    )
+                    for out in outs:
+                        if out.requires_grad:
+                            torch.autograd.grad(out, leaf, direction(out), allow_unused=True)
+                except RuntimeError:
+                    able[i] = False
+        return able
+
+    def leaves_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Copies that want a gradient, where there is one."""
+        return [
+            x.detach().clone().requires_grad_(able) if isinstance(x, torch.Tensor) else x
+            for x, able in zip(tensors, self.differentiable, strict=True)
+        ]
+
+    def sayings(self) -> Iterator[Said | Rewrite | None]:
+        """What the rule says: of whole operands, and of each operand with one dimension split."""
+        if self.rule.derive is None:
+            yield Said(self.rule.text)
+            return
+        seen: list[Any] = []
+        cases: list[tuple[int, int]] = [(-1, 0)]
+        cases += [(i, d) for i, x in enumerate(self.operands) for d in range(x.ndim)]
+        for case in cases:
+            said = self._ask(case)
+            text = said.text if isinstance(said, Said) else type(said).__name__
+            if text not in seen:
+                seen.append(text)
+                yield said
+
+    def _ask(self, case: tuple[int, int]) -> Said | Rewrite | None:
+        def arg(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            i = next(i for i, y in enumerate(self.operands) if y is x)
+            split = tuple(2 if (i, d) == case else 1 for d in range(x.ndim))
+            return Arg(tuple(x.shape), split)
+
+        positional, named = [], {}
+        for p, value in self._declared():
+            leaves, tree = tree_flatten(value, is_leaf=lambda x: x is None)
+            value = tree_unflatten([arg(x) for x in leaves], tree)
+            if isinstance(value, tuple) and any(isinstance(v, Arg) for v in value):
+                value = list(value)  # as the dispatcher hands them over
+            if p.kind == p.KEYWORD_ONLY or p.name in self.kwargs:
+                named[p.name] = value
+            else:
+                positional.append(value)
+        assert self.rule.derive is not None
+        said = self.rule.derive(*positional, **named)
+        if isinstance(said, str):
+            return Said(said)
+        return None if isinstance(said, Like) else said
+
+    def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """`kernel` on the sample with its operands replaced; the tensors that it returns."""
+        leaves = list(self.leaves)
+        for place, x in zip(self.places, tensors, strict=True):
+            if place is not None:
+                leaves[place] = x
+        args, kwargs = tree_unflatten(leaves, self.tree)
+        out = kernel(*args, **kwargs)
+        return [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+
+
+def direction(x: torch.Tensor) -> torch.Tensor:
+    """A gradient to send back: the same one for the same shape."""
+    g = torch.Generator().manual_seed(7)
+    noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
+    return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

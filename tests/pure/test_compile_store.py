@@ -332,7 +332,7 @@ def test_concurrent_writers_leave_whole_files_within_the_bound(tmp_path):
 SLOW = """
 import sys
 from pathlib import Path
-from partita.compile import store as store_py
+from partita.compile.backend import store as store_py
 def replace(*args):
     print("written", flush=True)
     import time

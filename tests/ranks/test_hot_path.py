@@ -113,7 +113,7 @@ def test_a_key_in_c_is_the_key_in_python(tensors, func, args, kwargs, inplace):
 
 PROGRAM = """
 import json, torch, partita as pt
-from partita.report import bench_dispatch
+from partita.bench import dispatch as bench_dispatch
 from partita.tensor import hot_path
 
 def everything(mesh):

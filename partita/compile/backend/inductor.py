@@ -53,7 +53,7 @@ CONFIG: dict[str, Any] = {
     # cut as for 16: for one, Inductor would have each thread do what one of them is to do.
     "cpp.dynamic_threads": True,
     "cpp.threads": 16,
-    # The order is that of the passes, which know what holds the memory (`schedule.InOrder`).
+    # The order is that of the passes, which know what holds the memory (`fused_order.InOrder`).
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
 }
@@ -66,8 +66,9 @@ _aten = torch.ops.aten
 _FORMAT = 4  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
 _PARTS = (
-    *("lower.py", "constants.py", "light.py", "fusion.py", "schedule.py", "ordering.py"),
-    *("generated.py", "workspace.py", "sections.py", "cut.py"),
+    *("backend/inductor.py", "backend/constants.py", "backend/artifact_slimming.py"),
+    *("backend/fusion.py", "backend/fused_order.py", "ordering.py"),
+    *("memory/codegen_memory.py", "memory/workspace.py", "backend/sections.py", "backend/cut.py"),
 )
 # Settings that say where and how fast something is compiled, not what.
 _ELSEWHERE = re.compile(
@@ -224,7 +225,7 @@ def made_for(devices: set[torch.device]) -> str:
 
 
 def _digest_of_file(name: str) -> str:
-    return hashlib.sha256(pkgutil.get_data(__package__, name) or b"").hexdigest()
+    return hashlib.sha256(pkgutil.get_data("partita.compile", name) or b"").hexdigest()
 
 
 def _features() -> str:

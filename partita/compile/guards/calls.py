@@ -40,7 +40,7 @@ from .settings import (
 )
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .reader import StateReader
 
 __all__ = ["Calls", "unguarded"]
 
@@ -145,7 +145,7 @@ def unguarded(fact: str, reason: str, name: str = "", fix: Fix | None = None) ->
 class Calls:
     """What a step calls while it is captured."""
 
-    def __init__(self, record: Reader):
+    def __init__(self, record: StateReader):
         self._record = record
         self._kinds: dict[int, str] = {}
         self._codes: dict[int, CodeType] = {}

@@ -14,7 +14,7 @@ from .objects import PLAIN, is_namespace
 from .places import Place
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .reader import StateReader
 
 __all__ = ["has_tensor_keys", "reach_container"]
 
@@ -28,7 +28,7 @@ def has_tensor_keys(value: Any) -> bool:
     return any(isinstance(key, torch.Tensor) for key in value)
 
 
-def reach_container(record: Reader, value: Any, name: str) -> None:
+def reach_container(record: StateReader, value: Any, name: str) -> None:
     record.snapshots.container(value, name)
     if hasattr(type(value), "__len__") and len(value) > _HUGE:
         _take_entries(record, value, name)
@@ -56,7 +56,7 @@ def reach_container(record: Reader, value: Any, name: str) -> None:
         record.reach_object(value, name)
 
 
-def _read_factory(record: Reader, value: collections.defaultdict[Any, Any], name: str) -> None:
+def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any], name: str) -> None:
     def put(factory: Any) -> None:
         value.default_factory = factory
 
@@ -65,7 +65,7 @@ def _read_factory(record: Reader, value: collections.defaultdict[Any, Any], name
     record.read_at(place, value.default_factory)
 
 
-def _take_entries(record: Reader, value: Any, name: str) -> None:
+def _take_entries(record: StateReader, value: Any, name: str) -> None:
     """Take a huge container by its entries, and say so where these may change themselves."""
     record.huge[id(value)] = (name, value)
     entries = value.values() if hasattr(value, "values") else value

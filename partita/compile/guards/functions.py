@@ -35,7 +35,7 @@ from .reflection import read_module, read_modules, read_registry, reflects, take
 from .settings import read_ambient
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .reader import StateReader
 
 __all__ = ["Functions"]
 
@@ -54,7 +54,7 @@ class Functions:
         types_read: is it asked for the types of objects?
     """
 
-    def __init__(self, record: Reader) -> None:
+    def __init__(self, record: StateReader) -> None:
         self.all_at_once = False
         self.classes: list[type] = []
         self.codes: dict[int, CodeType] = {}

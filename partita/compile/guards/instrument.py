@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .reader import StateReader
 
 __all__ = [
     "exclusive",
@@ -30,7 +30,7 @@ __all__ = [
     "release",
 ]
 
-_RECORDS: dict[int, Reader] = {}  # by thread
+_RECORDS: dict[int, StateReader] = {}  # by thread
 _LOCK = threading.RLock()
 _FREED = threading.Condition(_LOCK)
 _EXCHANGED: dict[int, int] = {}  # the thread that has exchanged the tensors of an object, by its id
@@ -108,7 +108,7 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _reading(nn.Module).__code
 
 
 @contextmanager
-def recorded_by(record: Reader) -> Iterator[None]:
+def recorded_by(record: StateReader) -> Iterator[None]:
     """Within, what this thread reads is told to `record`."""
     thread = get_ident()
     before = _RECORDS.get(thread)

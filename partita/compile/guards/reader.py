@@ -15,7 +15,7 @@ from partita.layout import Fix
 from ..errors import CaptureError
 from .places import Place
 
-__all__ = ["FunctionReader", "Reader"]
+__all__ = ["FunctionReader", "StateReader"]
 
 
 class FunctionReader(Protocol):
@@ -30,7 +30,7 @@ class FunctionReader(Protocol):
         """All of a module's names may be read."""
 
 
-class Reader(Protocol):
+class StateReader(Protocol):
     """Notes what a step reads.
 
     Attributes:

@@ -18,7 +18,7 @@ from .objects import variables_of
 from .places import Place
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .reader import StateReader
 
 __all__ = [
     "names_asked_by",
@@ -89,7 +89,7 @@ def _is_text(step: dis.Instruction) -> bool:
     return step.opname == "LOAD_CONST" and isinstance(step.argval, str)
 
 
-def take_whole(record: Reader, space: Any, name: str) -> None:
+def take_whole(record: StateReader, space: Any, name: str) -> None:
     """All that a class, a module or a function has is read, and that it has no more."""
     if isinstance(space, type):
         if not is_of_users(space.__module__):
@@ -130,7 +130,7 @@ def _names(space: Any) -> tuple[Any, ...]:
     return tuple([key for key in variables_of(space) if not _is_pythons(key)])
 
 
-def read_modules(record: Reader, code: CodeType) -> None:
+def read_modules(record: StateReader, code: CodeType) -> None:
     """`sys.modules` is asked for what is spelled out, or for what it has."""
     names = [c for c in code.co_consts if isinstance(c, str)]
     spelled = [name for name in names if name.replace(".", "_").isidentifier()]
@@ -141,13 +141,13 @@ def read_modules(record: Reader, code: CodeType) -> None:
         record.read_at(Place("sys.modules", sys.modules, "()", get), get(), alone=True)
 
 
-def read_module(record: Reader, key: str) -> None:
+def read_module(record: StateReader, key: str) -> None:
     """Whether a module was imported: not what it has, nor is its import a write."""
     get = functools.partial(sys.modules.get, key)
     record.read_at(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), alone=True)
 
 
-def read_registry(record: Reader, kind: abc.ABCMeta, name: str) -> None:
+def read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
     """Which classes are registered as subclasses of an abstract one."""
     get = _Registered(kind)
     record.read_at(Place(f"the classes of {name}", kind, "registered", get), get(), alone=True)

@@ -24,7 +24,7 @@ from .objects import PLAIN
 from .places import Place
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .reader import StateReader
 
 __all__ = [
     "finds_object",
@@ -53,7 +53,7 @@ def finds_object(code: CodeType) -> bool:
     return code in _FINDS
 
 
-def read_found(record: Reader, frame: FrameType) -> None:
+def read_found(record: StateReader, frame: FrameType) -> None:
     """An object of the process is asked for, which is looked up once more."""
     function = frame.f_globals[frame.f_code.co_name]
     given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
@@ -80,7 +80,7 @@ def says_setting(function: Any) -> bool:
     return function in _ASKED or (own and function.__name__.startswith(("get", "is")))
 
 
-def read_answer(record: Reader, name: str, function: Callable[[], Any]) -> None:
+def read_answer(record: StateReader, name: str, function: Callable[[], Any]) -> None:
     """A function without arguments is asked for a setting."""
     with record.quietly(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def read_answer(record: Reader, name: str, function: Callable[[], Any]) -> None:
             record.read_at(places.answer(name, function), value, alone=True)
 
 
-def read_environment(record: Reader, key: str | bytes | None) -> None:
+def read_environment(record: StateReader, key: str | bytes | None) -> None:
     """A variable of the environment is read; all of them where `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.quietly():
@@ -104,7 +104,7 @@ def read_environment(record: Reader, key: str | bytes | None) -> None:
             record.read_at(place, place.value)
 
 
-def read_environment_of(record: Reader, names: Iterable[str]) -> None:
+def read_environment_of(record: StateReader, names: Iterable[str]) -> None:
     """The variables of the environment that are called as these are, which may be read."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.keep(os.environ)
@@ -145,7 +145,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 }
 
 
-def read_ambient(record: Reader, module: str | None) -> None:
+def read_ambient(record: StateReader, module: str | None) -> None:
     """Something of a module of this name is reached: settings that its functions heed are read."""
     for name, function in _AMBIENT.get(module or "", ()):
         record.read_at(places.answer(name, function), function(), alone=True)

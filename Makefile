@@ -3,15 +3,17 @@
 #   make test     run the tests (ARGS="tests/pure -k layout")
 #   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
 #   make lint     style, layers and types
+#   make docs     build the site into site/; a link that leads nowhere is an error
 #   make house    what a newcomer of the code meets, in figures (ARGS=-v names the places)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
 CLIENTS := $(VENV)/.clients
+SITE   := $(VENV)/.site
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-clients house lint style layers types format clean
+.PHONY: train test test-clients house lint style layers types format docs clean
 .DEFAULT_GOAL := test
 
 # The pip that is there installs into the new environment: ensurepip, which some systems lack, is
@@ -23,6 +25,10 @@ $(READY): pyproject.toml constraints.txt $(wildcard partita/tensor/in_c/*)
 
 $(CLIENTS): $(READY)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[clients]'
+	touch $@
+
+$(SITE): $(READY)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 train: $(READY)
@@ -53,5 +59,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(BIN)/mkdocs serve"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,43 @@
+"""Is the site whole? `make docs` builds it; what can be checked without its builder is, here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import partita as pt
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
+LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_link_of_a_page_leads_to_a_file(page: Path):
+    links = LINK.findall(CODE.sub("", page.read_text()))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {page.name for page in DOCS.glob("*.md")}
+    assert pages - set(re.findall(r"\S+\.md", nav)) == set()
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = set(re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.MULTILINE))
+    named = {name: getattr(pt, name) for name in pt.__all__ if name != "DeviceMesh"}  # torch's own
+    paths = {
+        name: value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__name__}"
+        for name, value in named.items()
+    }
+    assert {name: path for name, path in paths.items() if path not in shown} == {}
+
+
+def test_every_public_name_says_what_it_is():
+    assert [name for name in pt.__all__ if not inspect.getdoc(getattr(pt, name))] == []

@@ -1,0 +1,66 @@
+"""Times of collectives: ring algorithms, with a latency for each message and a bandwidth.
+
+The formulas are those of Thakur, Rabenseifner and Gropp (2005, "Optimization of Collective
+Communication Operations in MPICH", section 4), without their term for the arithmetic of a sum: in
+a ring of n ranks there are n - 1 messages one after the other (an all-reduce is a reduce-scatter
+and an all-gather, and has twice as many). Bytes are those that one rank sends, as a ledger counts
+them.
+"""
+
+from __future__ import annotations
+
+from .machine import Link
+
+__all__ = ["collective_bytes", "collective_seconds", "messages_of"]
+
+
+def messages_of(kind: str, ranks: int) -> int:
+    """Messages that a rank sends one after the other.
+
+    Args:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
+    if ranks == 1:
+        return 0
+    steps = {
+        "all_gather": ranks - 1,
+        "reduce_scatter": ranks - 1,
+        "all_reduce": 2 * (ranks - 1),
+        "all_to_all": ranks - 1,  # pairwise exchange
+        "broadcast": ranks - 1,  # a pipeline along the ring
+        "send": 1,
+    }
+    if kind not in steps:
+        raise ValueError(f"no collective {kind!r}: {', '.join(steps)} are")
+    return steps[kind]
+
+
+def collective_bytes(kind: str, ranks: int, whole: float) -> float:
+    """Bytes that one rank sends.
+
+    Args:
+        whole: bytes of the unsharded tensor: what an all-gather gives, what a reduce-scatter or an
+            all-reduce takes, what a rank holds before an all-to-all, what is sent.
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
+    messages = messages_of(kind, ranks)
+    if kind in ("send", "broadcast"):
+        return whole if messages else 0.0
+    return messages * whole / ranks
+
+
+def collective_seconds(kind: str, ranks: int, nbytes: float, link: Link) -> float:
+    """Seconds from when the last rank begins to the end.
+
+    Args:
+        nbytes: that one rank sends, as `collective_bytes` or a ledger has them.
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
+    return messages_of(kind, ranks) * link.latency + (nbytes / link.bandwidth if ranks > 1 else 0.0)

@@ -1,0 +1,225 @@
+"""Machines: what a rank's processor, memory and links can do, and how much of it kernels reach.
+
+A machine is a TOML file. Three from public data sheets are shipped (`h100`, `h200`, `a100`); one's
+own is written by `partita calibrate`. Amounts are numbers in base units (bytes, seconds, operations
+a second) or text with a unit: "3.35 TB/s", "20 us", "989 TFLOP/s".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["EFFICIENCIES", "Link", "Machine", "MachineError", "load_machine", "shipped_machines"]
+
+_FOLDER = Path(__file__).with_name("machines")
+EFFICIENCIES = ("matmul", "attention", "memory", "link")
+"""Kinds of which a machine says what part of the peak is reached."""
+
+_POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_UNITS: dict[str, dict[str, float]] = {
+    "bytes": {f"{p}B": n for p, n in (_POWERS | _BINARY).items()},
+    "bytes per second": {f"{p}B/s": n for p, n in (_POWERS | _BINARY).items()},
+    "operations per second": {f"{p}FLOP/s": n for p, n in _POWERS.items()},
+    "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+}
+
+
+class MachineError(ValueError):
+    """A machine that is not known, or whose file says what it cannot mean."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a rank reaches the others along a mesh axis.
+
+    Attributes:
+        latency: seconds of one message, from one rank to the next.
+        bandwidth: bytes per second that a rank sends, in one direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank has.
+
+    Attributes:
+        name: as people call it.
+        source: where the figures are from.
+        memory_bytes: a rank's memory.
+        memory_bandwidth: bytes per second that kernels read and write at most.
+        kernel_seconds: the fixed cost of a kernel.
+        fuses: neighbouring element-wise kernels are compiled into one, as Inductor does.
+        ranks_per_host: ranks that the link `host` joins; the others are reached by `network`.
+        flops: operations per second at most, by dtype ("bfloat16", "float32").
+        efficiency: what part of a peak kernels reach, for each of `EFFICIENCIES`.
+        host: the link within a host.
+        network: the link from host to host.
+        overlaps: collectives run beside kernels without slowing them, as on GPUs.
+    """
+
+    name: str
+    source: str
+    memory_bytes: float
+    memory_bandwidth: float
+    kernel_seconds: float
+    fuses: bool
+    ranks_per_host: int
+    flops: Mapping[str, float]
+    efficiency: Mapping[str, float]
+    host: Link
+    network: Link
+    overlaps: bool = True
+
+    def peak_flops(self, dtype: str) -> float:
+        """Operations per second of a dtype; of the slowest that is known where it is not."""
+        return self.flops.get(dtype, min(self.flops.values()))
+
+    def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
+        """The slowest link that a ring over these axes of a mesh crosses.
+
+        Args:
+            axes: of the collective.
+            mesh: the size of each axis, outermost first; ranks are counted row-major, and
+                `ranks_per_host` neighbours share a host.
+        """
+        reach = 1  # ranks from the first of a ring to behind its last
+        inner = 1
+        for name, size in reversed(mesh.items()):
+            if name in axes:
+                reach += (size - 1) * inner
+            inner *= size
+        return self.host if reach <= self.ranks_per_host else self.network
+
+
+def shipped_machines() -> list[str]:
+    """Names of the machines that are shipped."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def load_machine(name: str | Path | Machine) -> Machine:
+    """The machine of this name, or of the TOML file at this path.
+
+    Raises:
+        MachineError: there is none, or its file has a key too many or too few, an amount in another
+            unit, or one that is not positive; names the key.
+    """
+    if isinstance(name, Machine):
+        return name
+    path = Path(name)
+    if str(name) in shipped_machines():
+        path = _FOLDER / f"{name}.toml"
+    elif not path.is_file():
+        known = ", ".join(shipped_machines())
+        raise MachineError(
+            f"no machine {str(name)!r}: it is neither shipped ({known}) nor a file; "
+            f"`partita calibrate --out machine.toml` measures this one"
+        )
+    try:
+        found = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MachineError(f"{path}: {error}") from None
+    return _Reader(str(path)).machine(found)
+
+
+class _Reader:
+    """Reads a table key by key; all errors name the file and the key."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def machine(self, found: Mapping[str, Any]) -> Machine:
+        amounts = {
+            "memory_bytes": "bytes",
+            "memory_bandwidth": "bytes per second",
+            "kernel_seconds": "seconds",
+        }
+        tables = ("flops", "efficiency", "host", "network")
+        needed = ["name", "source", "fuses", "ranks_per_host", *amounts, *tables]
+        self._check_keys("", found, needed, ["overlaps"])
+        for key in tables:
+            if not isinstance(found[key], dict):
+                raise self._error(key, f"is a table: write [{key}]")
+        self._check_keys("efficiency.", found["efficiency"], EFFICIENCIES)
+        if not found["flops"]:
+            raise self._error("flops", 'names no dtype: write bfloat16 = "989 TFLOP/s"')
+        return Machine(
+            name=self._typed("name", found["name"], str),
+            source=self._typed("source", found["source"], str),
+            fuses=self._typed("fuses", found["fuses"], bool),
+            overlaps=self._typed("overlaps", found.get("overlaps", True), bool),
+            ranks_per_host=self._count("ranks_per_host", found["ranks_per_host"]),
+            flops={
+                dtype: self._amount(f"flops.{dtype}", value, "operations per second")
+                for dtype, value in found["flops"].items()
+            },
+            efficiency={
+                kind: self._share(f"efficiency.{kind}", value)
+                for kind, value in found["efficiency"].items()
+            },
+            host=self._link("host", found["host"]),
+            network=self._link("network", found["network"]),
+            **{key: self._amount(key, found[key], unit) for key, unit in amounts.items()},
+        )
+
+    def _link(self, key: str, found: Mapping[str, Any]) -> Link:
+        self._check_keys(f"{key}.", found, ["latency", "bandwidth"])
+        return Link(
+            self._amount(f"{key}.latency", found["latency"], "seconds"),
+            self._amount(f"{key}.bandwidth", found["bandwidth"], "bytes per second"),
+        )
+
+    def _check_keys(
+        self, of: str, found: Mapping[str, Any], needed: Sequence[str], also: Sequence[str] = ()
+    ) -> None:
+        for key in needed:
+            if key not in found:
+                raise self._error(f"{of}{key}", "is missing")
+        for key in found:
+            if key not in needed and key not in also:
+                raise self._error(f"{of}{key}", f"is not known: {', '.join([*needed, *also])} are")
+
+    def _amount(self, key: str, value: Any, what: str) -> float:
+        if isinstance(value, str):
+            match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
+            units = _UNITS[what]
+            if match is None or match[2] not in units:
+                raise self._error(key, f"is {value!r}, no amount of {what}: {', '.join(units)}")
+            try:
+                number = float(match[1]) * units[match[2]]
+            except ValueError:
+                raise self._error(key, f"is {value!r}, which has no number") from None
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+        else:
+            raise self._error(key, f"is {value!r}, no amount of {what}")
+        if not (math.isfinite(number) and number > 0):
+            raise self._error(key, f"is {value!r}: {what} are above 0")
+        return number
+
+    def _share(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise self._error(key, f"is {value!r}, no part of a peak: above 0, at most 1")
+        return float(value)
+
+    def _count(self, key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._error(key, f"is {value!r}, no number of ranks")
+        return value
+
+    def _typed(self, key: str, value: Any, kind: type) -> Any:
+        if not isinstance(value, kind):
+            raise self._error(key, f"is {value!r}, not of type {kind.__name__}")
+        return value
+
+    def _error(self, key: str, what: str) -> MachineError:
+        return MachineError(f"{self.path}: {key} {what}")

@@ -23,6 +23,7 @@ from .parallel.materialize import materialize
 from .parallel.module_boundary import Inputs, Outputs
 from .parallel.parallelize import parallelize
 from .parallel.zero import MixedPrecision, no_sync, zero
+from .predict import Explanation, explain
 from .remat import (
     RematError,
     checkpoint_name,
@@ -61,6 +62,7 @@ __all__ = [
     "CompiledStep",
     "DTensor",
     "DeviceMesh",
+    "Explanation",
     "Inputs",
     "Invariant",
     "Layout",
@@ -88,6 +90,7 @@ __all__ = [
     "distribute_tensor",
     "dry_mesh",
     "empty",
+    "explain",
     "from_torch",
     "full",
     "full_state_dict",

@@ -1,4 +1,4 @@
-"""What can be asked on the command line? `partita train | bench | cache | doctor`."""
+"""What can be asked on the command line? `partita train | explain | bench | cache | doctor`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from partita.app import (
     verify,
 )
 from partita.app.cache_table import ACTIONS, cache
+from partita.predict.explain_command import add_explain, run_explain
 
 __all__ = ["BENCHES", "main"]
 
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "train":
             return _train(options, argv)
+        if options.command == "explain":
+            return run_explain(options)
         if options.command == "bench":
             return _bench(options.name, options.options)
         if options.command == "cache":
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
+    add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
     bench = commands.add_parser("bench", help="measure, and compare with torch")
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"

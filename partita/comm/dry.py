@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from partita.layout import Fix, LayoutError, Mesh
+from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from partita.redistribute.cost import BANDWIDTH, LATENCY
 
 from .collective_request import Ask
 from .cuts import unravel
 from .handle import MeshHandle
-from .ledger import scope
+from .ledger import Scope, scope
 from .source import user_line
 from .splits import Splits
 from .transport import Axes
@@ -35,11 +35,25 @@ class DryWire(Wire):
     reduced = moved
     has_peers = False
 
-    def __init__(self, handle: MeshHandle, latency: float, bandwidth: float):
-        super().__init__(handle._layout, handle._at, scope())
-        self.device_mesh, self.device = handle, torch.device(handle.device_type)
+    def __init__(
+        self,
+        mesh: Mesh,
+        at: Coordinate,
+        scope_of_rank: Scope,
+        device_mesh: object,
+        device: torch.device,
+        latency: float = LATENCY,
+        bandwidth: float = BANDWIDTH,
+    ):
+        super().__init__(mesh, at, scope_of_rank)
+        self.device_mesh, self.device = device_mesh, device
         self.latency, self.bandwidth = latency, bandwidth
         self.nbytes, self.seconds = 0, 0.0
+
+    @classmethod
+    def standing_for(cls, wire: Wire) -> DryWire:
+        """One at the place of `wire` on its mesh, which sends nothing and tells no ledger."""
+        return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _spend(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -138,6 +152,7 @@ def dry_mesh(
 
     def make_wire(handle: MeshHandle, _: tuple[int, ...]) -> DryWire:
         handle.device_type = device_type
-        return DryWire(handle, latency, bandwidth)
+        device = torch.device(device_type)
+        return DryWire(handle._layout, handle._at, scope(), handle, device, latency, bandwidth)
 
     return MeshHandle(mesh, at, numbers, make_wire)

@@ -9,6 +9,7 @@ rank, whose pieces are the largest: those of the others are padded (see `padded`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -344,18 +345,38 @@ def _name_of(wire: Wire, axes: Axes) -> str:
 _standing: dict[Wire, Wire] = {}
 
 
+class _Making(threading.local):
+    """What makes a stand-in for a wire that this thread meets and that has none; None: nothing."""
+
+    stand_in: Callable[[Wire], Wire] | None = None
+
+
+_making = _Making()
+
+
 def in_place_of(wire: Wire) -> Wire:
     """The wire to use for `wire` now: what stands in for it while a step is captured, or itself."""
-    return _standing.get(wire, wire) if _standing else wire
+    found = _standing.get(wire, wire) if _standing else wire
+    if found is wire and _making.stand_in is not None and wire not in _standing.values():
+        found = _standing[wire] = _making.stand_in(wire)
+    return found
 
 
 @contextmanager
-def stand_ins(wires: dict[Wire, Wire]) -> Iterator[None]:
-    """Within, meshes are served by these."""
-    before = dict(_standing)
+def stand_ins(
+    wires: dict[Wire, Wire], make: Callable[[Wire], Wire] | None = None
+) -> Iterator[None]:
+    """Within, meshes are served by these.
+
+    Args:
+        make: what makes a stand-in for the wire of a mesh that this thread comes to later.
+    """
+    before, made_before = dict(_standing), _making.stand_in
     _standing.update(wires)
+    _making.stand_in = make
     try:
         yield
     finally:
+        _making.stand_in = made_before
         _standing.clear()
         _standing.update(before)

@@ -3,3 +3,8 @@
 In reading order: machine, collective_time, kernel_time, timeline, simulate, calibrate, plan_space,
 autoplan; explain and show stand beside them.
 """
+
+from .explain import explain
+from .explanation import ConsideredRow, ExplainedMove, ExplainedOp, Explanation
+
+__all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "explain"]

@@ -35,6 +35,7 @@ from .plan import CallPlan
 from .plan_call import make_plan
 from .tensor_overrides import SPECIAL, passes
 from .torch_patches import holds_dtensor, operands_of_collective
+from .watch import HERE
 
 __all__ = ["OPS", "call", "handle", "op_of"]
 
@@ -96,6 +97,8 @@ def _run_gathered(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
         args, kwargs = with_numbers(func, args, kwargs)
         if not holds_dtensor((args, kwargs)):
             return func(*args, **kwargs)
+    if HERE.explainer is not None:
+        return HERE.explainer.explain_gathered(func, args, kwargs, op.form)
     return gathered(func, args, kwargs, op.form)
 
 
@@ -170,6 +173,8 @@ def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op
     args, kwargs, out = in_order(op.form, args, kwargs)
     if out is not None:
         return _into_out(op, args, kwargs, out)
+    if HERE.explainer is not None:
+        return HERE.explainer.explain_call(func, args, kwargs, op.form)
     try:
         key = op.key(*args, **kwargs)
     except TypeError:

@@ -37,7 +37,7 @@ from .arguments import (
     parameters,
 )
 from .autocast import as_autocast_casts
-from .choose import Choice, choose
+from .choose import Choice, Considered, choose
 from .draws import drawing
 from .dtensor import DTensor
 from .empty_pieces import as_with_elements
@@ -49,6 +49,7 @@ from .plan import CallPlan, Path, Target, replaced
 from .shared import changes_layout, copies_among, gives_view, writes_copy, written_places
 from .spec import Spec, spec_of
 from .view_writes import reshaped, written_through
+from .watch import HERE
 from .work import work_of_plan
 
 __all__ = ["make_plan"]
@@ -126,7 +127,21 @@ def make_plan(
     sizes = [v.element_size() if isinstance(v, torch.Tensor) else 0 for v in values]
     keeps = form.inplace and not form.reshapes
     work = work_of(bound, worked)
-    choice = choose(bound, layouts, plain, sizes, wire.mesh, inplace=keeps, keeps=kept, work=work)
+    considered: list[Considered] | None = None if HERE.explainer is None else []
+    choice = choose(
+        bound,
+        layouts,
+        plain,
+        sizes,
+        wire.mesh,
+        inplace=keeps,
+        keeps=kept,
+        work=work,
+        considered=considered,
+    )
+    if considered is not None:
+        named = [(path, parameters(form)) for path, _ in operands]
+        HERE.explainer.hear_rows(named, bound, layouts, sizes, work, considered, wire.mesh)
     if choice is None or (keeps and choice.inputs[0] != layouts[0]):
         return None
     targets = []

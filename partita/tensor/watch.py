@@ -47,6 +47,7 @@ class _Here(threading.local):
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
         recorder: what notes where the nodes of a captured step come from, while it is captured.
         block: who follows the block of a captured step that runs now, if one does.
+        explainer: who is told how each call is planned, and has it planned anew.
         unfinished: what has begun here and not ended, innermost last: how each is broken off.
     """
 
@@ -54,6 +55,7 @@ class _Here(threading.local):
     capturing: bool = False
     recorder: Any = None
     block: Any = None
+    explainer: Any = None
 
     def __init__(self) -> None:
         self.unfinished: list[Callable[[], None]] = []

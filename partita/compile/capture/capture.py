@@ -74,7 +74,7 @@ from .state import Cell, Slot, State, attributes_of
 from .symbolic import is_symbolic
 from .tensor_facts import Facts
 
-__all__ = ["capture"]
+__all__ = ["capture", "taking_turns"]
 
 _OF_NUMBERS = (  # what makes a tensor of numbers that the step has given
     torch.ops.aten.lift_fresh_copy.default,
@@ -90,13 +90,13 @@ _grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _taking_turns() -> Iterator[None]:
+def taking_turns() -> Iterator[None]:
     """Captures of several threads are made one after the other, and no mode of others follows."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), unlogged():
         yield
 
 
-@_taking_turns()
+@taking_turns()
 def capture(
     step: Callable[..., Any],
     args: Any,

@@ -1,0 +1,203 @@
+"""Calls as text: `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, with a layout for each tensor."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from partita.comm import wire_of
+from partita.layout import Fix, Layout, LayoutError
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.spec import spec_of
+
+__all__ = ["read_call", "read_mesh"]
+
+_DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+_HOMES = {"F": torch.nn.functional, "torch": torch, "Tensor": torch.Tensor}
+_CALL = re.compile(r"\s*(?P<name>[\w.:]+)\s*(?:\((?P<args>.*)\))?\s*", re.DOTALL)
+_LAYOUT = re.compile(r"[a-z]+\d*\[[^\]]*\](\s*\{[^}]*\})?")
+_NAME = re.compile(r"\s*(\w+)\s*=")
+
+
+def read_mesh(text: str) -> dict[str, int]:
+    """`dp=2,tp=4` as a dictionary. Raises LayoutError with the part that it cannot read."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name.isidentifier() or not size.isdigit() or name in axes:
+            raise LayoutError(
+                f"cannot read {part.strip()!r} in the mesh {text!r}",
+                reason="a mesh names each of its axes once, with its number of ranks",
+                fixes=(Fix("--mesh dp=2,tp=4"),),
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """The function, the positional and the named arguments that a text says.
+
+    Args:
+        text: a function of torch ("F.linear", "torch.matmul", "Tensor.sum") or of yours
+            ("module:function"), and its arguments in parentheses if they are not in `arguments`.
+        arguments: what stands in the parentheses; a comma between two tensors may be left out.
+        mesh: of the tensors, which have no memory. Floating ones require a gradient.
+
+    Raises:
+        LayoutError: there is no such function, or a part cannot be read; or a layout does not fit
+            the mesh.
+    """
+    match = _CALL.fullmatch(text)
+    if match is None:
+        raise LayoutError(
+            f"cannot read the call {text!r}",
+            fixes=(Fix('"F.linear(f32[8@dp, 16], f32[32@tp, 16])"'),),
+        )
+    inside = ", ".join(filter(None, [match["args"], arguments]))
+    args, kwargs = _Arguments(inside, mesh).read()
+    return _function(match["name"]), args, kwargs
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, colon, inner = name.partition(":")
+    if colon:
+        try:
+            home: Any = importlib.import_module(module)
+        except ImportError as error:
+            raise _no_function(name, str(error)) from None
+    else:
+        first, _, inner = name.partition(".")
+        home = _HOMES.get(first)
+        if home is None or not inner:
+            raise _no_function(name, "a function is said with where it is")
+    for part in inner.split("."):
+        home = getattr(home, part, None)
+    if not callable(home):
+        raise _no_function(name, f"nothing that can be called is there as {inner}")
+    return home  # type: ignore[no-any-return]
+
+
+def _no_function(name: str, reason: str) -> LayoutError:
+    fixes = ("F.linear", "torch.matmul", "Tensor.sum", "my_module:my_function")
+    return LayoutError(f"no function {name!r}", reason=reason, fixes=tuple(map(Fix, fixes)))
+
+
+class _Arguments:
+    """A reader of arguments: layouts, lists of them, and Python's literals."""
+
+    def __init__(self, text: str, mesh: Any):
+        self.text, self.at, self.mesh = text, 0, mesh
+
+    def read(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        while self._rest():
+            named = _NAME.match(self.text, self.at)
+            if named is not None:
+                self.at = named.end()
+                kwargs[named[1]] = self._value()
+            else:
+                args.append(self._value())
+            self._skip(",")
+        return tuple(args), kwargs
+
+    def _rest(self) -> str:
+        self._skip("")
+        return self.text[self.at :]
+
+    def _skip(self, mark: str) -> None:
+        while self.at < len(self.text) and self.text[self.at] in " \t\n" + mark:
+            self.at += 1
+
+    def _value(self) -> Any:
+        self._skip("")
+        layout = _LAYOUT.match(self.text, self.at)
+        if layout is not None:
+            self.at = layout.end()
+            return self._tensor(layout[0])
+        if self.text[self.at : self.at + 1] == "[":
+            return self._list()
+        return self._literal()
+
+    def _list(self) -> list[Any]:
+        self.at += 1
+        found = []
+        while self._rest() and self.text[self.at] != "]":
+            found.append(self._value())
+            self._skip(",")
+        if not self._rest():
+            raise self._cannot_read("a list has no end")
+        self.at += 1
+        return found
+
+    def _literal(self) -> Any:
+        """The shortest text from here that is one of Python's literals."""
+        for end in filter(self._ends, range(self.at + 1, len(self.text) + 1)):
+            try:
+                value = ast.literal_eval(self.text[self.at : end].strip())
+            except (ValueError, SyntaxError):
+                continue
+            self.at = end
+            return value
+        raise self._cannot_read("it is no layout, and no number, text, list or None")
+
+    def _ends(self, i: int) -> bool:
+        return i == len(self.text) or self.text[i] in ",]) \t\n"
+
+    def _cannot_read(self, reason: str) -> LayoutError:
+        return LayoutError(
+            f"cannot read {self.text[self.at :].strip()!r} in the arguments {self.text!r}",
+            reason=reason,
+            fixes=(Fix('"f32[8@dp, 16], dim=1"'),),
+        )
+
+    def _tensor(self, text: str) -> DTensor:
+        layout = Layout.parse(text)
+        if layout.dtype not in _DTYPES:
+            raise LayoutError(
+                f"cannot read the dtype {layout.dtype!r} of {text!r}",
+                fixes=tuple(Fix(name) for name in _DTYPES),
+            )
+        dtype, wire = _DTYPES[layout.dtype], wire_of(self.mesh)
+        _check_axes(layout, wire.mesh.names, text, str(wire.mesh))
+        spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
+        local = torch.empty(spec.local_shape, dtype=dtype, device="meta")
+        found = tagged(local, spec)
+        return found.requires_grad_() if dtype.is_floating_point else found
+
+
+def _check_axes(layout: Layout, names: Sequence[str], text: str, mesh: str) -> None:
+    """Raise LayoutError where a layout names an axis that is not there, or one twice."""
+    used = [a for axes in layout.shards for a in axes]
+    used += [a for a, _ in layout.partial] + [*layout.invariant]
+    for axis in used:
+        if axis not in names:
+            raise LayoutError(
+                f"no axis {axis!r} on mesh {mesh}",
+                operands=(f"layout  {text}",),
+                fixes=tuple(Fix(f"@{name}") for name in names),
+            )
+    twice = [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
+    if twice:
+        raise LayoutError(
+            f"axis {twice[0]} does two things in {text}",
+            reason="an axis splits one dimension, or holds shares, or is invariant",
+        )

@@ -1,0 +1,347 @@
+"""Explanations of plans: which row does each call of a function take, what does that move, and why
+not another?
+
+The function is rehearsed (see `rehearsal`): dispatch plans each call anew and tells an `Explainer`
+the rows that it priced, and the dry wire tells it of each move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from partita.comm import DryWire, Wire, user_line
+from partita.comm.ledger import human
+from partita.layout import Layout, LayoutError, Mesh
+from partita.redistribute import Move, plan
+from partita.redistribute.cost import bytes_sent
+from partita.rules import Bound, Row, Work
+from partita.tensor.choose import Considered
+from partita.tensor.dtensor import DTensor, short_dtype
+from partita.tensor.gathered import gathered
+from partita.tensor.names import Form
+from partita.tensor.plan import CallPlan, Path
+from partita.tensor.plan_call import make_plan
+from partita.tensor.watch import HERE
+
+from .explanation import ConsideredRow, ExplainedMove, ExplainedOp, Explanation
+from .rehearsal import rehearse
+
+__all__ = ["explain"]
+
+_NO_RULE = "(no rule: the operands are gathered, the result is whole)"
+_AS_OPERAND = "(a tensor of its own, laid out as its operand)"
+_REWRITTEN = "(written as the calls below)"
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """The plan of `fn(*args, **kwargs)`, which is not run: nothing is sent and nothing computed.
+
+        print(pt.explain(F.linear, x, weight))
+        print(pt.explain(model, x))
+
+    Each call on DTensors is planned as it would be: its rule, the rows that were priced on each
+    mesh axis, what the chosen one moves, and what the next best would cost more. A function or a
+    module gives all of its calls in order, and totals. Where it goes backward, the moves of that
+    are told, too. It is one rank's question: other ranks need not ask it.
+
+    Args:
+        fn: a function of torch, one of yours, or a module; on any mesh, dry ones (`pt.dry_mesh`)
+            among them.
+        args, kwargs: its arguments, DTensors and others; they may have no memory (device "meta").
+
+    Returns:
+        An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see
+        `partita.redistribute.cost`), layouts, moves, bytes that a rank sends, and operations of
+        matrix products on a rank. Printed it is a table; an op by itself is told in full.
+
+    Raises:
+        LayoutError: what the call itself would raise; or the function asks for a value, which
+            nobody computes, or steps an optimizer.
+    """
+    explainer = Explainer()
+    with rehearse(fn, args, kwargs, explainer.make_wire) as (run, state):
+        explainer.name_modules(state.modules)
+        with explainer.listening():
+            run()
+    meshes = dict.fromkeys(str(wire.mesh) for wire in explainer.wires)
+    ops = tuple(explainer.calls[0].inner)
+    return Explanation(_title(fn), ", ".join(meshes), ops, explainer.goes_backward)
+
+
+def _title(fn: Any) -> str:
+    if isinstance(fn, nn.Module):
+        return type(fn).__name__
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+class ExplainedWire(DryWire):
+    """A dry wire that tells an explainer what it would carry."""
+
+    explainer: Explainer
+    _on_the_way: tuple[torch.Tensor, bool] | None = None
+
+    def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
+        # What the move before has made, of several, has the history that its operand had.
+        last = self._on_the_way
+        graded = last[1] if last is not None and last[0] is x else x.requires_grad
+        self.explainer.hear_move(self.mesh, move, x, op, reason, graded)
+        out = super().carry(move, x, op=op, reason=reason)
+        self._on_the_way = (out, graded)
+        return out
+
+    def start(self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str) -> Any:
+        self.explainer.hear_move(self.mesh, move, x, op, reason, False)
+        return super().start(move, x, out, op=op, reason=reason)
+
+
+@dataclass
+class _Call:
+    """A call that is under way."""
+
+    op: str
+    graded: bool = field(default_factory=torch.is_grad_enabled)
+    inner: list[ExplainedOp] = field(default_factory=list)
+    moves: list[ExplainedMove] = field(default_factory=list)
+    rows: tuple[ConsideredRow, ...] = ()
+    rule: str = ""
+
+
+class Explainer:
+    """Is told of plans and moves, and keeps the calls that are under way, outermost first."""
+
+    def __init__(self) -> None:
+        self.calls = [_Call("")]
+        self.wires: list[Wire] = []
+        self.goes_backward = False
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+
+    def make_wire(self, wire: Wire) -> Wire:
+        """What stands in for the wire of a mesh."""
+        found = ExplainedWire.standing_for(wire)
+        found.explainer = self
+        self.wires.append(found)
+        return found
+
+    def name_modules(self, modules: dict[str, nn.Module]) -> None:
+        """Take note of what modules are called."""
+        for name, module in modules.items():
+            for prefix, part in module.named_modules():
+                self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, this thread's calls on DTensors are told to this one."""
+        before, HERE.explainer = HERE.explainer, self
+        hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            HERE.explainer = before
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if HERE.explainer is self and id(module) in self._names:
+            self._modules.append(self._names[id(module)])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if HERE.explainer is self and id(module) in self._names:
+            self._modules.pop()
+
+    # -- what dispatch tells -----------------------------------------------------------------------
+
+    def explain_call(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
+    ) -> Any:
+        """Plan a call of an op that has a rule, run it on fakes, and note both."""
+
+        def run() -> tuple[Any, CallPlan | None]:
+            made = make_plan(form, func, args, kwargs)
+            if made is None:
+                return gathered(func, args, kwargs, form), None
+            return made.run(func, args, kwargs), made
+
+        return self._noted(form.name, args, kwargs, run)
+
+    def explain_gathered(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
+    ) -> Any:
+        """As `explain_call`, of an op that has no rule."""
+        return self._noted(
+            form.name, args, kwargs, lambda: (gathered(func, args, kwargs, form), None)
+        )
+
+    def _noted(
+        self,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        run: Callable[[], tuple[Any, CallPlan | None]],
+    ) -> Any:
+        operands = _layouts_of((args, kwargs))
+        call = _Call(name)
+        source = user_line()
+        self.calls.append(call)
+        try:
+            out, made = run()
+        finally:
+            self.calls.pop()
+        products = () if made is None or made.work is None else made.work.products
+        self.calls[-1].inner.append(
+            ExplainedOp(
+                name,
+                source,
+                self._module(),
+                call.rule or _rule_of(made),
+                operands,
+                _layouts_of(out),
+                call.rows,
+                tuple(call.moves),
+                sum(operations for operations, _ in products),
+                tuple(dict.fromkeys(a for _, axes in products for a in axes)),
+                tuple(call.inner),
+            )
+        )
+        return out
+
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def hear_rows(
+        self,
+        places: Sequence[tuple[Path, Sequence[str]]],
+        bound: Bound,
+        layouts: Sequence[Layout | None],
+        itemsizes: Sequence[int],
+        work: Sequence[Work],
+        considered: Sequence[Considered],
+        mesh: Mesh,
+    ) -> None:
+        """The rows that were priced for the call that is under way.
+
+        Args:
+            places: where each operand stands in the call, and the names of its parameters.
+        """
+        names = [_name_of(path, parameters) for path, parameters in places]
+        needs = _Needs(names, layouts, itemsizes, work, mesh)
+        self.calls[-1].rule = str(bound.sentence)
+        self.calls[-1].rows = tuple(needs.row(one) for one in considered)
+
+    def hear_move(
+        self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
+    ) -> None:
+        """A move that the call under way makes, or the program itself."""
+        call = self.calls[-1]
+        graded = call.graded and (graded or reason == "gather")
+        told = _explained_move(mesh, move, x, reason, graded)
+        self.goes_backward |= reason == "gradient"
+        if len(self.calls) > 1:
+            call.moves.append(told)
+            return
+        name = op if reason in ("explicit", "implicit") else f"{reason} {op}"
+        rule = f"({move.kind} over {' '.join(move.axes)})"
+        call.inner.append(
+            ExplainedOp(
+                name,
+                user_line(),
+                self._module(),
+                rule,
+                (told.before,),
+                (told.after,),
+                moves=(told,),
+            )
+        )
+
+
+def _rule_of(made: CallPlan | None) -> str:
+    if made is None:
+        return _NO_RULE
+    return _REWRITTEN if made.rewrite is not None else _AS_OPERAND
+
+
+def _explained_move(
+    mesh: Mesh, move: Move, x: torch.Tensor, reason: str, graded: bool
+) -> ExplainedMove:
+    size, dtype = x.element_size(), short_dtype(x.dtype)
+    kind, back = "", 0
+    if graded and reason != "gradient" and move.op == "sum":
+        transposed = move.transpose(mesh)
+        kind, back = transposed.kind, bytes_sent(transposed, mesh, size)
+    before, after = replace(move.before, dtype=dtype), replace(move.after, dtype=dtype)
+    nbytes = bytes_sent(move, mesh, size)
+    return ExplainedMove(move.kind, move.axes, before, after, reason, nbytes, kind, back)
+
+
+def _layouts_of(values: Any) -> tuple[Layout, ...]:
+    leaves = pytree.tree_leaves(values)
+    return tuple(leaf.layout_over_mesh for leaf in leaves if isinstance(leaf, DTensor))
+
+
+# -- what a row asks for ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What the rows of a call ask for, on `mesh`."""
+
+    names: Sequence[str]
+    layouts: Sequence[Layout | None]
+    itemsizes: Sequence[int]
+    work: Sequence[Work]
+    mesh: Mesh
+
+    def row(self, one: Considered) -> ConsideredRow:
+        moved = [*self._moves(one.axis, one.row)]
+        needs = [text for text, _ in moved]
+        repeats = any(one.row.split not in work.names for work in self.work)
+        if repeats and self._is_spread(one.axis):
+            needs.append(f"work repeated along {one.axis}")
+        return ConsideredRow(
+            one.axis,
+            str(one.row),
+            one.price,
+            one.taken,
+            tuple(needs),
+            sum(nbytes for _, nbytes in moved),
+        )
+
+    def _is_spread(self, axis: str) -> bool:
+        """Does the axis split an operand, so that its ranks need not all do the same?"""
+        held = [layout.placement(axis) for layout in self.layouts if layout is not None]
+        return self.mesh.size(axis) > 1 and any(p.is_shard() for p in held)
+
+    def _moves(self, axis: str, row: Row) -> Iterator[tuple[str, int]]:
+        """What moves each operand to where the row wants it, and the bytes of that."""
+        for i, (layout, wanted) in enumerate(zip(self.layouts, row.inputs, strict=False)):
+            if layout is None or wanted is None or wanted == layout.placement(axis):
+                continue
+            try:
+                path = plan(layout, layout.put(axis, wanted), self.mesh, self.itemsizes[i])
+            except LayoutError:
+                continue
+            sent = path.nbytes(self.mesh, self.itemsizes[i])
+            kinds = " then ".join(move.kind for move in path.moves)
+            yield f"{self.names[i]} {kinds}" + (f" {human(sent)}" if sent else ""), sent
+
+
+def _name_of(path: Path, parameters: Sequence[str]) -> str:
+    """What the operand at `path` is called: "weight", or "tensors[1]" in a list."""
+    head, inside = path[0], "".join(f"[{i}]" for i in path[1:])
+    if isinstance(head, int):
+        head = parameters[head] if head < len(parameters) else f"operand{head}"
+    return f"{head}{inside}"

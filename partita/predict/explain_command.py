@@ -1,0 +1,39 @@
+"""`partita explain`: the plan of a call that is said on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from partita.comm import dry_mesh
+
+from .call_text import read_call, read_mesh
+from .explain import explain
+
+__all__ = ["add_explain", "run_explain"]
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `partita explain`."""
+    parser.description = (
+        "Show how a call on DTensors is run: its rule, the ways that were priced, what moves. "
+        "Nothing is computed and nothing sent."
+    )
+    parser.add_argument(
+        "call", help='"F.linear(f32[8@dp, 16], f32[32@tp, 16])", "torch.sum", "my_module:function"'
+    )
+    parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=2,tp=4")
+    parser.add_argument("--args", default="", help="the arguments, where CALL has none")
+    parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Print the explanation; the exit code is 2 where the call cannot be read or made."""
+    try:
+        mesh = dry_mesh(options.rank, **read_mesh(options.mesh))
+        fn, args, kwargs = read_call(options.call, options.args, mesh)
+        print(explain(fn, *args, **kwargs))
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        print(f"partita explain: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,282 @@
+"""Does `pt.explain` say what a call will do, and do nothing itself?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import partita as pt
+from partita.cli import main
+from partita.layout import LayoutError
+
+
+def spread(mesh, *placements, shape=(8, 16)):
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) / 100
+    return pt.distribute_tensor(whole, mesh, placements)
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+PLAN = {"*up.*": {"tp": pt.Shard(0)}, "*down.weight": {"tp": pt.Shard(1)}}
+S0, S1, R, P = pt.Shard(0), pt.Shard(1), pt.Replicate(), pt.Partial()
+
+
+def test_a_call_is_told_with_its_rule_its_rows_and_why_not_the_next_best():
+    mesh = pt.dry_mesh(dp=2, tp=4)
+    x, w = spread(mesh, S0, S1), spread(mesh, R, S0, shape=(32, 16))
+    (op,) = pt.explain(F.linear, x, w).ops
+    assert op.op == "linear" and op.rule == "... i * o i + o -> ... o"
+    assert list(map(str, op.operands)) == ["f32[8@dp, 16@tp]", "f32[32@tp, 16]"]
+    assert list(map(str, op.results)) == ["f32[8@dp, 32@tp]"]
+    assert op.work == 2 * 4 * 16 * 8 and op.repeated == () and "test_explain.py:" in op.source
+    assert op.chosen("dp").row == "S(0), R, - -> S(0)" and op.chosen("dp").seconds < 1e-9
+    chosen, second = op.chosen("tp"), op.runner_up("tp")
+    assert chosen.row == "R, S(0), - -> S(1)" and chosen.needs == ("input all_gather 192 B",)
+    assert second.row == "S(1), S(1), - -> P" and second.seconds > chosen.seconds
+    assert second.nbytes == 384 and second.needs == ("weight all_to_all 384 B",)
+    text = str(op)
+    assert "the next best, S(1), S(1), - -> P, costs 40 us more: weight all_to_all 384 B" in text
+    assert "all_gather over tp: 8@dp 16@tp -> 8@dp 16, 192 B" in text
+
+
+CALLS = {
+    "linear": lambda x, y: F.linear(x, y),
+    "add": lambda x, y: x + y,
+    "sum": lambda x, y: x.sum(),
+    "softmax over what is split": lambda x, y: F.softmax(x, 0),
+    "no rule": lambda x, y: torch.linalg.svdvals(x),
+    "written as others": lambda x, y: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "redistributed": lambda x, y: x.redistribute(placements=[R, S1]),
+    "several": lambda x, y: torch.relu(x @ y.T).square().mean() + y.sum(),
+    "made inside": lambda x, y: x + pt.ones(x.shape, device_mesh=x.device_mesh, placements=[R, S1]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("shape", [(8, 16), (7, 13)], ids=["even", "uneven"])
+def test_the_bytes_and_moves_are_those_of_the_ledger(name, shape):
+    def program(mesh):
+        x, y = spread(mesh, S0, R, shape=shape), spread(mesh, S1, P, shape=shape)
+        with pt.ledger() as nothing:
+            told = pt.explain(CALLS[name], x, y)
+        with pt.ledger() as log:
+            CALLS[name](x, y)
+        return told, log, nothing
+
+    with pt.ranks(dp=2, tp=2) as world:
+        for told, log, nothing in world.run(program):
+            assert not nothing.moves
+            assert told.nbytes == log.bytes
+            assert [(m.kind, m.axes) for m in told.moves] == [(m.kind, m.axes) for m in log.moves]
+
+
+def test_a_module_is_told_call_by_call_with_totals():
+    def program(mesh):
+        torch.manual_seed(0)
+        model = pt.parallelize(nn.Sequential(Block(), Block()), mesh, PLAN)
+        x = spread(mesh, S0, R)
+        told = pt.explain(model, x)
+        with pt.ledger() as log:
+            loss = model(x).square().mean()
+        with pt.ledger() as back:
+            loss.backward()
+        return told, pt.explain(lambda: model(x).square().mean().backward()), log, back
+
+    with pt.ranks(dp=2, tp=2) as world:
+        told, whole, log, back = world.run(program)[0]
+    names = ["layer_norm", "linear", "gelu", "linear", "add"]
+    assert [op.op for op in told.ops] == 2 * names
+    assert [op.module for op in told.ops][:4] == [
+        f"sequential.0{part}" for part in (".norm", ".up", "", ".down")
+    ]
+    assert told.work == 2 * 2 * 2 * 4 * 16 * 32
+    lines = str(told).splitlines()
+    assert lines[0] == "Sequential on dp=2 tp=2" and len(lines) == 2 + 10 + 1
+    assert "sequential.1.down" in lines[-3]
+    assert whole.goes_backward and whole.backward_nbytes == 0
+    assert whole.nbytes == log.bytes + back.bytes
+
+
+def test_what_a_backward_will_send_is_told_before_it_is_sent():
+    def program(mesh):
+        x, w = spread(mesh, S0, S1).requires_grad_(), spread(mesh, R, S0, shape=(32, 16))
+        told = pt.explain(F.linear, x, w)
+        y = F.linear(x, w)
+        with pt.ledger() as log:
+            y.to_local().sum().backward()
+        return told, log
+
+    with pt.ranks(dp=2, tp=2) as world:
+        told, log = world.run(program)[0]
+    assert told.backward_nbytes == log.bytes > 0
+    assert told.moves[0].backward == log.moves[0].kind == "reduce_scatter"
+
+
+def test_the_gathers_of_zero_are_told_by_block():
+    def program(mesh):
+        model = pt.zero(nn.Sequential(Block(), Block()), mesh, axis="dp", stage=3)
+        x = spread(mesh, S0)
+        with pt.ledger() as nothing:
+            told = pt.explain(model, x)
+        shapes = [tuple(p.to_local().shape) for p in model.parameters()]
+        return told, nothing, shapes, model(x).to_local()
+
+    with pt.ranks(dp=2) as world:
+        told, nothing, shapes, _ = world.run(program)[0]
+    assert not nothing.moves and shapes[0] == (8,)
+    gathers = [move for move in told.moves if move.reason == "gather"]
+    assert len(gathers) == 2 * 6
+    parameters = sum(p.numel() for p in Block().parameters())
+    assert sum(m.nbytes for m in gathers) == 2 * 4 * parameters // 2
+    assert told.backward_nbytes == told.nbytes  # each gather's transpose scatters as much
+
+
+def test_nothing_is_computed_and_nothing_is_changed():
+    mesh = pt.dry_mesh(dp=2)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.5)
+            self.seen = None
+
+        def forward(self, x):
+            self.seen = self.drop(self.norm(x))
+            return self.seen
+
+    model = pt.parallelize(Model(), mesh)
+    mean, state = model.norm.running_mean, torch.get_rng_state()
+    before = mean.to_local().clone()
+    x = spread(mesh, S0).requires_grad_()
+    pt.explain(lambda: model(x).sum().backward())
+    assert model.seen is None and model.norm.running_mean is mean
+    assert torch.equal(mean.to_local(), before) and model.norm.num_batches_tracked.item() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert x.grad is None and all(p.grad is None for p in model.parameters())
+
+
+def test_plans_of_an_explanation_are_not_kept():
+    mesh = pt.dry_mesh(dp=2)
+    x = spread(mesh, S0)
+    (x * 3).sum()
+    before = pt.cache_info().size
+    pt.explain(lambda x: (x * 3).sum(), x)
+    assert pt.cache_info().size == before
+
+
+def test_a_thousand_ranks_are_explained_without_memory():
+    mesh = pt.dry_mesh(device_type="meta", dp=1024, tp=8)
+    with torch.device("meta"):
+        model = Block(8192)
+    pt.parallelize(model, mesh, PLAN)
+    pt.zero(model, mesh, axis="dp", stage=3)
+    x = pt.zeros(1024, 8192, device_mesh=mesh, placements=[S0, R])
+    told = pt.explain(model, x)
+    (gather, *_) = (m for m in told.moves if m.before.shape == (32768, 8192))
+    assert gather.nbytes == 1023 * 4 * 32768 * 8192 // (1024 * 8)
+    assert told.work == 2 * 2 * 1 * 8192 * 32768 / 8
+
+
+def test_remat_and_compiled_blocks_are_entered():
+    mesh = pt.dry_mesh(dp=2)
+    model = pt.parallelize(nn.Sequential(Block(), Block()), mesh)
+    model[0] = pt.remat(model[0])
+    step = pt.compile(lambda x: model(x).sum())
+    told = pt.explain(step, spread(mesh, S0))
+    assert [op.op for op in told.ops].count("linear") == 4
+
+
+def test_a_call_without_dtensors_plans_nothing():
+    told = pt.explain(torch.add, torch.ones(3), 1)
+    assert told.ops == () and "nothing is planned" in str(told)
+
+
+class TestErrors:
+    def test_a_value_that_is_asked_for_is_named_with_its_line(self):
+        mesh = pt.dry_mesh(dp=2)
+
+        def asks(x):
+            if x.sum().item() > 0:
+                return x
+            return -x
+
+        with pytest.raises(LayoutError, match=r"asks for the value of a tensor \(at .*explain.py"):
+            pt.explain(asks, spread(mesh, S0))
+        with pytest.raises(LayoutError, match="asks for the value"):
+            pt.explain(torch.nonzero, spread(mesh, S0))
+        assert (spread(mesh, S0) + 1).placements == (S0,)  # and what was there is put back
+
+    def test_a_step_of_an_optimizer_is_refused_before_it_changes_anything(self):
+        mesh = pt.dry_mesh(dp=2)
+        model = pt.parallelize(nn.Linear(16, 16), mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = spread(mesh, S0)
+
+        def step():
+            model(x).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(LayoutError, match="steps an optimizer"):
+            pt.explain(step)
+        assert not optimizer.state and all(p.grad is None for p in model.parameters())
+
+    def test_what_the_call_itself_would_raise_is_raised(self):
+        mesh, other = pt.dry_mesh(dp=2), pt.dry_mesh(tp=2)
+        with pytest.raises(LayoutError, match="two meshes"):
+            pt.explain(torch.add, spread(mesh, S0), spread(other, S0))
+        with pytest.raises(RuntimeError, match="same reduction dim"):
+            pt.explain(torch.matmul, spread(mesh, S0), spread(mesh, S0))
+
+
+class TestCommand:
+    def run(self, capsys, *argv):
+        code = main(["explain", *argv])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    def test_a_call_is_explained_from_its_text(self, capsys):
+        call = "F.linear(f32[8@dp, 16], f32[32@tp, 16])"
+        code, text = self.run(capsys, call, "--mesh", "dp=2,tp=4")
+        assert code == 0 and "gives  f32[8@dp, 32@tp]" in text
+        args = ("--args", "f32[8@dp, 16] f32[32@tp, 16]")
+        assert self.run(capsys, "F.linear", "--mesh", "dp=2,tp=4", *args) == (0, text)
+
+    def test_lists_names_and_numbers_are_read(self, capsys):
+        call = "torch.cat([f32[8@dp, 16], f32[8@dp, 3]], dim=-1)"
+        code, text = self.run(capsys, call, "--mesh", "dp=2")
+        assert code == 0 and "gives  f32[8@dp, 19]" in text
+        code, text = self.run(capsys, "Tensor.sum(bf16[8@dp] {sum tp}, 0)", "--mesh", "dp=2,tp=2")
+        assert code == 0 and "bf16[] {sum dp, sum tp}" in text
+        code, text = self.run(capsys, "torch.sum(f32[8, 4@dp], (0, 1), True)", "--mesh", "dp=2")
+        assert code == 0 and "f32[1, 1] {sum dp}" in text
+
+    @pytest.mark.parametrize(
+        ("call", "mesh", "said"),
+        [
+            ("F.nothing(f32[8])", "dp=2", "no function 'F.nothing'"),
+            ("linear", "dp=2", "no function 'linear'"),
+            ("no_module:f(f32[8])", "dp=2", "No module named 'no_module'"),
+            ("torch.exp(f32[8@tp])", "dp=2", "no axis 'tp' on mesh dp=2"),
+            ("torch.exp(f32[8@dp, 4@dp])", "dp=2", "does two things"),
+            ("torch.exp(q9[8])", "dp=2", "cannot read the dtype 'q9'"),
+            ("torch.exp(f32[8@])", "dp=2", "cannot read '8@'"),
+            ("torch.exp(spam)", "dp=2", "cannot read 'spam'"),
+            ("torch.exp([f32[8]", "dp=2", "cannot read"),
+            ("torch.sum(f32[8@dp], dim=5)", "dp=2", "out of range"),
+            ("torch.exp(f32[8])", "dp", "cannot read 'dp' in the mesh"),
+            ("torch.exp(f32[8])", "dp=0", "at least one rank"),
+        ],
+    )
+    def test_what_cannot_be_read_is_one_clear_error(self, capsys, call, mesh, said):
+        code, text = self.run(capsys, call, "--mesh", mesh)
+        assert code == 2 and said in text and "Traceback" not in text

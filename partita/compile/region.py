@@ -21,6 +21,7 @@ from partita.tensor.autocast import without_any_autocast
 
 from .capture.overlapping_results import overlapping_results
 from .captured_program import CapturedProgram
+from .cotangents import find_cotangents
 from .errors import of_anomalies
 from .key import key_of
 from .ledger_replay import tell
@@ -223,18 +224,9 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
 
 
 def _reached(backward: Program) -> list[frozenset[int]]:
-    graph = backward.graph.graph
-    given = dict(zip(graph.find_nodes(op="placeholder"), backward.inputs, strict=True))
-    nothing: frozenset[int] = frozenset()
-    found: dict[Any, frozenset[int]] = {}
-    for node in graph.nodes:
-        what = given.get(node)
-        if what is not None and what.kind == "cotangent":
-            found[node] = frozenset((what.index,))
-        else:
-            found[node] = nothing.union(*(found[n] for n in node.all_input_nodes))
-    (end,) = graph.find_nodes(op="output")
-    return [found.get(n, nothing) for n in end.args[0]]
+    found = find_cotangents(backward)
+    (end,) = backward.graph.graph.find_nodes(op="output")
+    return [found.get(n, frozenset()) for n in end.args[0]]
 
 
 class _RegionPart(Function):

@@ -13,6 +13,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..node_metadata import NOTE, note_of
+from ..cotangents import find_cotangents
 from ..program import Program
 from .gathered import Runs
 from .making import Making
@@ -39,13 +40,15 @@ def bucket(program: Program) -> str:
 
     Bounded by the block, and by the run in which the step uses it, so that no more is whole at once
     than one block's parameters: on small models a step is as slow as its collectives are many, on
-    large ones as its memory is full. What an optimizer's step asks for is reduced where backward
-    has made it, and about an eighth of it at a time.
+    large ones as its memory is full. Gradients that a region gives travel with those that are made
+    of the gradients of the same results. What an optimizer's step asks for is reduced where
+    backward has made it, and about an eighth of it at a time.
     """
     graph = program.graph.graph
     _reduce_where_ready(graph)
     groups: dict[Any, list[fx.Node]] = {}
     runs = Runs(graph)
+    cotangents = find_cotangents(program)
     gathered_for = {one.gather: runs.of(one) for one in runs.found}
     for node in graph.nodes:
         note = note_of(node)
@@ -56,9 +59,11 @@ def bucket(program: Program) -> str:
             if note.reason == "gradient":
                 run = runs.at(node)
             key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes, run)
+            key += (cotangents.get(node),)
             groups.setdefault(key, []).append(node)
         elif node.target is _REDUCE and note.reason == "settle":
             key = (node.target, node.args[1:], node.meta["val"].dtype, note.axes)
+            key += (cotangents.get(node),)
             groups.setdefault(key, []).append(node)
     least = _least_bytes(groups.values())
     joined = made = 0

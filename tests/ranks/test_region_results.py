@@ -1,0 +1,83 @@
+"""Do gradients of some of a region's results reach what these are made of, and nothing else?
+
+Ground truth is the same program without `pt.compile`, on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+
+
+class Heads(nn.Module):
+    """Results that have a part of their history in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        return self.left(h), self.right(h)
+
+
+class Twins(nn.Module):
+    """Results that have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+class Halves(nn.Module):
+    """Results that are views of one value, and others that are made of one of these."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        left, right = self.first(x).chunk(2, -1)
+        return left, self.second(torch.cat([right, right], -1))
+
+
+def train_on_one_result(model, x, wrap=lambda f: f):
+    """Gradients of each step, of which each goes backward from another result."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    forward, found = wrap(lambda x: model(x)), []
+    for i in range(3):
+        forward(x)[i % 2].square().sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        found.append([g if g is None else getattr(g, "full_tensor", g.clone)() for g in grads])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", [Heads, Twins, Halves])
+def test_parameters_of_other_results_get_no_gradients(kind, stage):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind()), torch.randn(6, 4)  # one block of ZeRO
+    wanted = train_on_one_result(copy.deepcopy(model), x)
+
+    def body(mesh):
+        part = pt.zero(copy.deepcopy(model), mesh, stage=stage)
+        rows = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        return train_on_one_result(part, rows, lambda f: pt.compile(f, backend="graph"))
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            assert [[g is None for g in step] for step in found] == [
+                [g is None for g in step] for step in wanted
+            ]
+            there = [[g for step in way for g in step if g is not None] for way in (found, wanted)]
+            torch.testing.assert_close(*there)

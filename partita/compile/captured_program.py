@@ -114,6 +114,7 @@ class CapturedProgram(Program):
             found = self.made(tensors, inputs)
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
+        made: dict[int, Any] = {}
         for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
             if output.asks_gradient:  # itself, but for an input, which is the caller's
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
@@ -121,10 +122,15 @@ class CapturedProgram(Program):
                 value = tagged(value, output.spec)
             if output.scalar and isinstance(value, torch.Tensor):  # else the step's own constant
                 value = value.item()
+            if output.retains_grad and value.requires_grad:  # else its history is used up
+                value.retain_grad()
+            made[output.tensor] = value
             if output.kind == "result":
                 leaves.append(value)
             elif output.kind == "gradient":
                 tensors[output.index].grad = value
+            elif output.kind == "left gradient":
+                made[output.index].grad = value
             elif output.kind == "slot":
                 assert output.slot is not None
                 output.slot.put(value)

@@ -104,11 +104,13 @@ class Output:
 
     Attributes:
         kind: "result" of the step, "slot" (it takes the place of a slot's value), "gradient",
-            "cotangent" (a gradient that backward gives), "saved" (for backward) or "answers" (of
-            torch's questions, as they are in this run).
+            "left gradient" (of a tensor that the step made), "cotangent" (a gradient that backward
+            gives), "saved" (for backward) or "answers" (of torch's questions, as they are in this
+            run).
         spec: of a DTensor.
         slot: which it becomes the value of.
-        index: where the tensor whose gradient it is stands among the tensors of a call.
+        index: where the tensor whose gradient it is stands among the tensors of a call; of a left
+            gradient: the `tensor` of that.
         number: of a result or slot with a history: among all of these; of a gradient that is that
             of such a result: of that. Else -1.
         part: of what has a history: the part of the backward that it begins; of a gradient that
@@ -117,6 +119,7 @@ class Output:
         tensor: equal for outputs that are one tensor to the step.
         asks_gradient: it has no history, and requires a gradient: so does a view of a parameter
             that is made under `no_grad`.
+        retains_grad: it has a history, and the step has asked for its gradient.
     """
 
     kind: str
@@ -128,6 +131,7 @@ class Output:
     scalar: bool = False
     tensor: int = -1
     asks_gradient: bool = False
+    retains_grad: bool = False
 
 
 @dataclass(frozen=True)

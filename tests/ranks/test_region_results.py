@@ -1,4 +1,4 @@
-"""Do gradients of some of a region's results reach what these are made of, and nothing else?
+"""What have a region's results beside values: gradients of some, and what is left on them?
 
 Ground truth is the same program without `pt.compile`, on one device.
 """
@@ -81,3 +81,72 @@ def test_parameters_of_other_results_get_no_gradients(kind, stage):
             ]
             there = [[g for step in way for g in step if g is not None] for way in (found, wanted)]
             torch.testing.assert_close(*there)
+
+
+def compiled(fn):
+    return pt.compile(fn, backend="graph")
+
+
+def value_of(x):
+    return getattr(x, "full_tensor", x.clone)()
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_result_has_the_gradient_that_the_step_left_on_it(rows):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(rows, 4)
+
+    def use(model, x, wrap):
+        def step(x):
+            x = x.detach().clone().requires_grad_()
+            y = model(x)
+            y.retain_grad()
+            y.square().sum().backward()
+            return x, y
+
+        step = wrap(step)
+        return [[value_of(t.grad) for t in step(x)] for _ in range(2)]
+
+    def body(mesh):
+        part = pt.zero(copy.deepcopy(model), mesh)
+        return use(part, pt.distribute_tensor(x, mesh, [pt.Shard(0)]), compiled)
+
+    wanted = use(copy.deepcopy(model), x, lambda f: f)
+    torch.testing.assert_close(use(copy.deepcopy(model), x, compiled), wanted)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_result_whose_gradient_a_region_asks_for_keeps_it():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(6, 4)
+
+    def region(x):
+        h = model(x)
+        h.retain_grad()
+        return h.relu(), h
+
+    def use(run):
+        found = []
+        for _ in range(2):
+            y, h = run(x)
+            y.sum().backward()
+            found.append(h.grad)
+        return found
+
+    torch.testing.assert_close(use(compiled(region)), use(region))
+
+
+@pytest.mark.parametrize("mark", ["an attribute", "a hook"])
+def test_what_a_step_hangs_on_a_result_is_an_error(mark):
+    def step(x):
+        y = (x * 2).detach().requires_grad_()
+        if mark == "a hook":
+            y.register_hook(lambda g: g * 2)
+        else:
+            y.name_of_layer = "last"
+        return y
+
+    with pytest.raises(pt.CaptureError, match=mark.replace("an ", "the ")):
+        compiled(step)(torch.ones(2))

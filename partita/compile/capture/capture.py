@@ -63,6 +63,7 @@ from .gating import gate_writes
 from .hooks import hang_hooks
 from .identity import check_arguments, check_truth
 from .inputs import GraphInputs
+from .left_on_results import check_no_marks, left_gradient, retains_gradient
 from .lower_trace import Trace
 from .numbers import NUMBER, Numbers, Plain
 from .optimizers import ParamGroup, Stepping
@@ -589,10 +590,11 @@ class _Capture:
         def out(kind: str, value: torch.Tensor, **more: Any) -> None:
             more["tensor"] = places.setdefault(id(value), len(values))
             spec = more.pop("spec", None) or getattr(value, "_spec", None)
-            if kind != "gradient" and has_history(value):
+            if "gradient" not in kind and has_history(value):
                 more["number"] = len(self.differentiable)
                 self.differentiable.append(value)
-            elif kind != "gradient":
+                more["retains_grad"] = retains_gradient(value)
+            elif "gradient" not in kind:
                 more["asks_gradient"] = asks_gradient(value)
             self.outputs.append(Output(kind, self._real(spec), **more))
             values.append(value)
@@ -635,6 +637,13 @@ class _Capture:
         for write in self._left:
             slot = Slot(write.name, "value", write.home, write.key)
             (give_number if is_symbolic(write.after) else out)("slot", write.after, slot=slot)
+        for i, output in enumerate([*self.outputs]):
+            is_first = not output.scalar and output.tensor == i
+            if is_first and self.inputs.place_of(values[i]) < 0:
+                check_no_marks(values[i])
+                if (grad := left_gradient(values[i])) is not None:
+                    spec = None if isinstance(grad, DTensor) else output.spec
+                    out("left gradient", grad, spec=spec and spec.gradient, index=i)
         for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
             if given.kind in ("mark", "gradient") or not fake.requires_grad:
                 continue

@@ -12,8 +12,8 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..node_metadata import NOTE, note_of
 from ..cotangents import find_cotangents
+from ..node_metadata import NOTE, note_of
 from ..program import Program
 from .gathered import Runs
 from .making import Making

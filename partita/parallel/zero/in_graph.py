@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.compile.errors import not_captured
 from partita.layout import Fix
@@ -28,10 +30,28 @@ from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
 from partita.tensor.watch import HERE
 
+from ..blocks import ParameterSlot
 from .fsdp_group import FsdpGroup
 from .precision import MixedPrecision
 
 __all__ = ["InGraph", "in_parts", "refuse_no_sync"]
+
+
+@dataclass(eq=False)
+class _Shown:
+    """A gathered parameter, where its modules have it in its place.
+
+    Attributes:
+        places: the slots of these.
+        writes: how many of `whole` were counted when it was gathered.
+        attributes: that `whole` was given.
+    """
+
+    places: Sequence[ParameterSlot]
+    parameter: Any
+    whole: DTensor
+    writes: int
+    attributes: dict[str, Any]
 
 
 class InGraph:
@@ -40,8 +60,7 @@ class InGraph:
     def __init__(self, group: FsdpGroup):
         self.group = group
         self.depth = 0
-        self._shards: list[Any] = []
-        self._wholes: list[tuple[DTensor, int, dict[str, Any]]] = []
+        self._shown: list[_Shown] = []
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
@@ -55,14 +74,16 @@ class InGraph:
         group = self.group
         if group.zero.keeps_shares:
             refuse_no_sync()
-        self._shards = list(group.shards())
         # By the reason, passes know whether it is to be let go.
         reason = "persistent" if group.zero.persistent else "gather"
-        for places, p in zip(group.slots, self._shards, strict=True):
+        for places, p in zip(group.slots, [*group.shards()], strict=True):
+            if not isinstance(p, FakeTensor):  # of a module that the block has no more
+                continue
             after = group.zero.whole(p._spec)
             whole = tagged(_gathered(p, after, group.zero.precision, group.name, reason), after)
             own_state(whole).gathered_from = (p, 0)  # what it stands for
-            self._wholes.append((whole, count_writes(whole), stand_for(whole, p)))
+            given = stand_for(whole, p)
+            self._shown.append(_Shown(places, p, whole, count_writes(whole), given))
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
@@ -75,15 +96,14 @@ class InGraph:
         self.depth -= 1
         if self.depth:
             return
-        wholes, self._wholes = self._wholes, []
-        for places, p in zip(self.group.slots, self._shards, strict=True):
-            for slot in places:
-                slot.owner._parameters[slot.attr] = p
-        for p, (whole, before, given) in zip(self._shards, wholes, strict=True):
-            keep_attributes(whole, p, given)
-            if was_written_since(whole, before):
-                _write_back(whole, p)
-        self._shards = []
+        shown, self._shown = self._shown, []
+        for one in shown:
+            for slot in one.places:
+                slot.owner._parameters[slot.attr] = one.parameter
+        for one in shown:
+            keep_attributes(one.whole, one.parameter, one.attributes)
+            if was_written_since(one.whole, one.writes):
+                _write_back(one.whole, one.parameter)
 
 
 def _write_back(whole: DTensor, p: DTensor) -> None:

@@ -115,6 +115,17 @@ class CompiledStep(LastProgram):
             return self._run_eagerly(args, kwargs)
         return self._heard(program, tensors, args, kwargs)
 
+    def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
+        """The program of such a call, captured where there is none yet, and not run.
+
+        Raises:
+            CaptureError: such a call cannot be captured.
+        """
+        program, _ = self._ready(args, kwargs)
+        if program is None:
+            raise CaptureError(f"{self.title} runs eagerly when it is called like this")
+        return program
+
     def _result(
         self,
         program: CapturedProgram | None,

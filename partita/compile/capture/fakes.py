@@ -7,7 +7,9 @@ which aborts where a tensor with a fake's keys has a class that cannot take its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from .symbolic import NumberEnv
 
 __all__ = [
     "FakeDTensor",
+    "captured_for",
     "count_writes_of_lists",
+    "device_at_capture",
     "fake_mode",
     "fake_mode_of",
     "has_memory",
@@ -54,6 +58,28 @@ def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
     """The mode in which a graph's inputs were made; a new one for a graph that has none."""
     found = (getattr(x, "fake_mode", None) for x in inputs)
     return next((mode for mode in found if mode is not None), None) or FakeTensorMode()
+
+
+_TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=None)
+
+
+@contextmanager
+def captured_for(device: torch.device | str) -> Iterator[None]:
+    """Within, what lies on the meta device is captured as if it lay on `device`.
+
+    So a graph that is never run has a device's own kernels, of attention above all, of which the
+    meta device has none.
+    """
+    token = _TARGET.set(torch.device(device))
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def device_at_capture(x: torch.Tensor) -> torch.device:
+    """The device of what stands for `x` while a step is captured."""
+    return (_TARGET.get() if x.is_meta else None) or x.device
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:

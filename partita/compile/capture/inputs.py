@@ -13,7 +13,7 @@ from partita.layout import Fix
 from ..errors import not_captured
 from ..guards.codes import is_of_users
 from ..program import Input
-from .fakes import fake_mode, local_of
+from .fakes import device_at_capture, fake_mode, local_of
 from .state import Slot, names_of_call, tensors_of_call
 
 __all__ = ["GraphInputs"]
@@ -75,13 +75,14 @@ class GraphInputs:
     def _add(self, given: Input) -> Input:
         local = local_of(given.tensor)
         spec = given.spec
+        device = device_at_capture(local)
         if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
             with self.mode:
-                fake = torch.empty(spec.padded_shape, dtype=local.dtype, device=local.device)
-        elif given.kind == "mark":
+                fake = torch.empty(spec.padded_shape, dtype=local.dtype, device=device)
+        elif given.kind == "mark" or device != local.device:
             with self.mode:
                 fake = torch.empty_strided(
-                    local.shape, local.stride(), dtype=local.dtype, device=local.device
+                    local.shape, local.stride(), dtype=local.dtype, device=device
                 )
         else:
             fake = self.mode.from_tensor(local, static_shapes=True)

@@ -1,12 +1,15 @@
-"""Pages of the site that stand in the repository's root, where people and tools look for them."""
+"""Pages of the site that stand in the repository's root, and where the public names are defined."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+import partita
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -31,3 +34,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             content = LINK.sub(follow_link, (ROOT / name).read_text())
             files.append(File.generated(config, page, content=content))
     return files
+
+
+def find_definition(named: re.Match) -> str:
+    """The path at which mkdocstrings, which reads sources, finds a public name: `partita.ranks` is a
+    function for Python, but there is a module of that name, too."""
+    value = getattr(partita, named[1])
+    path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__name__}"
+    return f"::: {path}"
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    return re.sub(r"^::: partita\.(\w+)$", find_definition, markdown, flags=re.MULTILINE)

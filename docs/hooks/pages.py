@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def find_definition(named: re.Match) -> str:
-    """The path at which mkdocstrings, which reads sources, finds a public name: `partita.ranks` is a
+    """The path at which mkdocstrings, reading sources, finds a public name: `partita.ranks` is a
     function for Python, but there is a module of that name, too."""
     value = getattr(partita, named[1])
     path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__name__}"

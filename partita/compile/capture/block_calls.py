@@ -68,7 +68,7 @@ class BlockCalls:
         self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
         self._heard = who_hears()
-        self._calls: list[_Call] = []
+        self._calls: list[_BlockCall] = []
         self._results: list[tuple[weakref.ref[torch.Tensor], type]] = []  # of those with several
 
     @contextmanager
@@ -140,7 +140,7 @@ class BlockCalls:
         numbers = [*held]
         admitted = [(w, a) for w, a in trace.tape.admitted]
         numbers += [a.number for _, a in admitted if type(a) is Made and a.number not in held]
-        call = _Call(self, trace, numbers, floats, [_node_of(t, trace.kind) for t in taken])
+        call = _BlockCall(self, trace, numbers, floats, [_node_of(t, trace.kind) for t in taken])
         self._calls.append(call)
         if any(_has_hooks(taken[i]) for i in trace.takes):
             raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
@@ -205,7 +205,7 @@ class BlockCalls:
 
 
 @dataclass(eq=False)
-class _Call:
+class _BlockCall:
     """One call of a trace.
 
     Attributes:
@@ -266,7 +266,7 @@ class _Call:
 
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *wanted: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: _BlockCall, *wanted: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(wanted[0])  # so that torch knows whether it may go back once more

@@ -1,0 +1,52 @@
+"""What `make house` counts and is held: circles of imports, names of types, backends, docstrings."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+_PATH = Path(__file__).parents[2] / "bench" / "house.py"
+
+
+@pytest.fixture(scope="module")
+def house():
+    spec = importlib.util.spec_from_file_location("house", _PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house"] = module  # where its dataclasses look for their annotations
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules["house"]
+
+
+@pytest.fixture(scope="module")
+def modules(house):
+    return house.read_modules()
+
+
+def test_no_files_import_one_another_in_a_circle(house, modules):
+    names = {m.name for m in modules}
+    arrows = {m.name: house.imports_of(m, names) for m in modules}
+    assert len(arrows) > 300 and any(arrows.values())
+    assert house.find_circles(arrows) == []
+
+
+def test_a_circle_is_found(house):
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert [sorted(circle) for circle in house.find_circles(arrows)] == [["a", "b", "c"]]
+
+
+def test_a_type_name_means_one_thing(house, modules):
+    assert house.types_defined_twice([m for m in modules if m.is_runtime]) == []
+
+
+def test_only_the_room_of_backends_names_one(house, modules):
+    assert house.files_that_name_a_backend([m for m in modules if m.is_runtime]) == []
+
+
+def test_what_is_public_says_what_it_is(house, modules):
+    assert house.names_without_docstring(modules) == []

@@ -1,4 +1,4 @@
-"""What `make house` counts and is held: circles of imports, names of types, backends, docstrings."""
+"""What `make house` counts is held: circles of imports, names of types, backends, docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module made the first nan?
+"""Anomaly detection: which module made the first nan?
 
 Hooks look at what every module returns, and at the gradients that come back for it. A module is to
 blame whose result is not finite though all that it took is; one that was handed a nan is not. Ranks

@@ -1,4 +1,7 @@
-"""What can be asked on the command line? `partita train | explain | bench | cache | doctor`."""
+"""The command line.
+
+What can be asked on the command line? `partita train | explain | bench | cache | doctor`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Models on a mesh: the trainer and how its ranks start."""
+"""The trainer of `partita train`, and how its ranks start.
+
+In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
+`models/`, `progress`, `checkpoint_schedule`; `cache_table` (`partita cache`).
+"""
 
 from .launch import cores, is_rank, joined, launch
 from .options import Mesh, Options, flag, options_in, read_positive, shown_mesh

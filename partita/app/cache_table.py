@@ -1,4 +1,7 @@
-"""What does `partita cache` show of the compiled programs that are kept, and remove?"""
+"""The table of compiled programs.
+
+What does `partita cache` show of the compiled programs that are kept, and remove?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When is a run's checkpoint written, and how does a run go on from it?"""
+"""Checkpoint schedules: when is a run's checkpoint written, and how does a run go on from it?"""
 
 from __future__ import annotations
 

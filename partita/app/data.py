@@ -1,4 +1,7 @@
-"""What does the model read? The bytes of text files, in batches that depend on the seed alone."""
+"""Training data.
+
+What does the model read? The bytes of text files, in batches that depend on the seed alone.
+"""
 
 from __future__ import annotations
 

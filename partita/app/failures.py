@@ -1,4 +1,7 @@
-"""What does a user read when a rank fails? Which one, why, and where the others were."""
+"""Failures of ranks.
+
+What does a user read when a rank fails? Which one, why, and where the others were.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What can be asked of a training run? One table: of flags, of config files, of checkpoints."""
+"""Options of a training run.
+
+What can be asked of a training run? One table: of flags, of config files, of checkpoints.
+"""
 
 from __future__ import annotations
 

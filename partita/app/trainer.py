@@ -1,4 +1,7 @@
-"""How is a model trained on a mesh? By an ordinary loop, over tensors that have been spread."""
+"""The trainer.
+
+How is a model trained on a mesh? By an ordinary loop, over tensors that have been spread.
+"""
 
 from __future__ import annotations
 

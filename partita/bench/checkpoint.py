@@ -1,4 +1,6 @@
-"""How long does a checkpoint stop training, beside the copy alone and beside torch's own?
+"""A bench of checkpoints.
+
+How long does a checkpoint stop training, beside the copy alone and beside torch's own?
 
 Gloo ranks hold the shards of a few large weights. In turn, within each round: the copy of this
 rank's pieces into memory that it has already (what no asynchronous save can do without), `pt.save`,

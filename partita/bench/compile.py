@@ -1,4 +1,6 @@
-"""What does a compiled step cost, over the same compute without communication, and beside others?
+"""A bench of compiled steps.
+
+What does a compiled step cost, over the same compute without communication, and beside others?
 
     train    a GPT on 2 and 4 Gloo ranks: each rank alone (eager and compiled), ZeRO-3 and data
              parallel by partita (eager and compiled), DDP, FSDP2 (eager and compiled) and

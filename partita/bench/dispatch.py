@@ -1,4 +1,4 @@
-"""What does an op on a DTensor cost over the same op on a plain tensor?
+"""A bench of dispatch: what does an op on a DTensor cost over the same op on a plain tensor?
 
 One process, torch's fake process group, tiny tensors, so that only the dispatch is timed. Each op
 is run plain, on partita's DTensor and on `torch.distributed.tensor`'s, interleaved in one run, and

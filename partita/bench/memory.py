@@ -1,4 +1,6 @@
-"""How many bytes does a step hold at most, predicted and counted, beside its rivals?
+"""A bench of memory.
+
+How many bytes does a step hold at most, predicted and counted, beside its rivals?
 
 Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3: compiled, eager, and by FSDP2, in
 one run. Counted is every byte that torch's CPU allocator has out above what is held between steps.

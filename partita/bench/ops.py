@@ -1,4 +1,6 @@
-"""How many of torch's ops are right on DTensors, in every class of arguments?
+"""A sweep over torch's ops.
+
+How many of torch's ops are right on DTensors, in every class of arguments?
 
 Runs every op of torch's own list (OpInfo) with its samples, forward and backward, on a mesh of Gloo
 ranks, and compares with one device. Arguments are tried whole, sharded evenly, sharded unevenly,

@@ -1,4 +1,6 @@
-"""Is the peak of memory that a compiled step predicts the one that is counted?
+"""A bench of predicted memory.
+
+Is the peak of memory that a compiled step predicts the one that is counted?
 
 Six models train on Gloo ranks by AdamW, data parallel and with ZeRO of each stage, as they are and
 with remat. Of each the predicted peak (`step.memory.peak`) stands beside the counted one: every

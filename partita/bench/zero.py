@@ -1,4 +1,6 @@
-"""What does sharded training cost over the same compute without communication?
+"""A bench of sharded training.
+
+What does sharded training cost over the same compute without communication?
 
 A GPT is trained on Gloo ranks, each with its own rows of a batch, in turn: without communication
 (every rank a model of its own), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns

@@ -1,4 +1,9 @@
-"""How does a run outlive its processes? In a folder that any mesh can load."""
+"""Checkpoints: how does a run outlive its processes? In a folder that any mesh can load.
+
+In reading order: `state` (what is in one), `staging` and `saving`, `folder`, `locks` and
+`checksums`, `loading` with `fitting` and `first_values`, `named_optimizer`, `random_state`,
+`full_state`, `safetensors_file`, `pretrained`.
+"""
 
 from . import pretrained
 from .fitting import Loaded

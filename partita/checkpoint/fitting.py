@@ -1,4 +1,6 @@
-"""What of a checkpoint does not fit the state that it is to be loaded into?
+"""The fit of a checkpoint.
+
+What of a checkpoint does not fit the state that it is to be loaded into?
 
 Found before anything is read, and raised as one error, the same on every rank.
 """

@@ -1,4 +1,6 @@
-"""How is an optimizer's state saved so that it loads into another mesh, order and process?
+"""Named optimizer state.
+
+How is an optimizer's state saved so that it loads into another mesh, order and process?
 
 By the names of its parameters, which a module in the same state gives, in the form of
 torch.distributed.checkpoint.state_dict: `{"state": {name: {...}}, "param_groups": [{"params":

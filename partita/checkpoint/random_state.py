@@ -1,4 +1,4 @@
-"""What must a run save to draw the same random numbers after it is resumed?"""
+"""Random state: what must a run save to draw the same random numbers after it is resumed?"""
 
 from __future__ import annotations
 

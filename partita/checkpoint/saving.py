@@ -1,4 +1,7 @@
-"""How is a state written to a folder, by all ranks together, while training goes on or not?"""
+"""Saving.
+
+How is a state written to a folder, by all ranks together, while training goes on or not?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does this rank write of a state, and what is copied so that training may go on?
+"""Staging: what does this rank write of a state, and what is copied so that training may go on?
 
 Of equal pieces one is written: ranks know from the layouts alone, without asking each other, whose
 turn it is. Only what a rank writes is copied. Training waits for `staged` and for nothing else:

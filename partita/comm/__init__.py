@@ -1,4 +1,14 @@
-"""Who carries bytes from rank to rank. The only room that knows of `torch.distributed`."""
+"""Who carries bytes from rank to rank. The only room that knows of `torch.distributed`.
+
+In reading order: `collective_request` (what is asked, and why), `transport` (the collectives),
+`wire` (moves on a transport) with `pieces`, `sides`, `cuts`, `splits` and `padded` (what goes
+where), `groups` (process groups), `ranks` with `world` (threads of one process), `dry` (nobody),
+`trace` (nodes of a graph), `ledger` and `source` (what was carried, and for which line), `checks`,
+`agreement` and `messages` (what ranks compare), `control_plane`, `control`, `rendezvous`,
+`capture_barrier`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`, `handle` and
+`init_rendezvous` (how a job begins), `pending_work`, `compiled`, `backends/`; `dcp`, `dcp_reading`,
+`held`, `torch_dtensors`, `torch_state_dicts` and `collectives` (torch's own).
+"""
 
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -1,4 +1,6 @@
-"""Do all ranks come to this point, when some may be at collectives that the others know nothing of?
+"""The capture barrier.
+
+Do all ranks come to this point, when some may be at collectives that the others know nothing of?
 
 Asked through the job's store and not by a collective, which one of another kind could answer.
 A rank that stays away says nothing, so the others wait for as long as the job waits for a rank;

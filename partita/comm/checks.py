@@ -1,4 +1,4 @@
-"""Is this move allowed, and do all ranks ask for the same one?"""
+"""Checks of moves: is this move allowed, and do all ranks ask for the same one?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What does compiled code ask for, to send and to sum, that torch does not have?
+"""Collectives of compiled code.
+
+What does compiled code ask for, to send and to sum, that torch does not have?
 
 Compiled code finds a process group by name, and waits for what it began by torch's own
 `wait_tensor`, with which such work is registered here.

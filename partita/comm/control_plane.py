@@ -1,4 +1,6 @@
-"""How do all ranks of the job agree on something that is no tensor of the program?
+"""The control plane.
+
+How do all ranks of the job agree on something that is no tensor of the program?
 
 Rank 0 sees what every rank brings and answers each; an error of any of them is raised by all. The
 ranks are those of the process groups, of `pt.ranks`, or this process alone.

@@ -1,4 +1,4 @@
-"""What stands for a DeviceMesh where there are no process groups?"""
+"""Mesh handles: what stands for a DeviceMesh where there are no process groups?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does one rank hold of a named tensor of a checkpoint?
+"""Pieces held for a checkpoint: what does one rank hold of a named tensor of a checkpoint?
 
 Apart from `dcp`, which takes a second to import: saving asks this while training waits.
 """

@@ -1,4 +1,7 @@
-"""Which wire serves which mesh, and does a mesh fit the job that it is made in?"""
+"""Meshes and their wires.
+
+Which wire serves which mesh, and does a mesh fit the job that it is made in?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a padded shard is what, and what do moves do about the padding?
+"""Padded pieces: where in a padded shard is what, and what do moves do about the padding?
 
 While a step is captured, the shard of each rank is as large as the first rank's, which no rank's
 exceeds: so all ranks have one graph. Behind a smaller piece stand copies of its last element, and

@@ -1,4 +1,4 @@
-"""What does a rank hold while a move is under way?"""
+"""Pending work: what does a rank hold while a move is under way?"""
 
 from __future__ import annotations
 

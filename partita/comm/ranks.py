@@ -1,4 +1,4 @@
-"""How does data move between ranks that are threads of one process?
+"""In-process ranks: how does data move between ranks that are threads of one process?
 
 Every rank of the mesh comes to a collective with what it brings; the last one there does it for all
 of them, group by group, in rank order: the same sums in every run.

@@ -1,4 +1,7 @@
-"""What does a rank bring to a meeting of all, and what is it told where that breaks off?"""
+"""The rendezvous of all ranks.
+
+What does a rank bring to a meeting of all, and what is it told where that breaks off?
+"""
 
 from __future__ import annotations
 

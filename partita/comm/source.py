@@ -1,4 +1,4 @@
-"""Which line of the user's program asked for this?"""
+"""Source lines: which line of the user's program asked for this?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a move become nodes of a graph that is the same on every rank?
+"""Traced moves: how does a move become nodes of a graph that is the same on every rank?
 
 A `TraceWire` stands in for a rank's wire while a step is captured. Its collectives are functional
 ones, over groups that have one name on all ranks, and nothing of it knows where the rank is: a

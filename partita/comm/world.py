@@ -1,4 +1,6 @@
-"""How do many ranks run in one process, the same way every time, without ever hanging?
+"""The world of in-process ranks.
+
+How do many ranks run in one process, the same way every time, without ever hanging?
 
 Each rank is a thread, and a baton says whose turn it is: a rank runs until it needs the others or
 ends, then the next one runs. The last member to arrive at a collective does it for all and goes on.

@@ -1,4 +1,4 @@
-"""How does a user ask for a compiled step, and in which way?"""
+"""`pt.compile`: how does a user ask for a compiled step, and in which way?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is raised where a step cannot become one graph?"""
+"""Errors of capture: what is raised where a step cannot become one graph?"""
 
 from __future__ import annotations
 

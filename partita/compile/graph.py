@@ -1,4 +1,4 @@
-"""How does a person read a graph, and how does a machine compare two?
+"""Graphs as text: how does a person read a graph, and how does a machine compare two?
 
 A node is a line. `Graph` shows what a person asks: what it makes, laid out how, how many bytes, in
 which move and why, for which line of the program. `canonical` says only what the program is, and

@@ -1,4 +1,4 @@
-"""Under which key is a compiled step found, and do all ranks mean the same?
+"""Keys of programs: under which key is a compiled step found, and do all ranks mean the same?
 
 The key is a hash of what the program is, never of objects: the canonical text of its graph, the
 layouts of its inputs, the options, and the versions of what compiles it. Ranks compare keys with

@@ -1,4 +1,4 @@
-"""What does a compiled step say of what ran last?"""
+"""The last program: what does a compiled step say of what ran last?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do ledgers, `strict()` and `check_ranks()` learn of a graph that runs?
+"""Ledger replay: what do ledgers, `strict()` and `check_ranks()` learn of a graph that runs?
 
 What they would of the same moves made eagerly: each collective with its bytes, its reason and the
 user's line. A graph's are known beforehand, so a run costs nothing where nobody listens.

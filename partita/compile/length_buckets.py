@@ -1,4 +1,4 @@
-"""How do batches of many lengths need few programs?
+"""Length buckets: how do batches of many lengths need few programs?
 
 Padded at their end to one of a few lengths. Only whoever makes the batch knows what a place that is
 no data must hold: an ignored target is no target, a padded token is read by nobody before it. So it

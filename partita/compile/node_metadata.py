@@ -1,4 +1,4 @@
-"""Where does each node of a graph come from?
+"""Metadata of nodes: where does each node of a graph come from?
 
 Every ATen call of a step passes here while it is captured. Its nodes are noted with the user's line
 that asked for it (in backward: the line of the forward call whose gradient it is), with the phase

@@ -1,4 +1,4 @@
-"""In which order can things run that need each other?"""
+"""Topological order: in which order can things run that need each other?"""
 
 from __future__ import annotations
 

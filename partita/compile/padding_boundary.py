@@ -1,4 +1,6 @@
-"""How does a rank whose pieces are smaller than the first rank's run the same graph?
+"""The padding boundary.
+
+How does a rank whose pieces are smaller than the first rank's run the same graph?
 
 The graph is made for the first rank's pieces, the largest. Where a tensor enters, a smaller piece
 is padded with copies of its last element (so what is computed of the padding is as finite as what

@@ -1,4 +1,4 @@
-"""What did each pass do to a program, to its peak of memory too?
+"""The report of the passes: what did each pass do to a program, to its peak of memory too?
 
 To say it in lines takes longer than all passes together, and nobody may ask. So the graph is kept
 as it was captured, and who asks has the passes run over it again.

@@ -1,4 +1,4 @@
-"""How does a compiled part of an eager model run, and how do gradients cross it?
+"""Regions: how does a compiled part of an eager model run, and how do gradients cross it?
 
 As one `autograd.Function` whose forward is a graph and whose backward is another. To autograd it is
 any other node: what it saves goes through the hooks that are set (remat, ZeRO, an offload), the

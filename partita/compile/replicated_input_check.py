@@ -1,4 +1,6 @@
-"""Do ranks hold the same, where a step takes a plain tensor for one whole value?
+"""The check of replicated inputs.
+
+Do ranks hold the same, where a step takes a plain tensor for one whole value?
 
 Eager compares such a tensor the first time that each place of the program does this. While a step
 is captured there is no value: what leads to those tensors is kept as a graph of its own, which runs

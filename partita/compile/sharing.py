@@ -1,4 +1,6 @@
-"""Which inputs of a graph lie in the same memory, so that what is written to one changes another?
+"""Shared memory of inputs.
+
+Which inputs of a graph lie in the same memory, so that what is written to one changes another?
 
 A graph takes its inputs for values of their own. Views of one storage are that as long as nobody
 writes them, or where they do not overlap; else the step would not do what it does eagerly.

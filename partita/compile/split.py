@@ -1,4 +1,6 @@
-"""Which part of a graph is forward, which backward, and what does the one leave for the other?
+"""The split of a graph.
+
+Which part of a graph is forward, which backward, and what does the one leave for the other?
 
 Backward is what results do not need: what depends on their gradients, and what passes put there to
 be made again. It reads inputs of the graph, and values of forward that are saved. A view is not

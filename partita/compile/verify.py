@@ -1,4 +1,4 @@
-"""Is this a legal graph?
+"""The verifier: is this a legal graph?
 
 Checked behind the last pass, and after capture and each pass where that is asked for. The grammar:
 inputs, constants, calls of ATen or of functional collectives, one output; every value made before

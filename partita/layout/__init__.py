@@ -1,4 +1,9 @@
-"""Where a tensor lives. Nothing here knows of torch."""
+"""Where a tensor lives. Nothing here knows of torch.
+
+In reading order: `mesh` (the ranks and their axes), `placement` (what one axis does to a tensor,
+and its dual), `layout` (all axes together, as text too), `errors` (what a user reads),
+`torch_placements` (torch's words for the same).
+"""
 
 from .errors import Fix, LayoutError
 from .layout import Layout, chunk

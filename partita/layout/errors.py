@@ -1,4 +1,4 @@
-"""What does a user read when layouts do not fit?"""
+"""Layout errors: what does a user read when layouts do not fit?"""
 
 from __future__ import annotations
 

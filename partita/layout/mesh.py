@@ -1,4 +1,4 @@
-"""Which ranks are there, and how are they arranged?"""
+"""Meshes: which ranks are there, and how are they arranged?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may one mesh axis do to one tensor, and what does that make of its gradient?"""
+"""Placements: what may one mesh axis do to one tensor, and what does that make of its gradient?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a batch come onto a mesh?"""
+"""Batches: how does a batch come onto a mesh?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are gathered together, and when are they needed?
+"""Blocks of a model: which parameters of a model are gathered together, and when are they needed?
 
 A block is what one `forward` uses: a layer of a ModuleList or a Sequential, found by itself or
 named by the user. What no block holds (an embedding, a final norm, a head) is a block of its own

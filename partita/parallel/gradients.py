@@ -1,4 +1,6 @@
-"""When does a pending gradient become whole? Once, before somebody reads it who needs it whole.
+"""The reduction of partial gradients.
+
+When does a pending gradient become whole? Once, before somebody reads it who needs it whole.
 
 A Replicate parameter has a Partial gradient, and accumulating micro-batches adds shares to shares
 and sends nothing. Whoever first needs a gradient whole (a clip, an optimizer's step, a norm that is

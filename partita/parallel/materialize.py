@@ -1,4 +1,6 @@
-"""How does a model that was made on the meta device get its memory and its first values?
+"""Materialization.
+
+How does a model that was made on the meta device get its memory and its first values?
 
 Piece by piece: each rank makes room for its own pieces, then the model's own init functions run on
 them. They draw one device's random numbers (see `tensor.random`), so the values are those of the

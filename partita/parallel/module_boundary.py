@@ -1,4 +1,4 @@
-"""Where does what a module takes or returns live?
+"""Module boundaries: where does what a module takes or returns live?
 
 A plan says where weights live, and where activations do at the doors of modules: `Inputs` for what
 a module takes, `Outputs` for what it returns. Each is an explicit redistribution in a forward hook,

@@ -1,4 +1,4 @@
-"""Which tensors are in what a module takes and returns?"""
+"""Tensors in nested values: which tensors are in what a module takes and returns?"""
 
 from __future__ import annotations
 

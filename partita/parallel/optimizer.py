@@ -1,4 +1,6 @@
-"""How does a torch.optim optimizer step on DTensors, at the speed of plain tensors?
+"""Optimizers over DTensors.
+
+How does a torch.optim optimizer step on DTensors, at the speed of plain tensors?
 
 Before any step, pending gradients are settled. An optimizer that works element by element then has
 nothing left to ask of a layout: parameter, gradient and state of one name lie alike. The hook that

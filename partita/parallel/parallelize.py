@@ -1,4 +1,7 @@
-"""How does a model come onto a mesh? Each parameter goes where a plan says, in place."""
+"""Parallelization.
+
+How does a model come onto a mesh? Each parameter goes where a plan says, in place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which modules hold a parameter, under which names, and how is it exchanged for another?
+"""Parameters of modules.
+
+Which modules hold a parameter, under which names, and how is it exchanged for another?
 
 A parameter that several modules share is exchanged in all of them at once, so that it stays one.
 The one that is given up is marked: an optimizer that still holds it would train nothing, and says

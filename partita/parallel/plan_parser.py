@@ -1,4 +1,4 @@
-"""What does a plan say of a model, and what in it does not fit?
+"""The parser of plans: what does a plan say of a model, and what in it does not fit?
 
 All of a plan is read before anything changes, and all that is wrong with it is said at once.
 """

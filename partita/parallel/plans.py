@@ -1,4 +1,4 @@
-"""Which plans do people use, and what do they say?
+"""Plans: which plans do people use, and what do they say?
 
 Each function returns a plan for `parallelize`, an ordinary dict to print, to join with others
 (`{**column("*.up"), **row("*.down")}`) and to change. Names are patterns: `blocks.*.attention`

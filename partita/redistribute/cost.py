@@ -1,4 +1,6 @@
-"""What does a change of layout cost, in bytes that one rank sends and in seconds?
+"""The cost of a move.
+
+What does a change of layout cost, in bytes that one rank sends and in seconds?
 
 Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:

@@ -1,4 +1,6 @@
-"""What can one collective, or one local copy, do to a layout, and what undoes it in backward?
+"""Moves.
+
+What can one collective, or one local copy, do to a layout, and what undoes it in backward?
 
 | kind           | on each of its axes | sends | its transpose                        |
 |----------------|---------------------|-------|--------------------------------------|

@@ -1,4 +1,6 @@
-"""Which moves, in which order, take a tensor from one layout to another at the least cost?
+"""Redistribution plans.
+
+Which moves, in which order, take a tensor from one layout to another at the least cost?
 
 One move is tried first: it is what nearly all redistributions need, and then no path is cheaper,
 unless uneven pieces are padded so much that two moves send less. Else a uniform-cost search goes

@@ -1,4 +1,4 @@
-"""What must the second run find as the first one found it?
+"""Ambient state: what must the second run find as the first one found it?
 
 Random generators, autocast, context variables and the default device; and buffers that the first
 run wrote, such as the running statistics of a batch norm: the second run reads what the first one

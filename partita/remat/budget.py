@@ -1,4 +1,6 @@
-"""What is kept, so that the peak stays within a number of bytes and the least is recomputed?
+"""Budgets.
+
+What is kept, so that the peak stays within a number of bytes and the least is recomputed?
 
 The first step keeps nothing and measures: the peak, and of each call what its result weighs and
 what its recompute costs. What the budget leaves above that peak is then filled with the results

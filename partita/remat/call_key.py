@@ -1,4 +1,4 @@
-"""Which call of the first run is this call of the second?
+"""Keys of calls: which call of the first run is this call of the second?
 
 A call is known by what is called, from where, and by what goes in: shapes, layouts and dtypes, and
 which call of the run each tensor came from. Two runs of one program make the same calls then,

@@ -1,4 +1,7 @@
-"""What does a user read when a recompute goes another way than its forward did?"""
+"""Errors of a recompute.
+
+What does a user read when a recompute goes another way than its forward did?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a region while a step is captured? A mark on the nodes that it makes.
+"""Regions in a graph: what is a region while a step is captured? A mark on the nodes that it makes.
 
 The pass `remat` of the compiler has backward read copies of them. What the policy keeps is marked
 too, when the call is made, or when its result is given a name.

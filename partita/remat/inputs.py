@@ -1,4 +1,4 @@
-"""What was a region called with, and how is it called with the same again?
+"""Inputs of a region: what was a region called with, and how is it called with the same again?
 
 Tensors are saved as autograd saves them: through the hooks of a region around this one, which then
 keeps or recomputes them too, and with a check that nobody has changed them since.

@@ -1,4 +1,4 @@
-"""What is a mode that stands at each kernel that runs, shards seen as plain tensors?
+"""Kernel modes: what is a mode that stands at each kernel that runs, shards seen as plain tensors?
 
 Below autograd and below layouts: each ATen call passes with the rank's own shards, in backward too.
 """

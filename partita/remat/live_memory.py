@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, and how many were at most?
+"""Live memory: how many bytes of tensors are alive, and how many were at most?
 
 The memory of a process says little of its tensors: allocators keep what is freed, and measure late.
 Here each storage that an op makes is counted when it appears, and no longer when it dies.

@@ -1,4 +1,4 @@
-"""Which functions of torch are calls, and who hears of them?"""
+"""The mode of a region: which functions of torch are calls, and who hears of them?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which call made the tensor that the program has just given a name?
+"""Names of results: which call made the tensor that the program has just given a name?
 
 The name comes after the call. So in the first run of a region each call's result is held ready to
 be kept (weakly: its memory is not), until the run is over; from then on the calls whose results

@@ -1,4 +1,4 @@
-"""What does autograd save in an opaque call, which is kept, or could be?
+"""Opaque calls: what does autograd save in an opaque call, which is kept, or could be?
 
 A region cannot see what such a call is made of: a compiled region, an `autograd.Function`, a
 function of the user's. Of what autograd saves in it, views of its inputs are found again there;

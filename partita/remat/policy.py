@@ -1,4 +1,4 @@
-"""Which results does a region keep?"""
+"""Policies: which results does a region keep?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has what a region reads of the world around it been written since its forward?
+"""Reads of a region: has what a region reads of the world around it been written since its forward?
 
 The second run reads it anew: a parameter that was stepped in between would give other values. So
 each call notes the version of what came neither in as an input nor from another call. (Inputs are

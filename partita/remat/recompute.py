@@ -1,4 +1,4 @@
-"""How is a region run a second time, to bring back what its forward let go?
+"""Recomputation: how is a region run a second time, to bring back what its forward let go?
 
 Each call of the second run is sought under its identity among the calls of the first. What was kept
 of it is given, what autograd saves in it fills the slots of the first run, and as soon as all have

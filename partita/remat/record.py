@@ -1,4 +1,6 @@
-"""What is noted of a region's forward, so that it can be run again in backward?
+"""The record of a forward.
+
+What is noted of a region's forward, so that it can be run again in backward?
 
 Each call gets an entry under its identity, and each tensor that autograd would save a slot in its
 call's entry. The slot goes to autograd in the tensor's place; the tensor itself is let go.

@@ -1,4 +1,4 @@
-"""How does a user say what is to be recomputed?"""
+"""`pt.remat`: how does a user say what is to be recomputed?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was recomputed, what did it cost, and what was kept instead?"""
+"""The report of a region: what was recomputed, what did it cost, and what was kept instead?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a result kept, so that the second run need not compute it?
+"""Saved results: how is a result kept, so that the second run need not compute it?
 
 Of a function of torch the kernel's outputs are kept that its result lies in, below autograd: the
 second run makes the call again, casts and moves and views and all, but where the kernel would run

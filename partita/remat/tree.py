@@ -1,4 +1,4 @@
-"""What is in a value, and what is the same value with that changed?"""
+"""Nested values: what is in a value, and what is the same value with that changed?"""
 
 from __future__ import annotations
 

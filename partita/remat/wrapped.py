@@ -1,4 +1,4 @@
-"""How does an object stand for a function, or for one module's forward?"""
+"""Wrapped functions: how does an object stand for a function, or for one module's forward?"""
 
 from __future__ import annotations
 

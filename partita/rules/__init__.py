@@ -1,4 +1,11 @@
-"""What an op allows: sentences, the table of them, and the prover."""
+"""What an op allows: sentences, and the table of them.
+
+In reading order: `sentence` (the notation), `names` (of dimensions), `bind` (a sentence and
+shapes), `rows` (what follows for one mesh axis), `rule` (a sentence and its functions), `table/`
+(all of them), `views` (sentences of reshapes), `decompositions/` (ops as other ops), `work`
+(operations), `pieces` and `reduction_identity` (kernels over a piece, or padding), `own_op` (ops of
+our own), `split` (simulated ranks, for the prover).
+"""
 
 from .bind import NUMBER, Bound, Operand, bind
 from .names import Names

@@ -1,4 +1,4 @@
-"""Does a sentence fit these shapes, and how large is each of its names?"""
+"""Binding: does a sentence fit these shapes, and how large is each of its names?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What are the dimensions of an operand called, in a rule that writes its sentence?"""
+"""Names of dimensions.
+
+What are the dimensions of an operand called, in a rule that writes its sentence?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How is a small op of our own made, that is looked up in the table like torch's?"""
+"""Ops of our own.
+
+How is a small op of our own made, that is looked up in the table like torch's?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What does a kernel do on a rank that has just a piece, or nothing, of a dimension?
+"""Kernels over pieces.
+
+What does a kernel do on a rank that has just a piece, or nothing, of a dimension?
 
 To read places of a split dimension is a contraction: each rank reads those that it has and gives 0
 for the others, and the sum is the value.

@@ -1,4 +1,6 @@
-"""What may stand in padding, so that what is reduced over it is as without it?
+"""Reduction identities.
+
+What may stand in padding, so that what is reduced over it is as without it?
 
 While a step is captured, shards are padded to equal size. An op that keeps a split name computes
 something of the padding that nobody reads. One that reduces the name must not see it: before it

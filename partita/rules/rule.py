@@ -1,4 +1,4 @@
-"""How is a sentence tied to the functions that it speaks of, and what may it read?
+"""Rules: how is a sentence tied to the functions that it speaks of, and what may it read?
 
 A rule sees only the arguments that it declares: they are its parameters, and the key under which
 its plans are cached is computed from just these. What a rule does not declare it cannot read, so

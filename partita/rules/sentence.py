@@ -1,4 +1,4 @@
-"""What does one sentence about an op say that its operands may be, on one mesh axis?
+"""Sentences: what does one sentence about an op say that its operands may be, on one mesh axis?
 
     "... i * o i + o -> ... o"
 

@@ -1,4 +1,4 @@
-"""How is a value cut over ranks that are simulated, and put together again?
+"""Simulated ranks: how is a value cut over ranks that are simulated, and put together again?
 
 Pieces are of uneven size; shares are lopsided and of both signs.
 """

@@ -1,4 +1,4 @@
-"""Which sentence says that a tensor of one shape is read as another shape?
+"""Sentences of views: which sentence says that a tensor of one shape is read as another shape?
 
     views((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
 

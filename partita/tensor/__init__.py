@@ -1,4 +1,14 @@
-"""What users hold: the tensor, its dispatch, its random numbers."""
+"""What users hold: the tensor, its dispatch, its random numbers.
+
+In reading order: `spec` and `dtensor` (the class), `dispatch` (the way of a call; in C: `hot_path`,
+`keys`, `methods`), `cache` and `plan` (a call that was seen before), `plan_call` (one that was not)
+with `op`, `names`, `library`, `arguments`, `choose`, `row_price` and `work`, `autograd` (a change
+of layout, and its gradient), `gathered`, `composite` and `lists` (calls without a rule of their
+own), `tensor_overrides` (what is no op), `construct`, `copies`, `setitem`, `random` with `draws`,
+`padding` with `padded_storage`, `op_facts` with `shared`, `written`, `view_writes` and `origin`
+(memory), `tensor_state`, `mixed_operands`, `grad_state` and `grad_buckets` (gradients),
+`torch_patches` (functions of torch that ask no tensor).
+"""
 
 # They take their places in torch.
 from . import (  # noqa: F401

@@ -1,4 +1,6 @@
-"""Do the local tensors that the ranks bring go together as one global tensor?
+"""Agreement of local tensors.
+
+Do the local tensors that the ranks bring go together as one global tensor?
 
 What one rank finds it can tell only itself. With `run_check` the ranks first tell each other, and
 then all raise the same error, or none.

@@ -1,4 +1,7 @@
-"""Which of a call's arguments are the operands of its rule, and where do its tensors stand?"""
+"""Arguments of a call.
+
+Which of a call's arguments are the operands of its rule, and where do its tensors stand?
+"""
 
 from __future__ import annotations
 

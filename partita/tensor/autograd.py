@@ -1,4 +1,4 @@
-"""How does a gradient cross a change of layout?
+"""Autograd across layouts: how does a gradient cross a change of layout?
 
 The only Python that runs in a backward pass: the transposed moves of each redistribution. All else
 is plain local autograd, whose gradients are laid out by `Placement.dual` and so need no handling.

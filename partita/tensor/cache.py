@@ -1,4 +1,4 @@
-"""How are plans remembered, and how is the memory bounded?
+"""The plan cache: how are plans remembered, and how is the memory bounded?
 
 Each op keeps its plans in a dictionary of its own, which its dispatch reads directly. A second,
 older generation stands behind it: when the young generations of all ops together reach half of the

@@ -1,4 +1,4 @@
-"""On what does torch's checkpoint run a region again?
+"""Inputs of a checkpoint: on what does torch's checkpoint run a region again?
 
 On its inputs, which it saves as autograd saves tensors. Where saved tensors are packed by hooks (an
 offload, a sharded block) autograd hands them back as plain tensors, so their layouts are kept

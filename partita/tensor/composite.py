@@ -1,4 +1,6 @@
-"""How is a Python function of torch entered, so that the ops inside find their own rules?
+"""Composite functions.
+
+How is a Python function of torch entered, so that the ops inside find their own rules?
 
 `torch.nn.functional` is full of functions that ask `has_torch_function(...)` and, if so, hand
 themselves over whole. Entering one means running its body as if that question were answered no: a

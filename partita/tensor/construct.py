@@ -1,4 +1,4 @@
-"""How does a DTensor come to be?"""
+"""Construction: how does a DTensor come to be?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What does an `autograd.Function` of the user's see when it is called with DTensors?
+"""Custom autograd functions.
+
+What does an `autograd.Function` of the user's see when it is called with DTensors?
 
 Its forward sees DTensors anyway, as any Python does. Its backward must too: autograd hands it the
 local pieces of gradients, and of outputs that were saved. So it runs as a subclass of itself that

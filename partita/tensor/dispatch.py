@@ -1,4 +1,4 @@
-"""How does a torch function run on DTensors?
+"""Dispatch: how does a torch function run on DTensors?
 
 `handle` is the hot path: look the plan up by the key that the op's rule declares, run the local
 kernel with torch-function disabled, tag the result. Everything else happens once per key.

@@ -1,4 +1,4 @@
-"""What is the tensor that users hold?
+"""The DTensor: what is the tensor that users hold?
 
 A DTensor is this rank's shard, a plain tensor re-tagged in place with the layout that makes it a
 piece of a global one: no wrapper, no second object. `.shape` and everything that a user reads speak

@@ -1,4 +1,4 @@
-"""How do foreach and fused kernels run on lists of DTensors?
+"""Foreach kernels: how do foreach and fused kernels run on lists of DTensors?
 
 A foreach function is its op, once for each place of its lists. Each place is planned like a call of
 the op; if all agree that nothing moves, the one native kernel runs on the shards. The key is the

@@ -1,4 +1,7 @@
-"""What happens to a call of which no rule speaks? Its operands are whole, and so is its result."""
+"""Gathered calls.
+
+What happens to a call of which no rule speaks? Its operands are whole, and so is its result.
+"""
 
 from __future__ import annotations
 

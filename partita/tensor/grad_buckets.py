@@ -1,4 +1,6 @@
-"""How do pending gradients become whole? Together, in as few collectives as their buckets allow.
+"""Gradient buckets.
+
+How do pending gradients become whole? Together, in as few collectives as their buckets allow.
 
 A gradient object that is settled keeps its identity, not its memory: what else looks at that memory
 (a view that somebody took before) goes on holding shares, which are right as shares.

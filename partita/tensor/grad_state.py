@@ -1,4 +1,6 @@
-"""May this be a parameter's gradient, and what if shares arrive after it was settled?
+"""The state of a gradient.
+
+May this be a parameter's gradient, and what if shares arrive after it was settled?
 
 The gradient of a Replicate value is Partial. Once it is settled (reduced, by an optimizer's step or
 a clip) it is whole. If then another backward pass adds shares to it, the whole value must first

@@ -1,4 +1,6 @@
-"""Under which key is an op's plan remembered? Exactly what its rule declares that it reads.
+"""Keys of plans.
+
+Under which key is an op's plan remembered? Exactly what its rule declares that it reads.
 
 The key function of an op is generated from its rule's parameters, so Python's own binding of
 positional and keyword arguments normalises the call, and an argument that the rule does not

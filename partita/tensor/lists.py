@@ -1,4 +1,6 @@
-"""Which functions of a list of tensors need the other ranks once, not once for each tensor?
+"""Functions of lists.
+
+Which functions of a list of tensors need the other ranks once, not once for each tensor?
 
 The norms of all gradients are one small all-reduce, whatever the gradients' layouts; so is the look
 for infinities that a GradScaler takes. Both read gradients: those that are pending are settled

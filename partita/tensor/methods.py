@@ -1,4 +1,4 @@
-"""Which calls are so frequent that they skip torch's argument parser?
+"""Frequent methods: which calls are so frequent that they skip torch's argument parser?
 
 `x + y` on a subclass goes through C++ that parses the arguments, builds tuples and calls
 `__torch_function__`: more than the kernel costs. The operators and methods named here are Python

@@ -1,4 +1,4 @@
-"""When may a plain tensor stand next to a DTensor?
+"""Mixed operands: when may a plain tensor stand next to a DTensor?
 
 Where it needs no gradient, it is taken as a whole value: an `arange`, a mask made in forward. If it
 is in truth each rank's own data, that would be a silent fault, so the ranks compare a checksum the

@@ -1,4 +1,4 @@
-"""What do the backward hooks of a module see of its gradients?
+"""Module hooks: what do the backward hooks of a module see of its gradients?
 
 torch has one node of autograd stand before a module and one behind it, and hands a module's
 backward hooks the gradients that pass there. Those are plain pieces. For a module that takes or

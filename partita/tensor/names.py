@@ -1,4 +1,4 @@
-"""Which rule speaks of a function, and in which form is the function called?
+"""Names of functions: which rule speaks of a function, and in which form is the function called?
 
 One op has one home: `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and
 `torch._foreach_add_` are forms of one op and share its rule.

@@ -1,4 +1,6 @@
-"""What was a tensor copied from that would be a view of it on one device, and is it so still?
+"""The origin of a copy.
+
+What was a tensor copied from that would be a view of it on one device, and is it so still?
 
 On one device a view shows what is written into its base afterwards. A copy has to be taken again:
 when it is read, and what it was taken from has been written since. Torch counts a tensor's writes,

@@ -1,4 +1,4 @@
-"""How is a result written into the tensor, or tensors, given as `out=`?
+"""`out=`: how is a result written into the tensor, or tensors, given as `out=`?
 
 The op runs without it, and what comes out is moved into the layout of `out` and copied. The
 refusals are torch's own: no gradient goes through `out`, and its dtype must be able to take the

@@ -1,4 +1,4 @@
-"""How does an op run on padded shards without seeing the padding?
+"""Padding: how does an op run on padded shards without seeing the padding?
 
 Only while a step is captured are shards padded (`Wire.padded`). An op that keeps the names that are
 split runs as it is. One that reduces such a name gets operands whose padding adds nothing to the

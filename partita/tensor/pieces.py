@@ -1,4 +1,7 @@
-"""Which piece of a tensor does this rank hold, and is it the one that writes it to a checkpoint?"""
+"""Pieces of a tensor.
+
+Which piece of a tensor does this rank hold, and is it the one that writes it to a checkpoint?
+"""
 
 from __future__ import annotations
 

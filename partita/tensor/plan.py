@@ -1,4 +1,4 @@
-"""What is decided once for a call and then only done?"""
+"""Plans of a call: what is decided once for a call and then only done?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are random numbers the same in every layout?
+"""Random numbers: how are random numbers the same in every layout?
 
 Every rank draws one device's numbers, all of them, from its own generator, which all ranks seed
 alike, and keeps its piece. So `init`, `dropout` and `randn` give the values that one device gives,

@@ -1,4 +1,4 @@
-"""What does `x[...] = value` write on each rank?
+"""Assignment to places: what does `x[...] = value` write on each rank?
 
 Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that
 part, and nothing is sent but a value that is split or pending. Into shares of a sum the first rank

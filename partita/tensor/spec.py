@@ -1,4 +1,4 @@
-"""What does a DTensor carry beside its shard?"""
+"""Specs: what does a DTensor carry beside its shard?"""
 
 from __future__ import annotations
 

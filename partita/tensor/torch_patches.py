@@ -1,4 +1,6 @@
-"""Which functions of torch take a DTensor without asking it, and what do they get?
+"""Patches of torch.
+
+Which functions of torch take a DTensor without asking it, and what do they get?
 
 Most of torch asks a tensor's class what a function means for it. These do not: left alone they
 would take this rank's piece for the whole tensor and say nothing. Each is exchanged, under its

@@ -1,4 +1,4 @@
-"""What if a program writes through a view that is none here?
+"""Writes through views: what if a program writes through a view that is none here?
 
 `x[1].fill_(0)`, `x.view(-1).add_(1)`: on one device the result of a view op shares x's memory.
 Where a layout had to change to make it, or a rank holds shares of it, it has memory of its own.

@@ -1,4 +1,4 @@
-"""Who is told of calls that torch announces to nobody?
+"""Watchers: who is told of calls that torch announces to nobody?
 
 A `TorchFunctionMode` hears of torch's own functions. It does not hear of an `autograd.Function`
 being applied (a region that torch compiled is one), nor of a region that partita

@@ -1,4 +1,6 @@
-"""Which operands does a function write, besides `out` and the first of one in place?
+"""Written operands.
+
+Which operands does a function write, besides `out` and the first of one in place?
 
 What is written must be the user's own tensor, not what it became when it was moved. Torch's schemas
 say what an operator writes, except the running statistics of the older normalisations.

@@ -1,4 +1,4 @@
-"""How many bytes did torch's CPU allocator have out at once?
+"""Allocated bytes: how many bytes did torch's CPU allocator have out at once?
 
 Every allocation counts, whoever makes it: ops, the kernels that Inductor compiled, collectives'
 staging. torch's profiler hears of them by itself, in this thread and in what process groups do for

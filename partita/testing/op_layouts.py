@@ -1,4 +1,4 @@
-"""In which layouts are an op's arguments tried?
+"""Layouts of arguments: in which layouts are an op's arguments tried?
 
 - replicated: whole on every rank.
 - even: sharded along a dimension that the ranks divide (along any, where there is none).

@@ -1,4 +1,4 @@
-"""Which ops of torch are there, in which forms, and with which samples?
+"""OpInfo: which ops of torch are there, in which forms, and with which samples?
 
 Torch's own list (OpInfo): for each op arguments that it has to take. An op is named as there; one
 of its other forms, which has the same samples, as `add:method`, `add:inplace`, `add:out`, ..., and

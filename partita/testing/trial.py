@@ -1,4 +1,4 @@
-"""What does a rule say of a sample, and what does the sample's function give?"""
+"""Trials of a rule: what does a rule say of a sample, and what does the sample's function give?"""
 
 from __future__ import annotations
 

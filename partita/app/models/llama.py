@@ -1,4 +1,7 @@
-"""What is the other model? A small Llama, in ordinary PyTorch: it knows nothing of ranks."""
+"""A small Llama.
+
+What is the other model? A small Llama, in ordinary PyTorch: it knows nothing of ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a compiled result does it take to run it?
+"""Slim artifacts: what of a compiled result does it take to run it?
 
 Torch saves with a result what it would take to compile it again, and the code that it generates
 imports the compiler for the sake of a few names. To import all that is most of the time of a load.

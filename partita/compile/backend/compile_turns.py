@@ -1,4 +1,4 @@
-"""Which rank compiles what, and how do the others come by it?
+"""Turns of ranks that compile: which rank compiles what, and how do the others come by it?
 
 What is in the store is loaded. Of the ranks of one host that find something not there one compiles
 it and puts the result into the store, and the others wait and load it; where there are several such

@@ -1,4 +1,4 @@
-"""In which order does Inductor run what it has fused?
+"""The order of fused kernels: in which order does Inductor run what it has fused?
 
 It brings every write into an input, and so every update of a parameter, to the end of the graph,
 where all gradients wait for it, and calls that need little to its beginning. Here all is put into

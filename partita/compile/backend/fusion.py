@@ -1,4 +1,4 @@
-"""Which calls may Inductor run in one kernel?
+"""Fusion: which calls may Inductor run in one kernel?
 
 It also fuses calls that only read something together, such as the updates of all parameters, which
 share a learning rate. That saves little where they are large, and then all their gradients live

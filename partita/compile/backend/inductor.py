@@ -1,4 +1,4 @@
-"""How does a graph become machine code, and machine code that another process can load?
+"""Inductor: how does a graph become machine code, and machine code that another process can load?
 
 Inductor compiles. What it can save of a result is generated Python and the binaries of Triton's
 kernels; the kernels in C++ it would compile again wherever the result is loaded. So a payload here

@@ -1,4 +1,4 @@
-"""What does a compile leave behind that was killed?
+"""Stale libraries: what does a compile leave behind that was killed?
 
 Half a library, in the folder in which torch keeps what it compiles: it takes that for a whole one
 the next time, and the process dies of it. So a note lies there while something is compiled. One

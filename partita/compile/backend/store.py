@@ -1,4 +1,4 @@
-"""Where are compiled programs kept, from one run to the next?
+"""The store of compiled programs: where are compiled programs kept, from one run to the next?
 
 In a folder, one file for each key: a header that says what the file is, metadata, and the bytes of
 the artifact. What is not whole, or not ours, is as if it were not there, but for one warning. The

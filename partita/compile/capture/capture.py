@@ -1,4 +1,4 @@
-"""How does a training step become one graph?
+"""Capture: how does a training step become one graph?
 
 It is run once over tensors without memory, which take the places of its parameters, its optimizer's
 state and its arguments. Every ATen call under it, in backward and in the update too, becomes a

@@ -1,4 +1,6 @@
-"""Which tensors does a step leave in its modules' attributes, and where else may it leave none?
+"""Captured attributes.
+
+Which tensors does a step leave in its modules' attributes, and where else may it leave none?
 
 A module may keep what it computes: a loss of its own, scores to look at. During capture that is a
 tensor without memory, which must not stay there; the graph gives what stands there afterwards.

@@ -1,4 +1,6 @@
-"""Which gradients can the caller of a captured function ask for, and what are they?
+"""Gradients of a captured function.
+
+Which gradients can the caller of a captured function ask for, and what are they?
 
 A function through whose results no backward has run is a region of a larger model. Its backward is
 traced right behind its forward, into the same graph, so that passes see both. Where the gradients

@@ -1,4 +1,4 @@
-"""What stands for a DTensor while a step is captured?
+"""Fake tensors: what stands for a DTensor while a step is captured?
 
 A FakeTensor (no memory, a shape and a device) that is re-tagged like any other shard. Its class is
 both: a DTensor to Python, so that rules and moves run as ever, and a FakeTensor to the dispatcher,

@@ -1,4 +1,4 @@
-"""What are the inputs of a graph, and what stands for each while it is made?"""
+"""Inputs of a graph: what are the inputs of a graph, and what stands for each while it is made?"""
 
 from __future__ import annotations
 

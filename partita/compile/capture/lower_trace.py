@@ -1,4 +1,4 @@
-"""What of a trace is the step's program?
+"""The lowering of a trace: what of a trace is the step's program?
 
 A trace has an input for everything that the step could have read, and an output for everything that
 it left somewhere. What it did not read is no input, and what would only hold memory afterwards no

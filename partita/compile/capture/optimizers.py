@@ -1,4 +1,4 @@
-"""How does a torch.optim optimizer step in a graph?
+"""Captured optimizers: how does a torch.optim optimizer step in a graph?
 
 Its state and its parameters are inputs like all others, and so are the numbers of its groups, which
 schedules change: as constants they would make another graph in every step. Steps are

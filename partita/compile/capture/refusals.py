@@ -1,4 +1,4 @@
-"""What is told of a step that cannot be captured, and of which of its lines?"""
+"""Refusals: what is told of a step that cannot be captured, and of which of its lines?"""
 
 from __future__ import annotations
 

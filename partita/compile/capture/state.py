@@ -1,4 +1,4 @@
-"""What does a step read and write that is not one of its arguments?
+"""The state of a step: what does a step read and write that is not one of its arguments?
 
 What its function can reach by name: modules, optimizers, tensors, and lists and dictionaries of
 them, in its closure, its defaults, the globals that it uses, and the object that it is a method of;

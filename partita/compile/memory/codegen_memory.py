@@ -1,4 +1,6 @@
-"""What does the code that Inductor generated allocate, and when does it let go?
+"""Memory of generated code.
+
+What does the code that Inductor generated allocate, and when does it let go?
 
 The code is run over tensors without memory, its kernels doing nothing: its own allocations, reuses
 and `del`s then say when each buffer is made and when it is gone, with Python's own counting of

@@ -1,4 +1,7 @@
-"""Which results are worth keeping within a number of bytes, so that the least is recomputed?"""
+"""The knapsack of kept results.
+
+Which results are worth keeping within a number of bytes, so that the least is recomputed?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in memory while a captured step runs, and what holds the peak?
+"""Memory schedules: what is in memory while a captured step runs, and what holds the peak?
 
 A schedule: every buffer with the place at which it is made and the place from which it is gone. It
 comes from the graph where that is run node by node, and from the generated code where Inductor

@@ -1,4 +1,4 @@
-"""Which memory does each node of a graph make, and which does it only show?
+"""Storages of a graph: which memory does each node of a graph make, and which does it only show?
 
 Told call by call (`equal_calls`): a result whose storage no operand has is new memory, every other
 one is a view. A storage is there from the node that makes it to the last node that

@@ -1,4 +1,4 @@
-"""How much memory does a kernel take for itself while it runs?
+"""Workspaces of kernels: how much memory does a kernel take for itself while it runs?
 
 What an operator returns is in the graph. What it takes besides, and gives back before it returns,
 is not, and nothing in torch tells it: it is measured, or known of the collectives.

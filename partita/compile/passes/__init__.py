@@ -1,4 +1,8 @@
-"""What rewrites a graph; each pass in a file of its own, their order in `order`."""
+"""What rewrites a graph; each pass in a file of its own, their order in `order`.
+
+In reading order: `order`, `contract` (what holds after each), `making`, `rewrite` and `change` (how
+a pass works, and tells of it), then the passes as `order` has them.
+"""
 
 from .change import Change
 from .making import Making

@@ -1,4 +1,4 @@
-"""Which collectives can travel together?"""
+"""Bucketing: which collectives can travel together?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which moves undo each other?"""
+"""Cancellation: which moves undo each other?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are gathered in more bits than they are read in?"""
+"""Early casts: which values are gathered in more bits than they are read in?"""
 
 from __future__ import annotations
 

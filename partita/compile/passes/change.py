@@ -1,4 +1,4 @@
-"""What did a pass do to a graph, in figures and in lines?"""
+"""Changes by a pass: what did a pass do to a graph, in figures and in lines?"""
 
 from __future__ import annotations
 

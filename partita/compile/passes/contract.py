@@ -1,4 +1,6 @@
-"""What does a pass leave as it was, and what must it say of what it put there?
+"""The contract of a pass.
+
+What does a pass leave as it was, and what must it say of what it put there?
 
 A pass may do the same in another way. It takes the same inputs, writes the same of them, and gives
 the same outputs, each in its shape, dtype and layout. What each node makes is worked out again

@@ -1,4 +1,4 @@
-"""Which collectives bring twice what is there already?"""
+"""Deduplication: which collectives bring twice what is there already?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values has ZeRO gathered, and in which parts of the step are they used?
+"""Gathered values: which values has ZeRO gathered, and in which parts of the step are they used?
 
 A step uses the blocks of a model one after the other, forward, then backward, and again for the
 next micro-batch. A *run* is what it does with one block until it comes to another, or turns from

@@ -1,4 +1,4 @@
-"""How does a pass put new nodes into a graph?"""
+"""New nodes of a pass: how does a pass put new nodes into a graph?"""
 
 from __future__ import annotations
 

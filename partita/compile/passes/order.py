@@ -1,4 +1,4 @@
-"""What rewrites a graph, and in which order?
+"""The order of the passes: what rewrites a graph, and in which order?
 
 A pass is a function of a `Program` that changes its graph and returns what it did in a few words.
 It may count on a legal graph and must leave one (`compile.verify`) that does the same

@@ -1,4 +1,4 @@
-"""What can be under way while something else is computed?"""
+"""Overlap: what can be under way while something else is computed?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How is a part of forward made again in backward, and what does that cost?"""
+"""Recomputed parts of a graph.
+
+How is a part of forward made again in backward, and what does that cost?
+"""
 
 from __future__ import annotations
 

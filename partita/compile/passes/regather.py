@@ -1,4 +1,4 @@
-"""Which gathered values would wait in memory until they are used again?"""
+"""Regathering: which gathered values would wait in memory until they are used again?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the regions of `pt.remat` is made again in backward?
+"""Regions of `pt.remat` in a graph: what of the regions of `pt.remat` is made again in backward?
 
 All but what their policies keep and what others read. Regions that share a budget keep, of the
 rest, what saves the most operations within it, as they do eagerly: with nothing kept the predicted

@@ -1,4 +1,4 @@
-"""How does a pass find nodes, and put others in their place?
+"""Rewriting: how does a pass find nodes, and put others in their place?
 
 A graph may be changed by FX's own methods too. These know what a node makes and where it comes
 from, without which other passes could not go on.

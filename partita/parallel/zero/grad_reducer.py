@@ -1,4 +1,4 @@
-"""How are gradients settled while backward still runs?
+"""The reducer of gradients: how are gradients settled while backward still runs?
 
 The parameters of a block lie whole on every rank of the data axis (ZeRO stages 0 to 2). When the
 last of the block's gradients is there, its shares begin to be reduced, and the block before it goes

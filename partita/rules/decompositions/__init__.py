@@ -1,4 +1,4 @@
-"""How are ops computed that must hear from other ranks before they can finish?
+"""Decompositions: how are ops computed that must hear from other ranks before they can finish?
 
 A softmax over a split dimension needs the maximum and the sum of all pieces in the middle. Such ops
 are written here as other ops, which are called on DTensors and find their own sentences; where a

@@ -1,4 +1,4 @@
-"""What is the largest of a split dimension, and where is it?"""
+"""Extremes: what is the largest of a split dimension, and where is it?"""
 
 from __future__ import annotations
 

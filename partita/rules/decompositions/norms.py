@@ -1,4 +1,4 @@
-"""How is a tensor normalised along split dimensions, or over a split batch?
+"""Normalization: how is a tensor normalised along split dimensions, or over a split batch?
 
 Computed in float32 or wider, as torch's own kernels do, and returned in the input's dtype, whatever
 that of weight and bias is.

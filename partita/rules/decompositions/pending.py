@@ -1,4 +1,4 @@
-"""When is a value that several ops use reduced, so that it is reduced once?"""
+"""Partial operands: when is a value that several ops use reduced, so that it is reduced once?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a convolution spread over samples, channels and groups?
+"""Convolutions: how is a convolution spread over samples, channels and groups?
 
 `g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.
 """

@@ -1,4 +1,4 @@
-"""Which ops make a new tensor that takes after another?"""
+"""Ops that create: which ops make a new tensor that takes after another?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a table read whose rows, or columns, are split?"""
+"""Embeddings: how is a table read whose rows, or columns, are split?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sentence does x[...] have?
+"""Indexing: which sentence does x[...] have?
 
 What is not indexed may stay split. An int picks from a split dimension as a contraction does: the
 rank that has the place gives it, the others zeros. So does one tensor of integers. A mask is first

@@ -1,4 +1,4 @@
-"""Which ops read or write places of a tensor that another tensor names?"""
+"""Ops of named places: which ops read or write places of a tensor that another tensor names?"""
 
 from __future__ import annotations
 

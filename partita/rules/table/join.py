@@ -1,4 +1,4 @@
-"""Which ops put tensors together, or take one apart?"""
+"""Joins and splits: which ops put tensors together, or take one apart?"""
 
 from __future__ import annotations
 

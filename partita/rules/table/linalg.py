@@ -1,4 +1,4 @@
-"""Which ops work on each matrix, or along each line, by itself?"""
+"""Linear algebra: which ops work on each matrix, or along each line, by itself?"""
 
 from __future__ import annotations
 

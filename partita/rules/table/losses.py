@@ -1,4 +1,4 @@
-"""Which losses are sums over samples, and what is a mean of them divided by?
+"""Losses: which losses are sums over samples, and what is a mean of them divided by?
 
 A mean over a split batch is the sum of all losses over the number of all elements: the local
 kernels here know that number, so the result is a share of the mean. The functions of

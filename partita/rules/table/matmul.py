@@ -1,4 +1,4 @@
-"""Which ops multiply and add up?"""
+"""Matrix products: which ops multiply and add up?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dimensions may be split when a tensor is normalised?"""
+"""Norms: which dimensions may be split when a tensor is normalised?"""
 
 from __future__ import annotations
 

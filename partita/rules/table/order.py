@@ -1,4 +1,4 @@
-"""Which ops put a dimension in order, or run along it?"""
+"""Sorts and scans: which ops put a dimension in order, or run along it?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which ops take a part of a dimension, or move and lay out what is in it?"""
+"""Slices and layouts of a dimension.
+
+Which ops take a part of a dimension, or move and lay out what is in it?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which ops work on each element by itself, and in which operands are they linear?"""
+"""Pointwise ops.
+
+Which ops work on each element by itself, and in which operands are they linear?
+"""
 
 from __future__ import annotations
 

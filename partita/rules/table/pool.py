@@ -1,4 +1,4 @@
-"""Which ops pool or resample what is around each place?"""
+"""Pooling and resampling: which ops pool or resample what is around each place?"""
 
 from __future__ import annotations
 

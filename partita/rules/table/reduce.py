@@ -1,4 +1,4 @@
-"""Which ops take a dimension together into one value?"""
+"""Reductions: which ops take a dimension together into one value?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which ops only read a tensor as another shape, or reorder its dimensions?"""
+"""Views and permutations.
+
+Which ops only read a tensor as another shape, or reorder its dimensions?
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import partita as pt
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
+ABOUT_CODE = [DOCS / "how_it_works.md"]
 LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
@@ -21,6 +23,24 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 def test_a_link_of_a_page_leads_to_a_file(page: Path):
     links = LINK.findall(CODE.sub("", page.read_text()))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
+def test_what_a_page_names_of_the_code_is_there(page: Path):
+    named = re.findall(r"`((?:partita/)?[a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", page.read_text())
+    named += re.findall(
+        r"`((?:layout|rules|comm|tensor|compile|parallel)/[a-z_/]+)`", page.read_text()
+    )
+    places = (ROOT, ROOT / "partita")
+    assert named
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_the_pictures_are_those_that_the_script_draws():
+    drawn = runpy.run_path(str(DOCS / "pictures/draw.py"))["PICTURES"]
+    assert {n: (DOCS / "pictures" / n).read_text() for n in drawn} == {
+        n: str(draw()) for n, draw in drawn.items()
+    }
 
 
 def test_every_page_is_in_the_navigation():

@@ -23,7 +23,7 @@ from .parallel.materialize import materialize
 from .parallel.module_boundary import Inputs, Outputs
 from .parallel.parallelize import parallelize
 from .parallel.zero import MixedPrecision, no_sync, zero
-from .predict import Explanation, explain
+from .predict import Explanation, explain, show
 from .remat import (
     RematError,
     checkpoint_name,
@@ -120,6 +120,7 @@ __all__ = [
     "save",
     "save_safetensors",
     "set_cache_limit",
+    "show",
     "strict",
     "to_torch",
     "zero",

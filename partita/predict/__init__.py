@@ -6,5 +6,14 @@ autoplan; explain and show stand beside them.
 
 from .explain import explain
 from .explanation import ConsideredRow, ExplainedMove, ExplainedOp, Explanation
+from .show import Shown, show
 
-__all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "explain"]
+__all__ = [
+    "ConsideredRow",
+    "ExplainedMove",
+    "ExplainedOp",
+    "Explanation",
+    "Shown",
+    "explain",
+    "show",
+]

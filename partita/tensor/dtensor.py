@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._C import _is_torch_function_enabled as _global_view
 
 from partita.comm import is_alone, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
+from partita.layout.picture import draw
+from partita.layout.picture_html import html_of
 
 from .agreement import agree_pieces, compare, no_strides
 from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
@@ -304,6 +307,14 @@ class DTensor(torch.Tensor):
 
     def __str__(self) -> str:
         return repr(self)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: which rank holds what, and the piece of this one. Nothing is sent."""
+        picture = html_of(draw(self.layout_over_mesh, self._spec.wire.mesh))
+        with Local():
+            piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
+        said = f"rank {self._spec.wire.rank} holds {piece}"
+        return f"{picture}<pre>{escape(said)}</pre>"
 
 
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:

@@ -1,0 +1,236 @@
+"""Pictures of layouts: which rank holds what of a tensor, as a grid of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from .errors import Fix, LayoutError
+from .layout import Layout
+from .mesh import Mesh
+
+__all__ = ["DimPiece", "Panel", "Picture", "PictureCell", "check_axes", "draw"]
+
+PIECES_SHOWN = 8
+"""Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""
+PANELS_SHOWN = 8
+RANKS_SHOWN = 4
+"""Ranks along an axis that a cell names; of more, the first two and the last."""
+
+
+@dataclass(frozen=True)
+class DimPiece:
+    """A piece of one dimension, and whose it is.
+
+    Attributes:
+        offset, length: in elements.
+        at: for each axis that splits the dimension the coordinate of its ranks.
+        left_out: how many pieces this stands for, where there are too many to be drawn; 0: itself.
+    """
+
+    offset: int
+    length: int
+    at: tuple[tuple[str, int], ...] = ()
+    left_out: int = 0
+
+    def __str__(self) -> str:
+        """`0:4`, as a slice says it."""
+        if self.left_out:
+            return f"{self.left_out} more"
+        return f"{self.offset}:{self.offset + self.length}"
+
+
+@dataclass(frozen=True)
+class PictureCell:
+    """What one piece of the tensor is, and who holds it.
+
+    Attributes:
+        ranks: who: "0, 1" each has all of it, "0 = 1" each has it by the same computation, "0 + 1"
+            each has a share of its sum, "max(0 1)" of its maximum. "" for what is not drawn.
+        color: a number for each cell of a picture, in order.
+        pending: are these shares?
+    """
+
+    ranks: str
+    color: int
+    pending: bool
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plane of the tensor: its rows and columns, and a cell for each.
+
+    Attributes:
+        where: which pieces of the other dimensions, such as "dim 0 0:4"; "" where they are whole.
+    """
+
+    where: str
+    rows: tuple[DimPiece, ...]
+    columns: tuple[DimPiece, ...]
+    cells: tuple[tuple[PictureCell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Who holds what of a tensor.
+
+    Attributes:
+        title: the layout and the mesh, as they print.
+        down, across: the dimensions that are drawn as rows and columns; None for none.
+        panels: one for each piece of the other dimensions that are split.
+        panels_left_out: how many more there would be.
+        notes: what the signs mean that occur, and who holds nothing.
+    """
+
+    title: str
+    down: int | None
+    across: int | None
+    panels: tuple[Panel, ...]
+    panels_left_out: int
+    notes: tuple[str, ...]
+
+    @property
+    def corner(self) -> str:
+        """Which dimensions run down and across: `dim 0↓ 1→`."""
+        if self.across is None:
+            return ""
+        down = "" if self.down is None else f"{self.down}↓ "
+        return f"dim {down}{self.across}→"
+
+
+def draw(layout: Layout, mesh: Mesh) -> Picture:
+    """The picture of a tensor laid out so on `mesh`.
+
+    Raises:
+        LayoutError: an axis of the layout is not on the mesh.
+    """
+    check_axes(layout, mesh)
+    pieces = [_pieces(layout, mesh, dim) for dim in range(len(layout.shape))]
+    down, across = _plane(layout, mesh)
+    others = [d for d in range(len(layout.shape)) if d not in (down, across)]
+    rows = (DimPiece(0, 1),) if down is None else pieces[down]
+    columns = (DimPiece(0, 1),) if across is None else pieces[across]
+    label = _Label(layout, mesh)
+    drawn: list[Panel] = []
+    left_out = 0
+    for place in product(*(pieces[d] for d in others)):
+        if any(piece.left_out for piece in place) or len(drawn) >= PANELS_SHOWN:
+            left_out += max([1, *(piece.left_out for piece in place)])
+            continue
+        split = [(d, p) for d, p in zip(others, place, strict=True) if p.at]
+        where = ", ".join(f"dim {d} {piece}" for d, piece in split)
+        cells = tuple(
+            tuple(label.cell((*place, row, column)) for column in columns) for row in rows
+        )
+        drawn.append(Panel(where, rows, columns, cells))
+    notes = (*label.notes(), *_idle(layout, mesh))
+    return Picture(f"{layout} on {mesh}", down, across, tuple(drawn), left_out, notes)
+
+
+def _plane(layout: Layout, mesh: Mesh) -> tuple[int | None, int | None]:
+    """Which dimensions are rows and columns: the last two that are split, or the last."""
+    dims = range(len(layout.shape))
+    split = [d for d in dims if any(mesh.size(a) > 1 for a in layout.shards[d])]
+    whole = [d for d in dims if d not in split]
+    plane = sorted((split[-2:] + whole[::-1])[:2])
+    if len(plane) < 2:
+        return None, plane[0] if plane else None
+    return plane[0], plane[1]
+
+
+def _pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ...]:
+    """The pieces of a dimension that have elements; the last may stand for several."""
+    axes = tuple(a for a in layout.shards[dim] if mesh.size(a) > 1)
+    if not axes:
+        return (DimPiece(0, layout.shape[dim]),)
+    found = []
+    for at in product(*(range(mesh.size(a)) for a in axes)):
+        place = dict(zip(axes, at, strict=True))
+        rank = tuple(place.get(a, 0) for a in mesh.names)
+        offset, length = layout.local_region(mesh, rank)[dim]
+        if length:
+            found.append(DimPiece(offset, length, tuple(place.items())))
+    if len(found) <= PIECES_SHOWN:
+        return tuple(found) or (DimPiece(0, 0),)
+    shown, rest = found[: PIECES_SHOWN - 1], found[PIECES_SHOWN - 1 :]
+    length = sum(piece.length for piece in rest)
+    return (*shown, DimPiece(rest[0].offset, length, rest[0].at, left_out=len(rest)))
+
+
+def _idle(layout: Layout, mesh: Mesh) -> Iterator[str]:
+    """Who holds no element, where pieces are fewer than ranks."""
+    empty = [
+        str(rank)
+        for rank, at in enumerate(mesh.coordinates())
+        if any(n == 0 for n in layout.local_shape(mesh, at))
+    ]
+    if empty and 0 not in layout.shape:
+        yield f"nothing of it: rank{'s' * (len(empty) > 1)} {_some(empty, ', ')}"
+
+
+class _Label:
+    """Names the ranks that hold a piece, and remembers which signs it used."""
+
+    def __init__(self, layout: Layout, mesh: Mesh):
+        self.layout, self.mesh, self.count = layout, mesh, 0
+        split = {a for axes in layout.shards for a in axes}
+        free = [a for a in mesh.names if a not in split and mesh.size(a) > 1]
+        pending = dict(layout.partial)
+        self.copies = [a for a in free if a not in pending and a not in layout.invariant]
+        self.same = [a for a in free if a in layout.invariant]
+        self.shares = [(a, pending[a]) for a in free if a in pending]
+
+    def cell(self, place: Sequence[DimPiece]) -> PictureCell:
+        if any(piece.left_out for piece in place):
+            return PictureCell("", 0, False)
+        at = dict(pair for piece in place for pair in piece.at)
+        self.count += 1
+        return PictureCell(self._ranks(at), self.count - 1, bool(self.shares))
+
+    def _ranks(self, at: dict[str, int]) -> str:
+        free = [(a, ", ") for a in self.copies] + [(a, " = ") for a in self.same]
+        free += [(a, " + " if op == "sum" else op) for a, op in self.shares]
+        return self._joined(at, free)
+
+    def _joined(self, at: dict[str, int], free: Sequence[tuple[str, str]]) -> str:
+        if not free:
+            rank = 0
+            for axis, n in zip(self.mesh.names, self.mesh.sizes, strict=True):
+                rank = rank * n + at.get(axis, 0)
+            return str(rank)
+        (axis, sign), *rest = free
+        n = self.mesh.size(axis)
+        where = range(n) if n <= RANKS_SHOWN else (0, 1, n - 1)
+        parts = [self._joined({**at, axis: i}, rest) for i in where]
+        if n > RANKS_SHOWN:
+            parts.insert(2, "…")
+        return f"{sign}({' '.join(parts)})" if sign in ("max", "min") else sign.join(parts)
+
+    def notes(self) -> Iterator[str]:
+        if self.copies:
+            yield f"a, b: each rank along {' '.join(self.copies)} has all of it"
+        if self.same:
+            yield f"a = b: so along {' '.join(self.same)}, by the same computation on each"
+        for axis, op in self.shares:
+            sign = "a + b" if op == "sum" else f"{op}(a b)"
+            yield f"{sign}: each rank along {axis} has a share of the {op}"
+
+
+def _some(texts: Sequence[str], sign: str) -> str:
+    if len(texts) > RANKS_SHOWN:
+        texts = [texts[0], texts[1], "…", texts[-1]]
+    return sign.join(texts)
+
+
+def check_axes(layout: Layout, mesh: Mesh) -> None:
+    """Raise LayoutError where an axis of the layout is not on the mesh."""
+    axes = [a for stack in layout.shards for a in stack]
+    axes += [a for a, _ in layout.partial] + [*layout.invariant]
+    for axis in axes:
+        if axis not in mesh.names:
+            raise LayoutError(
+                f"no axis {axis!r} on mesh {mesh}",
+                operands=(f"layout  {layout}",),
+                fixes=tuple(Fix(f"@{name}") for name in mesh.names),
+            )

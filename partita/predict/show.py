@@ -1,0 +1,191 @@
+"""Pictures of tensors where people work: `pt.show` on a terminal, HTML in a notebook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, TextIO
+
+from torch import nn
+
+from partita.comm import user_line, wire_of
+from partita.layout import Fix, Layout, LayoutError
+from partita.layout.picture import Panel, Picture, draw
+from partita.layout.picture_html import html_of
+from partita.tensor.dtensor import DTensor
+
+__all__ = ["Shown", "show"]
+
+_COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Pictures of one tensor, or of a model's parameters.
+
+    `str` of it is plain text, `_repr_html_()` what a notebook shows.
+
+    Attributes:
+        pictures: by name; "" for a tensor by itself.
+    """
+
+    pictures: tuple[tuple[str, Picture], ...]
+
+    def __str__(self) -> str:
+        return "".join(text for text, _ in self._parts()).rstrip("\n")
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            (f"<div><b>{escape(name)}</b></div>" if name else "") + html_of(picture)
+            for name, picture in self.pictures
+        )
+
+    def __rich__(self) -> Any:
+        """The same in colours, for rich."""
+        from rich.text import Text
+
+        whole = Text(no_wrap=True)
+        for text, style in self._parts():
+            whole.append(text, style)
+        whole.rstrip()
+        return whole
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """Pieces of text, and the style of each."""
+        parts: list[tuple[str, str]] = []
+        for name, picture in self.pictures:
+            parts.append((f"{name}  " * bool(name) + f"{picture.title}\n", "bold"))
+            for panel in picture.panels:
+                parts += _panel(panel, picture)
+            if picture.panels_left_out:
+                parts.append((f"{picture.panels_left_out} more of these are not drawn\n", "dim"))
+            parts += [(f"{note}\n", "dim") for note in picture.notes]
+        return parts
+
+
+def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None:
+    """Draw which rank holds what of a tensor: coloured text on a terminal, a picture in a notebook.
+
+        pt.show(weight)
+        pt.show(model)                                    # its parameters, those alike once
+        pt.show(pt.Layout.parse("f32[8@dp, 16@tp]"), mesh)
+
+    Args:
+        x: a DTensor, a module whose parameters are such, or a `Layout`.
+        mesh: of a layout: a mesh, or a dry one.
+        out: where to write; standard output where None. Colours are for a terminal, and for one
+            with rich installed.
+
+    Returns:
+        In a notebook what it shows; None where it was written.
+
+    Raises:
+        LayoutError: `x` is none of these, or a layout without a mesh that has its axes.
+    """
+    shown = Shown(tuple(_pictures(x, mesh)))
+    if out is None and _in_notebook():
+        return shown
+    _write(shown, sys.stdout if out is None else out)
+    return None
+
+
+def _pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
+    if isinstance(x, DTensor):
+        return [("", draw(x.layout_over_mesh, x._spec.wire.mesh))]
+    if isinstance(x, Layout):
+        if mesh is None:
+            raise LayoutError("a layout by itself is on no mesh", fixes=(Fix("pt.show(x, mesh)"),))
+        return [("", draw(x, wire_of(mesh).mesh))]
+    if isinstance(x, nn.Module):
+        alike: dict[Picture, list[str]] = {}
+        for name, p in x.named_parameters():
+            if isinstance(p, DTensor):
+                found = draw(p.layout_over_mesh, p._spec.wire.mesh)
+                alike.setdefault(found, []).append(name)
+        if alike:
+            return [(_names(names), picture) for picture, names in alike.items()]
+    raise LayoutError(
+        f"show draws a DTensor, not {type(x).__name__}",
+        place=user_line(),
+        reason="which rank holds what is known of tensors that are spread over a mesh",
+        fixes=(
+            Fix("pt.distribute_tensor(x, mesh, placements)"),
+            Fix("pt.parallelize(model, mesh)"),
+        ),
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
+
+
+def _in_notebook() -> bool:
+    """Does a notebook run this? It shows what it is given back."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _write(shown: Shown, out: TextIO) -> None:
+    if out.isatty():
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:
+            pass
+        else:
+            Console(file=out, highlight=False).print(shown, soft_wrap=True)
+            return
+    print(_encodable(str(shown), out), file=out)
+
+
+def _encodable(text: str, out: TextIO) -> str:
+    """The text in characters that the stream can write; lines are drawn in ASCII where not."""
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII)
+    return text
+
+
+_ASCII = str.maketrans("┌┬┐├┼┤└┴┘─│…↓→", "+++++++++-|~v>")
+
+
+# -- a panel as text -------------------------------------------------------------------------------
+
+
+def _panel(panel: Panel, picture: Picture) -> list[tuple[str, str]]:
+    head = [_ruler(piece, picture.across) for piece in panel.columns]
+    side = [_ruler(piece, picture.down) for piece in panel.rows]
+    corner = picture.corner
+    left = max(map(len, [corner, *side]))
+    widths = [
+        max([len(head[i]), *(len(row[i].ranks) for row in panel.cells)]) + 2
+        for i in range(len(head))
+    ]
+    parts = [(f"{panel.where}\n", "bold")] if panel.where else []
+    top = " ".join(text.center(w) for text, w in zip(head, widths, strict=True))
+    parts.append((f"{corner.rjust(left)}  {top.rstrip()}\n" if corner else "", "dim"))
+    parts.append((f"{' ' * left} {_line('┌┬┐', widths)}\n", "dim"))
+    for i, (text, cells) in enumerate(zip(side, panel.cells, strict=True)):
+        if i:
+            parts.append((f"{' ' * left} {_line('├┼┤', widths)}\n", "dim"))
+        parts.append((f"{text.rjust(left)} │", "dim"))
+        for cell, width in zip(cells, widths, strict=True):
+            style = f"bold black on {_COLORS[cell.color % len(_COLORS)]}" if cell.ranks else "dim"
+            parts += [((cell.ranks or "…").center(width), style), ("│", "dim")]
+        parts.append(("\n", ""))
+    parts.append((f"{' ' * left} {_line('└┴┘', widths)}\n", "dim"))
+    return parts
+
+
+def _ruler(piece: Any, dim: int | None) -> str:
+    return "" if dim is None else str(piece)
+
+
+def _line(corners: str, widths: Sequence[int]) -> str:
+    return corners[0] + corners[1].join("─" * w for w in widths) + corners[2]

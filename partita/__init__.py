@@ -23,7 +23,15 @@ from .parallel.materialize import materialize
 from .parallel.module_boundary import Inputs, Outputs
 from .parallel.parallelize import parallelize
 from .parallel.zero import MixedPrecision, no_sync, zero
-from .predict import Explanation, explain, show
+from .predict import (
+    Explanation,
+    Simulation,
+    Strategy,
+    explain,
+    load_machine,
+    show,
+    simulate,
+)
 from .remat import (
     RematError,
     checkpoint_name,
@@ -76,6 +84,8 @@ __all__ = [
     "RematError",
     "Replicate",
     "Shard",
+    "Simulation",
+    "Strategy",
     "async_save",
     "cache_clear",
     "cache_info",
@@ -100,6 +110,7 @@ __all__ = [
     "ledger",
     "load",
     "load_full_state_dict",
+    "load_machine",
     "load_safetensors",
     "local_map",
     "materialize",
@@ -121,6 +132,7 @@ __all__ = [
     "save_safetensors",
     "set_cache_limit",
     "show",
+    "simulate",
     "strict",
     "to_torch",
     "zero",

@@ -33,6 +33,7 @@ from partita.app import (
 )
 from partita.app.cache_table import ACTIONS, cache
 from partita.predict.explain_command import add_explain, run_explain
+from partita.predict.simulate_command import add_simulate, run_simulate
 
 __all__ = ["BENCHES", "main"]
 
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train(options, argv)
         if options.command == "explain":
             return run_explain(options)
+        if options.command == "simulate":
+            return run_simulate(options)
         if options.command == "bench":
             return _bench(options.name, options.options)
         if options.command == "cache":
@@ -71,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
     add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
+    add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
     bench = commands.add_parser("bench", help="measure, and compare with torch")
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import partita as pt
 from partita.predict.collective_time import collective_bytes, collective_seconds
-from partita.predict.machine import Link, MachineError, load_machine, shipped_machines
+from partita.predict.machine import Link, Machine, MachineError, load_machine, shipped_machines
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
 
@@ -80,3 +85,145 @@ def test_a_ring_goes_over_the_slowest_link_that_it_crosses():
     assert machine.link_of(("dp",), {"dp": 4, "tp": 8}) is machine.network
     assert machine.link_of(("dp",), {"dp": 4, "tp": 2}) is machine.host
     assert machine.link_of(("dp", "tp"), {"dp": 4, "tp": 4}) is machine.network
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def make_train(mesh, stage):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    pt.zero(model, mesh, "dp", stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    x = pt.distribute_tensor(torch.ones(4, 8), mesh, [pt.Shard(0)])
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return pt.compile(step, backend="graph"), x
+
+
+UNIT = Machine(
+    "units",
+    "a test",
+    memory_bytes=1e9,
+    memory_bandwidth=1.0,
+    kernel_seconds=1.0,
+    fuses=False,
+    ranks_per_host=1,
+    flops={"float32": 1.0},
+    efficiency={"matmul": 1.0, "attention": 1.0, "memory": 1.0, "link": 1.0},
+    host=Link(1.0, 1.0),
+    network=Link(1.0, 1.0),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_on_each_axis_are_those_that_the_ledger_of_a_run_counts(stage):
+    found = pt.simulate(*_dry(stage), machine=UNIT)
+
+    def train(mesh):
+        step, x = make_train(mesh, stage)
+        step(x)
+        with pt.ledger() as log:
+            step(x)
+        return log.moves
+
+    with pt.ranks(dp=2) as world:
+        moves = world.run(train)[0]
+    counted: dict[str, int] = {}
+    for move in moves:
+        counted[" ".join(move.axes)] = counted.get(" ".join(move.axes), 0) + move.nbytes
+    assert found.nbytes == counted
+    assert counted["dp"] > 0
+
+
+def _dry(stage, dp=2):
+    mesh = pt.dry_mesh(dp=dp)
+    step, x = make_train(mesh, stage)
+    step(x)
+    return step, mesh
+
+
+def test_the_links_of_zero_3_work_as_long_as_its_formula_says():
+    # Every weight is gathered forward, and the second one's again, and each gradient is reduced.
+    found = pt.simulate(*_dry(3), machine=UNIT)
+    events = [e for e in found.timeline.events if e.stream == "dp"]
+    for event in events:
+        assert event.seconds == 1.0 * (2 if event.kind == "all_reduce" else 1) + event.nbytes
+    assert found.link_seconds["dp"] == sum(event.seconds for event in events)
+
+
+def test_time_is_what_computes_and_what_is_exposed():
+    found = pt.simulate(*_dry(3), machine=UNIT)
+    assert found.seconds == pytest.approx(found.compute_seconds + sum(found.exposed.values()))
+    alone = [e for e in found.timeline.events if e.stream == "compute"]
+    assert all(a.start + a.seconds <= b.start + 1e-6 for a, b in itertools.pairwise(alone))
+
+
+def test_work_is_that_of_the_matrix_products():
+    found = pt.simulate(*_dry(0), machine=UNIT)
+    # Two rows a rank: each weight is used forward and for its gradient, the second one for x's too.
+    assert found.flops == found.model_flops == 2 * 2 * 8 * 16 * (2 + 3)
+
+
+def test_the_peak_is_that_of_the_schedule_and_its_classes_make_it_up():
+    step, mesh = _dry(3)
+    blocking = dataclasses.replace(UNIT, overlaps=False)
+    found = pt.simulate(step, mesh, blocking)
+    assert found.peak == step.memory.total_peak == sum(found.classes.values())
+    assert found.classes["weights"] == sum(
+        held.nbytes for held in step.memory.held if held.kind == "parameter"
+    )
+
+
+def test_a_trace_is_what_perfetto_reads(tmp_path):
+    found = pt.simulate(*_dry(3), machine=UNIT)
+    found.save_trace(tmp_path / "trace.json")
+    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in told if e["ph"] == "M"} == {"compute", "dp"}
+    assert len([e for e in told if e["ph"] == "X"]) == len(found.timeline.events)
+
+
+# -- named models ----------------------------------------------------------------------------------
+
+SMALL = pt.Strategy(layers=1, context=32)
+
+
+def test_a_named_model_is_simulated_without_memory_with_fused_attention():
+    found = pt.simulate("gpt", {"dp": 512, "tp": 2}, "h100", strategy=SMALL)
+    assert found.tokens == 512 * 32
+    kinds = {event.kind for event in found.timeline.events}
+    assert {"attention", "matmul", "all_gather", "reduce_scatter", "all_reduce"} <= kinds
+    assert "MFU" in str(found) and "fits" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "strategy", "says"),
+    [
+        ("llama4", {"dp": 2}, SMALL, "no model 'llama4': gpt"),
+        ("gpt", {"tp": 3}, SMALL, "tp=3 does not divide the 4 heads of gpt"),
+        ("gpt", {"pp": 2}, SMALL, "pp=2 is no axis"),
+        ("gpt", {}, SMALL, "at least one axis"),
+        ("gpt", {"dp": 2}, pt.Strategy(zero=4), "stages 0 to 3, not 4"),
+        ("gpt", {"dp": 2}, pt.Strategy(batch=0), "batch is 0"),
+        ("gpt", {"dp": 2}, pt.Strategy(precision="int8"), "precision is 'int8'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_clear_error(model, mesh, strategy, says):
+    with pytest.raises(ValueError, match=says):
+        pt.simulate(model, mesh, "h100", strategy=strategy)
+
+
+def test_the_command_prints_the_table(capsys):
+    from partita.cli import main
+
+    asked = "simulate --model gpt --mesh dp=8 --layers 1 --context 32"
+    assert main(asked.split()) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert main("simulate --model gpt --mesh tp=3".split()) == 2
+    assert "does not divide" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""`pt.simulate`: the cost of a step on a machine that is not here, by its captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.compile import CompiledStep
+from partita.compile import compile as compile_step
+from partita.compile.capture.fakes import captured_for
+from partita.compile.memory.storages import scheduled
+from partita.compile.program import Program
+
+from .machine import Link, Machine, load_machine
+from .simulation import Simulation, simulation_of
+from .strategy import Strategy, make_step
+from .timeline import play
+
+__all__ = ["simulate", "simulate_program"]
+
+
+def simulate(
+    step_or_model: Any,
+    mesh: Any,
+    machine: str | Path | Machine = "h100",
+    args: Sequence[Any] = (),
+    *,
+    strategy: Strategy | None = None,
+    tokens: int | None = None,
+    links: Mapping[str, Link] | None = None,
+) -> Simulation:
+    """What a training step costs a rank, without running it.
+
+        print(pt.simulate("llama3-8b", {"dp": 64, "tp": 8}, "h100"))
+
+    A step is captured, not run; tensors on the meta device are captured as if they lay where fused
+    attention is, and so attention is priced as one fused kernel. The final graph is played on
+    streams: kernels by a roofline, collectives as rings. The caveat of each number stands beside it
+    in the printed table and in `Simulation`.
+
+    Args:
+        step_or_model: a step, compiled or not, that takes `args`; a module, whose result for `args`
+            is its loss, and which is updated by AdamW; or the name of a model of
+            `partita.predict.MODELS`.
+        mesh: the mesh on which the step's tensors lie (`pt.dry_mesh(dp=64)`), or for a name the
+            size of each axis.
+        machine: the name of a shipped machine, or the path of a file.
+        args: of the step. Of a compiled step that ran, its last program is taken where there are
+            none.
+        strategy: for a name, how the model is spread.
+        tokens: of a step on all ranks together; known of a named model.
+        links: for the axes of a collective (joined by blanks) another link than the machine's.
+
+    Raises:
+        MachineError: a machine that is not known, or a wrong file.
+        StrategyError: a model that is not known, or a mesh that does not divide.
+        CaptureError: the step cannot be captured.
+    """
+    found = load_machine(machine)
+    sizes = _sizes(mesh)
+    if isinstance(step_or_model, str):
+        step, args, tokens = make_step(step_or_model, sizes, strategy or Strategy())
+        what = step_or_model
+    else:
+        step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
+        what = getattr(step_or_model, "title", type(step_or_model).__name__)
+    program = _captured(step, args)
+    return simulate_program(program, sizes, found, what=what, tokens=tokens, links=links)
+
+
+def simulate_program(
+    program: Program,
+    mesh: Mapping[str, int],
+    machine: Machine,
+    *,
+    what: str = "a step",
+    tokens: int | None = None,
+    links: Mapping[str, Link] | None = None,
+) -> Simulation:
+    """`simulate` of what is captured already."""
+    played = play(program, machine, links)
+    memory = scheduled(program)
+    facts = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
+    return simulation_of(program, memory, played, **facts)
+
+
+def _captured(step: Callable[..., Any], args: Sequence[Any]) -> Program:
+    if isinstance(step, CompiledStep):
+        if not args:
+            return step.program
+    else:
+        step = compile_step(step, backend="graph")
+    with captured_for("cpu"):
+        return step.capture(*args)
+
+
+def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+    """A step of a model that gives its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step(*args: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(*args)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the model gives a tensor of shape {tuple(loss.shape)}, not its loss: simulate "
+                "a step of your own, def step(x): ..."
+            )
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    """The size of each axis, outermost first."""
+    if isinstance(mesh, Mapping):
+        return {str(name): int(size) for name, size in mesh.items()}
+    if mesh is None:
+        return {}
+    names = mesh.mesh_dim_names
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    return sizes

@@ -1,0 +1,218 @@
+"""Simulations: what a step was found to cost, as numbers, as a table and as a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from partita.comm.ledger import human
+from partita.compile.memory.schedule import Buffer, Memory
+from partita.compile.node_metadata import note_of
+from partita.compile.program import Program
+
+from .machine import Machine
+from .timeline import Play, bytes_per_axis, save_trace
+
+__all__ = ["CLASSES", "Simulation", "classes_at_peak", "simulation_of"]
+
+CLASSES = ("weights", "gathered", "gradients", "optimizer", "activations", "workspace", "arguments")
+_HELD = {
+    "parameter": "weights",
+    "buffer": "weights",
+    "optimizer": "optimizer",
+    "gradient": "gradients",
+}
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step that was not run, and what it would cost a rank.
+
+    Attributes:
+        what, mesh, machine: that was simulated.
+        seconds: of a step. A roofline with stated efficiencies: what the host does, waiting for
+            slower ranks and for data is not in it.
+        compute_seconds: in which the processor computes.
+        exposed: for the axes of collectives, seconds in which the processor waits for them. Rings
+            with one link each; collectives of different axes do not slow each other.
+        link_seconds: likewise, in which the links work.
+        nbytes: likewise, bytes that a rank sends; equal to a ledger's of the step.
+        flops: operations of matrix products and attention of a rank; what remat makes again counts.
+        model_flops: without what is made again.
+        dtype: in which most of them are.
+        tokens: of a step on all ranks together; None where that is not known.
+        peak: bytes at the moment at which most is held. Of the graph as it is run node by node: a
+            compiler that fuses holds less; an allocator's fragments are not in it.
+        classes: bytes of `peak` by class. Gradients are what an optimizer reads, or a collective
+            reduces; activations what forward made; the rest of backward is workspace.
+        holders: the biggest buffers at that moment.
+        timeline: the events, for `save_trace`.
+    """
+
+    what: str
+    mesh: Mapping[str, int]
+    machine: Machine
+    seconds: float
+    compute_seconds: float
+    exposed: Mapping[str, float]
+    link_seconds: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    flops: float
+    model_flops: float
+    dtype: str
+    tokens: int | None
+    peak: int
+    classes: Mapping[str, int]
+    holders: tuple[Buffer, ...] = ()
+    timeline: Play = field(default_factory=Play, repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Is the peak within the machine's memory?"""
+        return self.peak <= self.machine.memory_bytes
+
+    @cached_property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together; None where the step's tokens are not known."""
+        return None if self.tokens is None else self.tokens / self.seconds
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: operations that are not made again, over what the machine could
+        do in that time in the dtype of most of them (Chowdhery et al., arXiv 2204.02311)."""
+        return self.model_flops / (self.seconds * self.machine.peak_flops(self.dtype))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the timeline as JSON that Perfetto (ui.perfetto.dev) opens."""
+        save_trace(self.timeline, path)
+
+    def __str__(self) -> str:
+        axes = ",".join(f"{name}={size}" for name, size in self.mesh.items()) or "one rank"
+        rows = [
+            ("step", _time(self.seconds), "a roofline; no host, no stragglers, no data loading"),
+            ("compute", _time(self.compute_seconds), f"{self.flops / 1e12:.4g} TFLOP a rank"),
+        ]
+        for name in sorted(self.link_seconds):
+            said = f"of {_time(self.link_seconds[name])}, {human(self.nbytes.get(name, 0))} sent"
+            rows.append((f"exposed {name}", _time(self.exposed.get(name, 0.0)), said + ", rings"))
+        if self.tokens_per_second is not None:
+            said = f"{self.tokens:,} a step, all ranks together"
+            rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}", said))
+        said = f"of {self.machine.peak_flops(self.dtype) / 1e12:.4g} TFLOP/s in {self.dtype}"
+        rows.append(("MFU", f"{self.mfu:.1%}", said + "; what is made again is not counted"))
+        said = f"of {human(int(self.machine.memory_bytes))}: "
+        said += "fits" if self.fits else "DOES NOT FIT"
+        rows.append(("peak memory", human(self.peak), said + "; run node by node, no fragments"))
+        rows += [(f"  {name}", human(size), "") for name, size in self.classes.items() if size]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{self.what} on {axes} of {self.machine.name}"]
+        lines += [
+            f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {said}".rstrip()
+            for name, value, said in rows
+        ]
+        if self.holders:
+            lines.append("  held at the peak, biggest first")
+            for buffer in self.holders[:_SHOWN]:
+                why = " ".join(filter(None, (buffer.phase, buffer.reason, buffer.source)))
+                lines.append(f"    {human(buffer.nbytes):>9}  {buffer.name} {buffer.made_by} {why}")
+        return "\n".join(lines)
+
+
+def simulation_of(
+    program: Program,
+    memory: Memory,
+    played: Play,
+    *,
+    what: str,
+    mesh: Mapping[str, int],
+    machine: Machine,
+    tokens: int | None,
+) -> Simulation:
+    """What a program that was played costs."""
+    peak, classes, holders = classes_at_peak(program, memory, staged=not machine.overlaps)
+    busy = dict(played.busy)
+    return Simulation(
+        what=what,
+        mesh=dict(mesh),
+        machine=machine,
+        seconds=played.seconds,
+        compute_seconds=busy.pop("compute", 0.0),
+        exposed=dict(played.exposed),
+        link_seconds=busy,
+        nbytes=bytes_per_axis(program),
+        flops=played.flops,
+        model_flops=played.model_flops,
+        dtype=played.dtype,
+        tokens=tokens,
+        peak=peak,
+        classes=classes,
+        holders=holders,
+        timeline=played,
+    )
+
+
+def classes_at_peak(
+    program: Program, memory: Memory, staged: bool
+) -> tuple[int, dict[str, int], tuple[Buffer, ...]]:
+    """The peak in bytes, what it is made of, and the biggest buffers.
+
+    Args:
+        staged: count what a backend on the CPU copies to send it; GPUs send from where it lies.
+    """
+
+    def counts(buffer: Buffer) -> bool:
+        return staged or not (buffer.passing and _sends(buffer))
+
+    live = memory.live_of(counts)
+    place = live.index(max(live)) if live else 0
+    here = [b for b in memory.at(place) if counts(b)]
+    reduced = _gradients(program)
+    classes = dict.fromkeys(CLASSES, 0)
+    for held in memory.held:
+        classes[_HELD.get(held.kind, "arguments")] += held.nbytes
+    for buffer in here:
+        classes[_class_of(buffer, reduced)] += buffer.nbytes
+    return sum(classes.values()), classes, tuple(here[:16])
+
+
+def _sends(buffer: Buffer) -> bool:
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    return any(kind in buffer.made_by for kind in kinds)
+
+
+def _class_of(buffer: Buffer, reduced: set[str]) -> str:
+    if buffer.passing:
+        return "workspace"
+    if buffer.reason in ("gather", "regather"):
+        return "gathered"
+    if buffer.reason == "gradient" or buffer.name in reduced:
+        return "gradients"
+    return "activations" if buffer.phase == "forward" else "workspace"
+
+
+def _gradients(program: Program) -> set[str]:
+    """Names of what backward makes and an update, or the reduction of gradients, reads."""
+    found = set()
+    for node in program.graph.graph.nodes:
+        note = note_of(node)
+        if note.phase != "update" and note.reason not in ("gradient", "settle"):
+            continue
+        for operand in node.all_input_nodes:
+            of = note_of(operand)
+            while operand.op == "call_function" and of.phase == "backward":
+                found.add(operand.name)
+                operands = operand.all_input_nodes
+                if "view" not in str(operand.target) and "reshape" not in str(operand.target):
+                    break
+                operand, of = operands[0], note_of(operands[0])
+    return found
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,209 @@
+"""Timelines: a step's final graph played as events on streams.
+
+One stream computes; each set of mesh axes that a collective runs over has one more. A collective
+begins where the graph issues it, when its operands are there and its stream is free; its wait joins
+it. Where a machine does not overlap, the processor waits for each collective as it is issued.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from partita.comm.ledger import human
+from partita.compile.graph import is_collective
+from partita.compile.ledger_replay import carried
+from partita.compile.node_metadata import note_of
+from partita.compile.program import Program
+
+from .collective_time import collective_bytes, collective_seconds
+from .kernel_time import Kernel, kernels_of
+from .machine import Link, Machine
+
+__all__ = ["Play", "TimelineEvent", "bytes_per_axis", "play", "save_trace"]
+
+COMPUTE = "compute"
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """What a stream does for a while.
+
+    Attributes:
+        name: of the node.
+        stream: "compute", or the axes of a collective, such as "dp" or "dp tp".
+        start, seconds: since the step began, and for how long.
+        kind: of the kernel or of the collective.
+        phase: "forward", "backward" or "update".
+        source: the user's "file:line".
+        nbytes: that a rank sends, or that a kernel reads and writes.
+    """
+
+    name: str
+    stream: str
+    start: float
+    seconds: float
+    kind: str
+    phase: str
+    source: str
+    nbytes: float
+
+
+@dataclass
+class Play:
+    """A step that was played.
+
+    Attributes:
+        seconds: until the last stream is done.
+        events: in the order of the graph.
+        exposed: for each stream of links the seconds in which the processor waits for it.
+        busy: for each stream the seconds in which it works.
+        flops: operations of matrix products and attention, those that are made again among them.
+        model_flops: without those that are made again.
+        dtype: in which most of them are made.
+    """
+
+    seconds: float = 0.0
+    events: list[TimelineEvent] = field(default_factory=list)
+    exposed: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    model_flops: float = 0.0
+    dtype: str = "float32"
+
+
+def play(program: Program, machine: Machine, links: Mapping[str, Link] | None = None) -> Play:
+    """Play a program's graph.
+
+    Args:
+        links: for the axes of a collective (joined by blanks) another link than the machine's.
+    """
+    return _Player(program, machine, links or {}).run()
+
+
+class _Player:
+    def __init__(self, program: Program, machine: Machine, links: Mapping[str, Link]):
+        self.program, self.machine, self.links = program, machine, links
+        self.found = Play()
+        self.now = 0.0  # on the compute stream
+        self.free: dict[str, float] = {}  # when an axis's links are
+        self.ready: dict[fx.Node, tuple[float, str]] = {}  # what is under way, and on what stream
+        self.by_dtype: dict[str, float] = {}
+
+    def run(self) -> Play:
+        graph = self.program.graph.graph
+        kernels = kernels_of(graph, self.machine.fuses)
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if is_collective(node):
+                self._issue(node)
+            elif "wait_tensor" in str(node.target):
+                self._join(node.all_input_nodes[0])
+            else:
+                self._compute(node, kernels[node])
+        for node in list(self.ready):
+            self._join(node)
+        self.found.seconds = self.now
+        if self.by_dtype:
+            self.found.dtype = max(self.by_dtype, key=self.by_dtype.__getitem__)
+        return self.found
+
+    def _issue(self, node: fx.Node) -> None:
+        wire, axes = self.program.groups[str(node.args[-1])]
+        stream = " ".join(axes)
+        sizes = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
+        ranks = math.prod(sizes[a] for a in axes)
+        kind = _kind(node)
+        given = _nbytes(node if kind == "all_gather" else node.all_input_nodes[0])
+        sent = collective_bytes(kind, ranks, given)
+        link = self.links.get(stream) or self.machine.link_of(axes, sizes)
+        reached = Link(link.latency, link.bandwidth * self.machine.efficiency["link"])
+        seconds = collective_seconds(kind, ranks, sent, reached)
+        start = max([self.now, *(self.free.get(axis, 0.0) for axis in axes)])
+        for axis in axes:
+            self.free[axis] = start + seconds
+        self.ready[node] = (start + seconds, stream)
+        self._note(node, stream, start, seconds, kind, sent)
+        if not self.machine.overlaps:
+            self._join(node)
+
+    def _join(self, node: fx.Node) -> None:
+        end, stream = self.ready.pop(node, (0.0, ""))
+        if end > self.now:
+            self.found.exposed[stream] = self.found.exposed.get(stream, 0.0) + end - self.now
+            self.now = end
+
+    def _compute(self, node: fx.Node, kernel: Kernel) -> None:
+        seconds = kernel.seconds(self.machine)
+        if kernel.flops:
+            self.found.flops += kernel.flops
+            self.by_dtype[kernel.dtype] = self.by_dtype.get(kernel.dtype, 0.0) + kernel.flops
+            if not note_of(node).again:
+                self.found.model_flops += kernel.flops
+        if seconds:
+            self._note(node, COMPUTE, self.now, seconds, kernel.kind, kernel.nbytes)
+            self.now += seconds
+
+    def _note(
+        self, node: fx.Node, stream: str, start: float, seconds: float, kind: str, nbytes: float
+    ) -> None:
+        note = note_of(node)
+        event = TimelineEvent(
+            node.name, stream, start, seconds, kind, note.phase, note.source, nbytes
+        )
+        self.found.events.append(event)
+        self.found.busy[stream] = self.found.busy.get(stream, 0.0) + seconds
+
+
+def bytes_per_axis(program: Program) -> dict[str, int]:
+    """Bytes that a rank sends in a run of a program, for the axes of each collective: what a ledger
+    counts of the run."""
+    found: dict[str, int] = {}
+    for record in carried(program):
+        stream = " ".join(record.axes)
+        found[stream] = found.get(stream, 0) + record.nbytes
+    return found
+
+
+def save_trace(played: Play, path: str | Path) -> None:
+    """Write a timeline as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+    streams = {name: i for i, name in enumerate([COMPUTE, *sorted({*played.busy} - {COMPUTE})])}
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": name}}
+        for name, i in streams.items()
+    ]
+    for event in played.events:
+        events.append(
+            {
+                "name": f"{event.kind} {event.name}",
+                "cat": event.phase,
+                "ph": "X",
+                "pid": 0,
+                "tid": streams[event.stream],
+                "ts": event.start * 1e6,
+                "dur": event.seconds * 1e6,
+                "args": {"source": event.source, "bytes": human(round(event.nbytes))},
+            }
+        )
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _kind(node: fx.Node) -> str:
+    name = str(node.target)
+    for kind in _KINDS:
+        if kind in name:
+            return kind
+    raise ValueError(f"a collective that has no formula: {name}")
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(math.prod(value.shape)) * int(value.element_size())

@@ -1,7 +1,4 @@
-"""The command line.
-
-What can be asked on the command line? `partita train | explain | bench | cache | doctor`.
-"""
+"""The command line: `partita train | explain | bench | cache | doctor`."""
 
 from __future__ import annotations
 

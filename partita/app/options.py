@@ -17,6 +17,8 @@ from typing import Any
 
 from partita.checkpoint import is_checkpoint
 
+from .device import DEVICES, choose_device
+
 __all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "read_positive", "shown_mesh"]
 
 Mesh = tuple[tuple[str, int], ...]
@@ -164,6 +166,9 @@ class Options:
     dtype: str = _option(
         "fp32", "fp32, or bf16 to compute in, over fp32 weights", _one_of("fp32", "bf16")
     )
+    device: str = _option(
+        "auto", "auto, cpu or cuda: auto is a GPU for each rank where there are", _one_of(*DEVICES)
+    )
     compile: bool = _option(False, "the step as one graph, compiled: fewer bytes and milliseconds")
     accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
     save: Path | None = _option(  # noqa: RUF009
@@ -198,6 +203,7 @@ class Options:
                 f"--width {self.width} does not divide into --heads {self.heads} of an even size; "
                 f"--width {near} does"
             )
+        choose_device(self.device)
         if self.zero and "dp" not in axes:
             raise ValueError(f"--zero {self.zero} shards over dp, and {shown} has none")
         if self.sp and "tp" not in axes:

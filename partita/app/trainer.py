@@ -21,6 +21,7 @@ from partita.compile.phases import told_of_phases
 
 from .checkpoint_schedule import Saves
 from .data import Text, read
+from .device import Device, choose_device
 from .models import GPT
 from .options import Options
 
@@ -51,7 +52,10 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
     """
     if text is None:
         text = read(options.data, context=options.context)
-    mesh = _mesh(options) if mesh is None else mesh
+    device = choose_device(options.device) if mesh is None else Device(mesh.device_type)
+    device.select()
+    options = replace(options, device=device.type)
+    mesh = _mesh(options, device) if mesh is None else mesh
     model = build(options, mesh)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
@@ -85,7 +89,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                 )
                 for group in optimizer.param_groups:
                     group["lr"] = options.lr * _share_of_lr(step, options.steps)
-                loss = run(_micro_batches(batch, mesh, options), step).item()
+                loss = run(_micro_batches(batch, mesh, options, device), step).item()
                 if nan is not None:
                     nan.check(loss, step)
                 elif not math.isfinite(loss):
@@ -99,7 +103,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         saves.finish()
         if options.sample:
             tell("at", phase="sample", step=options.steps)
-            with _precision(options):
+            with _precision(options, device):
                 written = sample(model, PROMPT, options.sample, seed=options.seed)
             tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="backslashreplace"))
     return losses
@@ -108,9 +112,9 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
 def build(options: Options, mesh: Any) -> GPT:
     """The model as `options` ask for it, on `mesh`; on one device where that is None."""
     torch.manual_seed(options.seed)
-    model = GPT(
+    model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
         layers=options.layers, width=options.width, heads=options.heads, context=options.context
-    )
+    ).to(choose_device(options.device).type)
     if mesh is not None:
         axes = mesh.mesh_dim_names
         # A byte has 256 values: to split so few words would cost more than it saves.
@@ -128,13 +132,15 @@ def build(options: Options, mesh: Any) -> GPT:
 def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
 
+    device = choose_device(options.device)
+
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = device.place(torch.zeros(()))
         for k, (inputs, targets) in enumerate(micro_batches, 1):
             with _holding_back(model, options) if k < options.accumulate else nullcontext():
                 tell("at", phase="forward", step=step)
-                with _precision(options):
+                with _precision(options, device):
                     logits = model(inputs)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
                 loss = loss / options.accumulate
@@ -166,9 +172,11 @@ def _tell_nothing(event: str, **facts: Any) -> None:
     pass
 
 
-def _micro_batches(batch: tuple[Tensor, Tensor], mesh: Any, options: Options) -> MicroBatches:
+def _micro_batches(
+    batch: tuple[Tensor, Tensor], mesh: Any, options: Options, device: Device
+) -> MicroBatches:
     """Inputs and targets of each, laid out over the mesh."""
-    pairs = zip(*(t.chunk(options.accumulate) for t in batch), strict=True)
+    pairs = zip(*(device.place(t).chunk(options.accumulate) for t in batch), strict=True)
     return [pair if mesh is None else pt.distribute_batch(pair, mesh) for pair in pairs]
 
 
@@ -177,11 +185,11 @@ def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
     return pt.no_sync(model) if "dp" in dict(options.mesh) and options.zero < 2 else nullcontext()
 
 
-def _precision(options: Options) -> AbstractContextManager[Any]:
+def _precision(options: Options, device: Device) -> AbstractContextManager[Any]:
     """bf16 by autocast; but what ZeRO-3 gathers it has cast before, at half the bytes."""
     if options.dtype == "fp32" or options.zero == 3:
         return nullcontext()
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+    return device.autocast(torch.bfloat16)
 
 
 def _zero_precision(options: Options) -> pt.MixedPrecision | None:
@@ -226,13 +234,13 @@ def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
     The window keeps one length, filled up at its end, where a causal model does not look: so each
     byte runs the plans of the first.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(count):
         recent = tokens[-model.context :]
         window = torch.zeros(1, model.context, dtype=torch.int64)
         window[0, : len(recent)] = torch.tensor(recent)
-        logits = _whole(model(window))[0, len(recent) - 1].float()
+        logits = _whole(model(window.to(device)))[0, len(recent) - 1].float().cpu()
         chances = F.softmax(logits / 0.7, dim=-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(tokens[len(prompt) :])
@@ -243,11 +251,11 @@ def _share_of_lr(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARM_UP) * falling
 
 
-def _mesh(options: Options) -> Any:
+def _mesh(options: Options, device: Device) -> Any:
     if not options.mesh:
         return None
     names, sizes = zip(*options.mesh, strict=True)
-    return pt.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return pt.init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ files and lines     of the runtime, without comments and docstrings
 circles             of files that import one another, within a room or between rooms
 names               functions named by one word, types that are defined twice
 an addition         files of tensor/ and comm/ that `x + y` runs through, found and planned
+its arguments       files that are given x or y as it is planned; returns to one; their names
 lists               written by hand, of torch's functions, outside of the table of corrections
 backends            files that name one, outside of comm/backends/
 docstrings          that public names lack
@@ -207,6 +208,64 @@ def _files_run(call: Callable[[], Any]) -> list[str]:
     return sorted(str(f) for f in below if f.parts[0] in ("tensor", "comm"))
 
 
+@dataclass(frozen=True)
+class WayOfArguments:
+    """Where the operands of one call go until it is planned and done.
+
+    Attributes:
+        files: that have a function to which one is given, alone or in a tuple, list or dictionary.
+        returns: how often a call leads back into one of these files that another has left.
+        names: that parameters have which are given one.
+    """
+
+    files: list[str]
+    returns: int
+    names: list[str]
+
+
+def follow_arguments() -> WayOfArguments:
+    """The way of the operands of a first `x + y`, as it runs."""
+    import torch
+
+    import partita as pt
+
+    def run(mesh: Any) -> WayOfArguments:
+        x, y = (pt.distribute_tensor(torch.ones(4, 5), mesh, [pt.Shard(0)]) for _ in range(2))
+        given = {id(x), id(y)}
+        visited: list[str] = []
+        names: set[str] = set()
+
+        def holds(value: Any) -> bool:
+            if type(value) in (tuple, list):
+                return any(map(holds, value))
+            return any(map(holds, value.values())) if type(value) is dict else id(value) in given
+
+        def note(frame: Any, event: str, arg: Any) -> None:
+            code = frame.f_code
+            if event != "call" or not Path(code.co_filename).is_relative_to(PACKAGE):
+                return
+            parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
+            found = [n for n in parameters if n in frame.f_locals and holds(frame.f_locals[n])]
+            if found:
+                names.update(found)
+                visited.append(str(Path(code.co_filename).relative_to(PACKAGE)))
+
+        sys.setprofile(note)
+        try:
+            x + y
+        finally:
+            sys.setprofile(None)
+        seen: set[str] = set()
+        returns = 0
+        for before, now in zip(["", *visited], visited, strict=False):
+            returns += now != before and now in seen
+            seen.add(now)
+        return WayOfArguments(sorted(seen), returns, sorted(names))
+
+    with pt.ranks(dp=2) as world:
+        return world.run(run)[0]
+
+
 # -- lists, backends, docstrings -------------------------------------------------------------------
 
 
@@ -285,6 +344,7 @@ def main() -> int:
 
         os.environ.setdefault("PARTITA_HOT_PATH", "python")
     cached, missed = files_of_an_addition()
+    way = follow_arguments()
     lists, backends = lists_of_functions(runtime), files_that_name_a_backend(runtime)
     silent = names_without_docstring(modules)
     lines = sum(map(count_lines_of_code, runtime))
@@ -295,6 +355,12 @@ def main() -> int:
         ("type names defined twice", "0", str(len(twice)), twice),
         ("files of a cached x + y", "<= 3", str(len(cached)), cached),
         ("files of one that is planned", "<= 6", str(len(missed)), missed),
+        (
+            "its arguments: files; returns; names",
+            "10; 25; 30",
+            f"{len(way.files)}; {way.returns}; {len(way.names)}",
+            [*way.files, " ".join(way.names)],
+        ),
         ("lists of functions by hand", "1 table", str(len(lists)), lists),
         ("files that name a backend", "0", str(len(backends)), backends),
         ("public names without docstring", "0", str(len(silent)), silent),

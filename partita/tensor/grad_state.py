@@ -24,6 +24,7 @@ from .autograd import carry_all, moved
 from .dtensor import DTensor, tagged
 from .spec import Spec, two_meshes
 from .tensor_state import ReopenHook, own_state, state_of
+from .watch import HERE
 
 __all__ = [
     "allowed_gradient",
@@ -140,10 +141,16 @@ def _reopen(x: DTensor | None) -> None:
     if x is None:
         return
     unmark_settled(x)
+    # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
+    stays = not (torch.is_grad_enabled() or HERE.capturing)
     with Local(), torch.no_grad():
         held = _grad.__get__(x)
         if isinstance(held, DTensor) and held._spec is not x._spec.gradient:
             wire, wanted = held._spec.wire, x._spec.gradient
             moves = plan(held._spec.layout, wanted.layout, wire.mesh, held.element_size())
             shares = carry_all(moves, held, wire, "grad", "gradient")
-            _grad.__set__(x, tagged(shares.detach(), wanted))
+            if stays and shares.shape == held.shape:
+                held.copy_(shares)
+                tagged(held, wanted)
+            else:
+                _grad.__set__(x, tagged(shares.detach(), wanted))

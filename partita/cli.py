@@ -21,6 +21,7 @@ from partita.app import (
     is_rank,
     joined,
     launch,
+    make_logs,
     make_progress,
     options_in,
     read_positive,
@@ -144,25 +145,27 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
             print(options.to_toml(), end="")
             return 0
         options.check()
+        progress = make_progress(
+            steps=options.steps,
+            tokens=options.batch * options.context,
+            mesh=shown_mesh(options.mesh) or "one rank",
+        )
+        logs = make_logs(options, progress.show)
     except (ValueError, OSError) as error:
         print(f"partita train: {error}", file=sys.stderr)
         return 2
-    progress = make_progress(
-        steps=options.steps,
-        tokens=options.batch * options.context,
-        mesh=shown_mesh(options.mesh) or "one rank",
-    )
     try:
         if not is_rank():
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
-            return launch(argv, options.ranks, progress.show)
-        with joined(progress.show) as me:
+            return launch(argv, options.ranks, logs.show)
+        with joined(logs.show) as me:
             if not asked.verify:
                 train(options, me.tell)
                 return 0
             return 0 if verify(options, me.tell, compare=me.rank == 0) else 1
     finally:
         progress.stop()
+        logs.end()
 
 
 def _options(asked: argparse.Namespace) -> Options:

@@ -1,10 +1,11 @@
 """The trainer of `partita train`, and how its ranks start.
 
 In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
-`models/`, `progress`, `checkpoint_schedule`; `cache_table` (`partita cache`).
+`models/`, `progress`, `logs`, `checkpoint_schedule`; `cache_table` (`partita cache`).
 """
 
 from .launch import cores, is_rank, joined, launch
+from .logs import make_logs
 from .options import Mesh, Options, flag, options_in, read_positive, shown_mesh
 from .progress import make_progress
 from .trainer import train, verify
@@ -17,6 +18,7 @@ __all__ = [
     "is_rank",
     "joined",
     "launch",
+    "make_logs",
     "make_progress",
     "options_in",
     "read_positive",

@@ -179,6 +179,16 @@ class Options:
     detect_nan: bool = _option(False, "name the module that made the first nan (slower)")
     check_ranks: bool = _option(False, "compare what ranks ask for at each collective (slower)")
     sample: int = _option(200, "bytes of text to write at the end", _read_count)
+    log: Path | None = _option(  # noqa: RUF009
+        None, "a JSON object a line for each step, in this file", Path, show=str, metavar="FILE"
+    )
+    tensorboard: Path | None = _option(  # noqa: RUF009
+        None, "log to TensorBoard, if it is installed", Path, show=str, metavar="DIR"
+    )
+    wandb: str | None = _option(
+        None, "log to Weights & Biases, if it is installed", metavar="PROJECT"
+    )
+    mlflow: str | None = _option(None, "log to MLflow, if it is installed", metavar="EXPERIMENT")
 
     @property
     def ranks(self) -> int:

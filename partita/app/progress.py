@@ -88,6 +88,9 @@ class Progress:
         self.stop()
         print(printable(message), file=sys.stderr, flush=True)
 
+    def _on_note(self, *, message: str) -> None:
+        self.say(message)
+
     def _on_sample(self, *, prompt: str, text: str) -> None:
         self.stop()
         self.say("\nThe model writes:\n")
@@ -117,7 +120,7 @@ class LiveProgress(Progress):
         from rich.table import Column
 
         super().__init__(**facts)
-        self._console = Console(file=self.out, highlight=False)
+        self._console = Console(file=self.out, highlight=False, emoji=False)
         self._bar = Bar(
             BarColumn(16),
             MofNCompleteColumn(),

@@ -1,0 +1,218 @@
+"""Logs of a training run: JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+Each hears the events that rank 0 tells of. The three last are imported where they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from .options import Options, flag
+
+__all__ = ["JsonLines", "Logs", "RunLog", "make_logs"]
+
+_NOT_KEPT = ("at", "done", "failed", "job")  # where ranks are, for who watches them
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+class RunLog(Protocol):
+    """Hears of a run. `begin` comes with the first event, in the process that hears of them."""
+
+    def begin(self, options: dict[str, Any]) -> None: ...
+
+    def hear(self, event: str, facts: dict[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Logs:
+    """All logs of a run. One that fails is left out from then on: training goes on.
+
+    Args:
+        logs: what hears of the run.
+        options: of the run, as text and numbers.
+        tokens: bytes of text per step, over all ranks.
+        show: is told of each event, too.
+    """
+
+    def __init__(
+        self,
+        logs: Iterable[RunLog],
+        options: dict[str, Any],
+        tokens: int,
+        show: Callable[[str, dict[str, Any]], None],
+    ):
+        self._logs, self._options, self._tokens, self._show = [*logs], options, tokens, show
+        self._begun = False
+
+    def show(self, event: str, facts: dict[str, Any]) -> None:
+        """Hear of one event, and pass it on."""
+        self._show(event, facts)
+        if event in _NOT_KEPT:
+            return
+        if event == "step":
+            rate = self._tokens / max(facts["seconds"], 1e-9)
+            facts = {**facts, "tokens_per_second": round(rate, 1)}
+        if not self._begun:
+            self._begun = True
+            self._each(lambda log: log.begin(self._options))
+        self._each(lambda log: log.hear(event, facts))
+
+    def end(self) -> None:
+        """The run has ended, in whichever way."""
+        if self._begun:
+            self._each(lambda log: log.end())
+
+    def _each(self, call: Callable[[RunLog], None]) -> None:
+        for log in [*self._logs]:
+            try:
+                call(log)
+            except Exception as error:
+                self._logs.remove(log)
+                said = f"{type(log).__name__} fails, and is left out: {error}"
+                self._show("note", {"message": said})
+
+
+def make_logs(options: Options, show: Callable[[str, dict[str, Any]], None]) -> Logs:
+    """The logs that `options` ask for; `show` is told of all events.
+
+    Raises:
+        ValueError: a package that is asked for is not installed, or a file cannot be where it is
+            asked for.
+    """
+    for name, package in _PACKAGES.items():
+        if getattr(options, name) is not None and not _is_installed(package):
+            raise ValueError(f"--{flag(name)} needs {package}, which is not installed")
+    found: list[RunLog] = []
+    if options.log is not None:
+        if not options.log.absolute().parent.is_dir() or options.log.is_dir():
+            raise ValueError(f"--log: {options.log} is no file in a folder that is there")
+        found.append(JsonLines(options.log, append=options.resume))
+    if options.tensorboard is not None:
+        found.append(TensorBoardLog(options.tensorboard))
+    if options.wandb is not None:
+        found.append(WandbLog(options.wandb))
+    if options.mlflow is not None:
+        found.append(MlflowLog(options.mlflow))
+    return Logs(found, _plain(options), options.batch * options.context, show)
+
+
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    """The options that have a value, by flag, as their config file has them."""
+    found = {}
+    for one in fields(options):
+        value, show = getattr(options, one.name), one.metadata["show"]
+        if value is not None:
+            found[flag(one.name)] = value if show is None else show(value)
+    return found
+
+
+class JsonLines:
+    """A file with a JSON object for each event: `{"event": "step", "time": ..., "loss": ...}`.
+
+    Args:
+        append: go on at the end of the file that is there.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False):
+        self.path, self._mode = path, "a" if append else "w"
+
+    def begin(self, options: dict[str, Any]) -> None:
+        self._file = self.path.open(self._mode, encoding="utf-8")
+        self.hear("begin", {"options": options})
+
+    def hear(self, event: str, facts: dict[str, Any]) -> None:
+        line = json.dumps({"event": event, "time": time.time(), **facts})
+        print(line, file=self._file, flush=True)
+
+    def end(self) -> None:
+        self._file.close()
+
+
+def _figures(facts: dict[str, Any]) -> dict[str, float]:
+    return {
+        "loss": facts["loss"],
+        "seconds": facts["seconds"],
+        "tokens_per_second": facts["tokens_per_second"],
+        "bytes_sent": facts["nbytes"],
+    }
+
+
+class TensorBoardLog:
+    """Scalars for each step, and what the model writes, in a folder that TensorBoard reads."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def begin(self, options: dict[str, Any]) -> None:
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+            str(self.folder)
+        )
+        self._writer.add_text("options", _as_code(json.dumps(options, indent=2)))
+
+    def hear(self, event: str, facts: dict[str, Any]) -> None:
+        if event == "step":
+            for name, value in _figures(facts).items():
+                self._writer.add_scalar(name, value, facts["step"])
+        elif event == "sample":
+            self._writer.add_text("sample", _as_code(facts["prompt"] + facts["text"]))
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+def _as_code(text: str) -> str:
+    """Text as Markdown's code, which shows it as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class WandbLog:
+    """A run of a Weights & Biases project."""
+
+    def __init__(self, project: str):
+        self.project = project
+
+    def begin(self, options: dict[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(project=self.project, config=options)
+
+    def hear(self, event: str, facts: dict[str, Any]) -> None:
+        if event == "step":
+            self._run.log(_figures(facts), step=facts["step"])
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+class MlflowLog:
+    """A run of an MLflow experiment."""
+
+    def __init__(self, experiment: str):
+        self.experiment = experiment
+
+    def begin(self, options: dict[str, Any]) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(self.experiment)
+        self._mlflow.start_run()
+        self._mlflow.log_params(options)
+
+    def hear(self, event: str, facts: dict[str, Any]) -> None:
+        if event == "step":
+            self._mlflow.log_metrics(_figures(facts), step=facts["step"])
+        elif event == "sample":
+            self._mlflow.log_text(facts["prompt"] + facts["text"], "sample.txt")
+
+    def end(self) -> None:
+        self._mlflow.end_run()

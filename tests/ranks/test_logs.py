@@ -1,0 +1,148 @@
+"""Do the logs of `partita train` hear of each step, and does training go on without them?"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from partita.app import Options, make_logs, train
+from partita.app.progress import LiveProgress, Progress
+from partita.cli import main
+
+OPTIONS = Options(steps=3, batch=2, context=16, layers=1, width=16, heads=2, sample=4)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Trains under the logs of some options; gives what else was told."""
+    text = tmp_path / "text"
+    text.write_bytes(b"some text to be trained on, again and again\n" * 9)
+    told = []
+
+    def run(**more):
+        options = replace(OPTIONS, data=text, **more)
+        logs = make_logs(options, lambda event, facts: told.append((event, facts)))
+        train(options, lambda event, **facts: logs.show(event, facts))
+        logs.end()
+        return told
+
+    return run
+
+
+def lines_of(path: Path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_log_has_a_json_object_for_each_step(run, tmp_path):
+    told = run(log=tmp_path / "run.jsonl")
+    lines = lines_of(tmp_path / "run.jsonl")
+    assert [line["event"] for line in lines] == ["begin", "ready", *["step"] * 3, "sample"]
+    assert lines[0]["options"]["width"] == 16 and lines[0]["options"]["steps"] == 3
+    steps = [line for line in lines if line["event"] == "step"]
+    shown = [facts for event, facts in told if event == "step"]
+    assert [s["loss"] for s in steps] == [s["loss"] for s in shown]
+    for step in steps:
+        assert step["tokens_per_second"] == pytest.approx(32 / step["seconds"], abs=0.1)
+        assert step["time"] > 1e9 and "nbytes" in step
+
+
+def test_a_run_that_goes_on_goes_on_in_its_log(run, tmp_path):
+    path, folder = tmp_path / "run.jsonl", tmp_path / "kept"
+    run(log=path, save=folder, steps=2)
+    run(log=path, save=folder, steps=3, resume=True)
+    steps = [line["step"] for line in lines_of(path) if line["event"] == "step"]
+    assert steps == [0, 1, 2]
+
+
+class Calls:
+    """Notes each call of whatever is asked of it: a fake of a library's public names."""
+
+    def __init__(self, name="", notes=None):
+        self._name, self.notes = name, [] if notes is None else notes
+
+    def __getattr__(self, name):
+        return type(self)(f"{self._name}.{name}".lstrip("."), self.notes)
+
+    def __call__(self, *args, **kwargs):
+        self.notes.append((self._name, args, kwargs))
+        return Calls(f"{self._name}()", self.notes)
+
+    def named(self, name):
+        return [(args, kwargs) for called, args, kwargs in self.notes if called == name]
+
+
+def test_tensorboard_is_given_scalars_and_text_as_it_is(run, tmp_path, monkeypatch):
+    board = Calls()
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    told = run(tensorboard=tmp_path / "board")
+    assert board.named("SummaryWriter") == [((str(tmp_path / "board"),), {})]
+    losses = [a[1:] for a, _ in board.named("SummaryWriter().add_scalar") if a[0] == "loss"]
+    assert losses == [(f["loss"], f["step"]) for e, f in told if e == "step"]
+    (_, sample) = (args for args, _ in board.named("SummaryWriter().add_text"))
+    assert sample[0] == "sample" and all(line.startswith("    ") for line in sample[1].split("\n"))
+    assert board.notes[-1][0] == "SummaryWriter().close"
+
+
+def test_weights_and_biases_is_given_figures_by_step(run, monkeypatch):
+    wandb = Calls()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run(wandb="project")
+    ((_, begun),) = wandb.named("init")
+    assert begun["project"] == "project" and begun["config"]["width"] == 16
+    logged = wandb.named("init().log")
+    assert [kwargs["step"] for _, kwargs in logged] == [0, 1, 2]
+    assert {"loss", "tokens_per_second", "bytes_sent"} <= logged[0][0][0].keys()
+    assert wandb.notes[-1][0] == "init().finish"
+
+
+def test_mlflow_is_given_parameters_and_metrics(run, monkeypatch):
+    mlflow = Calls()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    run(mlflow="experiment")
+    assert mlflow.named("set_experiment") == [(("experiment",), {})]
+    assert mlflow.named("log_params")[0][0][0]["steps"] == 3
+    assert [kwargs["step"] for _, kwargs in mlflow.named("log_metrics")] == [0, 1, 2]
+    assert mlflow.notes[-1][0] == "end_run"
+
+
+def test_a_log_that_fails_is_left_out_and_training_goes_on(run, monkeypatch, tmp_path):
+    class Broken(Calls):
+        def __call__(self, *args, **kwargs):
+            raise OSError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", Broken())
+    told = run(wandb="project", log=tmp_path / "run.jsonl")
+    notes = [facts["message"] for event, facts in told if event == "note"]
+    assert notes == ["WandbLog fails, and is left out: no network"]
+    assert len(lines_of(tmp_path / "run.jsonl")) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--wandb", "x"), "--wandb needs wandb, which is not installed"),
+        (("--mlflow", "x"), "--mlflow needs mlflow, which is not installed"),
+        (("--log", "/nowhere/at/all"), "--log: /nowhere/at/all is no file"),
+    ],
+)
+def test_what_cannot_be_logged_to_is_an_error_before_a_rank_starts(
+    given, said, capsys, monkeypatch
+):
+    monkeypatch.setattr("partita.app.logs.importlib.util.find_spec", lambda name: None)
+    assert main(["train", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [Progress, LiveProgress])
+def test_what_the_model_writes_is_shown_as_it_is(kind):
+    out = io.StringIO()
+    progress = kind(steps=1, tokens=8, mesh="one rank", out=out)
+    progress.show("sample", {"prompt": "def ", "text": "[red]x[/red] [/nothing] \x1b[31m :smile:"})
+    assert "def [red]x[/red] [/nothing] \\x1b[31m :smile:" in out.getvalue()

@@ -106,8 +106,8 @@ def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str
         "partita zero 3": lambda: spread(3),
         "partita zero 3 compiled": lambda: spread(3, pt.compile),
         "FSDP2": lambda: plain(fsdp(new(), mesh)),
-        "FSDP2 compiled": lambda: plain(torch.compile(fsdp(new(), mesh))),
-        "SimpleFSDP compiled": lambda: plain(torch.compile(simple_fsdp(new(), mesh))),
+        "FSDP2 compiled": lambda: plain(torch.compile(fsdp(new(), mesh))),  # type: ignore[arg-type]
+        "SimpleFSDP compiled": lambda: plain(torch.compile(simple_fsdp(new(), mesh))),  # type: ignore[arg-type]
     }
     return {
         name: make() for name, make in ways.items() if not only or name == "alone" or name in only

@@ -176,7 +176,7 @@ def _step_times(rounds: int) -> dict[str, dict[str, float]]:
     runs: dict[str, tuple[torch.nn.Module, Any, torch.optim.Optimizer]] = {}
     for kind in ("plain", "partita", "torch"):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(_block(16) for _ in range(4)))
+        model: torch.nn.Module = torch.nn.Sequential(*(_block(16) for _ in range(4)))
         x: Any = torch.randn(4, 8, 16)
         if kind != "plain":
             module = ours if kind == "partita" else theirs
@@ -194,8 +194,8 @@ def _step_times(rounds: int) -> dict[str, dict[str, float]]:
         for p in model.parameters():
             # Gradients at rest where the parameters are, so that only the optimizer is timed.
             if kind != "plain":
-                g = p.grad
-                p.grad = g.redistribute(placements=p.placements)
+                g: Any = p.grad
+                p.grad = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
     grads = {k: [p.grad for p in m.parameters()] for k, (m, _, _) in runs.items()}
     for _ in range(rounds):
         for kind, (model, x, optimizer) in runs.items():

@@ -60,7 +60,7 @@ def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, in
         ways = {
             "compiled": pt.compile(_step(pt.zero(_model(layers, width), mesh), rows, make)),
             "eager": _step(pt.zero(_model(layers, width), mesh), rows, make),
-            "FSDP2": _step(fully_shard(theirs, mesh=mesh), x, make),
+            "FSDP2": _step(fully_shard(theirs, mesh=mesh), x, make),  # type: ignore[arg-type]
         }
         for way in list(ways):
             step: Any = ways.pop(way)

@@ -46,7 +46,7 @@ def moves(options: argparse.Namespace) -> dict[str, Any]:
     for length, said in ((8192, "even"), (8191, "uneven")):
         for before, after in _MOVES:
             name = f"{before} -> {after}, {said}"
-            cases[name] = lambda n, c=(before, after, length): _of_move(n, *c)
+            cases[name] = lambda n, c=(before, after, length): _of_move(n, *c)  # type: ignore[misc]
     if options.layer_width:
         cases["ZeRO-3 Llama layer"] = lambda n: _of_layer(n, options.layer_width)
     print(f"\n{'':<28}{'':<9}" + "".join(f"{n:>10}" for n in sizes) + f"{'ratio':>8}")

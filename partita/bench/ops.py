@@ -177,6 +177,7 @@ def _in_jobs(names: Sequence[str], options: argparse.Namespace) -> Found:
         jobs.append((ours, process))
     found, done = Found(), 0
     waiting = dict(jobs)
+    end: Any
     while waiting:
         for end in wait(list(waiting)):
             said = end.recv()

@@ -101,8 +101,8 @@ def _save_once(
     told = wire.exchange(f"has saved a model ({_NAME})", pack(failed))
     if failed is not None:
         raise failed
-    for error in filter(None, map(unpack, told)):
-        raise error
+    for raised in filter(None, map(unpack, told)):
+        raise raised
     return result
 
 
@@ -154,4 +154,4 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
 
 
 for _module, _class in _DOORS.items():
-    after_import(_module, lambda module, _class=_class: _teach(getattr(module, _class)))
+    after_import(_module, lambda module, _class=_class: _teach(getattr(module, _class)))  # type: ignore[misc]

@@ -143,7 +143,7 @@ def _mark(x: DTensor, sampled: bool) -> str:
 
 def settled(x: DTensor) -> DTensor:
     """`x` with its pending axes reduced."""
-    return x.detach().redistribute(
+    return x.detach().redistribute(  # type: ignore[attr-defined]
         placements=[Replicate() if p.is_partial() else p for p in x.placements]
     )
 
@@ -219,5 +219,5 @@ def bytes_of(x: torch.Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     memory = (ctypes.c_char * size).from_address(x.data_ptr())
-    memory.owner = x  # type: ignore[attr-defined]  the view keeps the array, and that the tensor
+    memory.owner = x  # type: ignore[attr-defined]  # the view keeps the array, and that the tensor
     return memoryview(memory).cast("B")

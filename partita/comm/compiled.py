@@ -8,6 +8,8 @@ Compiled code finds a process group by name, and waits for what it began by torc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = ["all_gather", "all_to_all", "sum_of_shares"]
@@ -25,7 +27,7 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
     returns.
     """
     # Private torch: a functional collective's group and its work are known by name and by tensor.
-    c10d = torch._C._distributed_c10d
+    c10d: Any = torch._C._distributed_c10d
     group = c10d._resolve_process_group(group_name)
     out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
     pieces = out.view(group_size, *x.shape).unbind()

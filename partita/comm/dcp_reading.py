@@ -71,7 +71,7 @@ class LoadPieces(DefaultLoadPlanner):
         plan = LoadPlan([])
         for name, piece in self._pieces.items():
             wanted = chunks(piece.region, piece.shape)
-            items = create_read_items_for_chunk_list(name, stored[name], wanted)
+            items = create_read_items_for_chunk_list(name, stored[name], wanted)  # type: ignore[arg-type]
             if wanted and not _covers(items, wanted[0].sizes):
                 raise self._reader.damaged(".metadata", f"it has lost chunks of {name}")
             plan.items += items
@@ -274,6 +274,7 @@ def _check_sizes(content: bytes) -> None:
 
     Of a damaged number Python's unpickler makes a table of so many entries before it looks further.
     """
+    value: Any
     for code, value, _ in pickletools.genops(content):
         is_size = code.name in ("PUT", "BINPUT", "LONG_BINPUT", "FRAME")
         if code.name == "BYTEARRAY8" or (is_size and int(value) > len(content)):

@@ -193,7 +193,8 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
 def patience() -> timedelta:
     """The timeout of the job's process groups."""
     # Private torch: a timeout that was given is kept by the backend only.
-    backend = dist.group.WORLD._get_backend(torch.device("cpu")) if _has_cpu() else None
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(torch.device("cpu")) if _has_cpu() else None
     limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return limit or timedelta(minutes=30)
 

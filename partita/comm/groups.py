@@ -92,8 +92,8 @@ class GroupWire(Wire):
                     use_local_synchronization=True,
                     group_desc="partita " + " ".join(axes),
                 )
-            self._process_groups[axes] = found
-        return found
+            self._process_groups[axes] = found  # type: ignore[assignment]
+        return found  # type: ignore[return-value]
 
     def _world_serves(self) -> bool:
         """Whether the default group reaches the mesh's kind of device."""

@@ -79,7 +79,7 @@ class Ledger:
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
         """What `note_work` was told, without the ranks."""
-        return [(*place, operations) for (_, *place), operations in self._work.items()]
+        return [(op, source, axes, n) for (_, op, source, axes), n in self._work.items()]
 
     @property
     def repeated(self) -> list[RepeatedWork]:

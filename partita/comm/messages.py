@@ -121,8 +121,8 @@ def _error_to_json(error: BaseException) -> dict[str, Any]:
             for key in ("fact", "place", "operands", "reason", "fixes")
         }
     elif isinstance(error, OSError) and error.errno is not None:
-        name = None if error.filename is None else str(error.filename)
-        parts["args"] = [error.errno, error.strerror, name]
+        file = None if error.filename is None else str(error.filename)
+        parts["args"] = [error.errno, error.strerror, file]
     notes = getattr(error, "__notes__", [])
     return {**parts, "notes": list(map(str, notes))}
 

@@ -79,7 +79,7 @@ def _all_gather(move: Move, transport: Transport) -> Step:
 
     put = side.from_rows(pad)
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:  # type: ignore[no-redef]
         flat = x.new_empty(n * pad)
         gather(flat, _padded(x, (pad,)), axes, ask)
         out = x.new_empty(shape)
@@ -206,8 +206,8 @@ def _overlaps(
         lasts.append(last)
         sizes = sizes * (last - first)
     (some,) = sizes.nonzero(as_tuple=True)
-    bounds = [torch.stack(x, -1)[some].tolist() for x in (firsts, lasts)]
-    slices = [tuple(map(slice, first, last)) for first, last in zip(*bounds, strict=True)]
+    ends: Any = [torch.stack(x, -1)[some].tolist() for x in (firsts, lasts)]
+    slices = [tuple(map(slice, first, last)) for first, last in zip(*ends, strict=True)]
     return Splits.of(sizes.tolist()), slices
 
 
@@ -274,7 +274,7 @@ def neutral(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
         return not least
     if dtype.is_floating_point:
         # The 8-bit floats have no infinity that all of them share.
-        limit = torch.finfo(dtype)
+        limit: torch.finfo | torch.iinfo = torch.finfo(dtype)
         if dtype.itemsize > 1:
             return -math.inf if least else math.inf
     else:

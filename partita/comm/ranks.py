@@ -30,7 +30,7 @@ Action = Callable[[Sequence[Payload]], None]
 def running_wire() -> RankWire | None:
     """The wire over the whole world of the rank that runs in this thread; None where none does."""
     mesh = running_rank()
-    return None if mesh is None else mesh.wire
+    return None if mesh is None else mesh.wire  # type: ignore[return-value]
 
 
 class RankWire(Wire):
@@ -51,7 +51,9 @@ class RankWire(Wire):
         self._number_at = dict(zip(self.mesh.coordinates(), members, strict=True))
         self._numbers: dict[Axes, tuple[int, ...]] = {}
 
-    def _meet(self, key: tuple[Any, ...], axes: Axes, ask: Ask, payload: Payload, action: Action):
+    def _meet(
+        self, key: tuple[Any, ...], axes: Axes, ask: Ask, payload: Payload, action: Action
+    ) -> None:
         group = self._numbers.get(axes)
         if group is None:
             group = tuple(self._number_at[m] for m in self.group(axes)[1])

@@ -336,7 +336,7 @@ def _name_of(wire: Wire, axes: Axes) -> str:
             name = f"{base}#{count}"
         if name not in _registered:
             _registered[name] = group
-            torch._C._distributed_c10d._register_process_group(name, group)
+            torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
     return name
 
 

@@ -132,7 +132,12 @@ class World:
     # -- one rank's thread -----------------------------------------------------------------------
 
     def _rank(
-        self, r: int, fn: Callable[..., Any], args: tuple, results: list, carried: _CallerState
+        self,
+        r: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        results: list[Any],
+        carried: _CallerState,
     ) -> None:
         self._go[r].acquire()
         _running.world, _running.rank = self, r
@@ -216,8 +221,7 @@ class World:
                         with _disable_current_modes():
                             action([by_rank[m] for m in group])
             except Exception as error:
-                what = f"{first.ask.describe()} failed: {brief(error)}"
-                verdict = Verdict(what, (), error)
+                verdict = Verdict(f"{first.ask.describe()} failed: {brief(error)}", (), error)
             by_rank.clear()
         for c in calls:
             c.payload = ()  # this rank may wait here for long while the others go on

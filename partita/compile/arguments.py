@@ -185,7 +185,7 @@ def _base_of(kind: type) -> type | None:
     if kind.__module__ == "builtins":
         return None
     base = next(b for b in _BASES if issubclass(kind, b))
-    return base if kind.__new__ is base.__new__ else None
+    return base if kind.__new__ is base.__new__ else None  # type: ignore[comparison-overlap]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _has_live(values: list[Any]) -> bool:
 def _make_object(children: Any, context: tuple[type, int]) -> Any:
     items, attributes = children
     kind, number = context
-    base = _base_of(kind)
+    base: Any = _base_of(kind)
     assert base is not None
     made = base.__new__(kind)
     if issubclass(base, dict):

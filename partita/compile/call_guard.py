@@ -85,10 +85,12 @@ class CallGuard:
             for o in state.optimizers.values()
         ]
         self._inputs = [self._fixed(i.kind, i.index, count) for i in program.taken]
-        new = [(at, program.taken[at]) for at, found in enumerate(self._inputs) if found is None]
+        unfixed = [
+            (at, program.taken[at]) for at, found in enumerate(self._inputs) if found is None
+        ]
         kept = program.numbers_to_keep
-        self._new = [(at, given) for at, given in new if given not in kept]
-        self._numbers = [(at, given) for at, given in new if given in kept]
+        self._new = [(at, given) for at, given in unfixed if given not in kept]
+        self._numbers = [(at, given) for at, given in unfixed if given in kept]
         self._values: list[Any] = [None for _ in self._numbers]
         asked = [c for c in program.conditions if isinstance(c, Condition)]
         self._asked = [*dict.fromkeys(given for c in asked for given in c.numbers)]
@@ -141,7 +143,7 @@ class CallGuard:
             value = given.number(tensors)
             if value is not self._values[i]:
                 self._values[i], self._inputs[at] = value, given.now(tensors)
-        found = self._inputs.copy()
+        found: list[Any] = self._inputs.copy()
         for at, given in self._new:
             found[at] = given.now(tensors)
         return found

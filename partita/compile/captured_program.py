@@ -115,6 +115,7 @@ class CapturedProgram(Program):
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
         made: dict[int, Any] = {}
+        value: Any
         for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
             if output.asks_gradient:  # itself, but for an input, which is the caller's
                 value = (value.detach() if i in self.given_back else value).requires_grad_()

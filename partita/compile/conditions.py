@@ -93,7 +93,7 @@ class GradientCondition:
         return f"{self.name}: its gradient is of another kind"
 
 
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad
 
 
 def kind_of_gradient(t: torch.Tensor) -> Any:

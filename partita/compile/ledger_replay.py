@@ -12,6 +12,7 @@ from partita.comm import Record, Wire
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
+from .captured_program import CapturedProgram
 from .graph import is_collective
 from .node_metadata import Note, note_of
 from .program import Program
@@ -75,7 +76,7 @@ def tell(program: Program) -> None:
         log.moves += program.carried
 
 
-def tell_work(program: Program) -> None:
+def tell_work(program: CapturedProgram) -> None:
     """Tell the ledgers which matrix products a program is going to do, and who repeats them."""
     assert program.scope is not None
     for log in program.scope.ledgers:

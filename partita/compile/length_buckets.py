@@ -8,7 +8,7 @@ is said there, tensor by tensor, and nothing is padded unseen.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -54,5 +54,5 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
     if not more:
         return x
     behind = x.dim() - 1 - dim % x.dim()  # dimensions behind it, of which F.pad is told first
-    padded: T = F.pad(x, (0, 0) * behind + (0, more), value=value)
+    padded: Any = F.pad(x, (0, 0) * behind + (0, more), value=value)
     return padded

@@ -203,7 +203,7 @@ class Program:
     @property
     def wires(self) -> list[Wire]:
         """Those of its inputs, its outputs and its collectives, in one order on all ranks."""
-        specs = [x.spec for x in (*self.inputs, *self.outputs)]
+        specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
         # What stands in for a result's gradient was laid out while the step was captured.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))

@@ -90,9 +90,9 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
     """The elements of its storage between which a tensor lies, the last one excluded."""
     first = t.storage_offset()
     if not t.numel():
-        return first, first
+        return first, first  # type: ignore[return-value]
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return first * t.element_size(), (first + last + 1) * t.element_size()
+    return first * t.element_size(), (first + last + 1) * t.element_size()  # type: ignore[return-value]
 
 
 def _shared(one: Input, other: Input, is_written: bool) -> CaptureError:

@@ -260,11 +260,11 @@ class CompiledStep(LastProgram):
 
     def _run_graph(self, program: CapturedProgram, tensors: list[Any]) -> Any:
         guard = self._call_guard
-        known = guard is not None and guard.program is program
+        known = guard if guard is not None and guard.program is program else None
         if program.ranks:
             begin_graph(self.title, program.ranks)
         try:
-            return program.run(tensors, guard.inputs(tensors) if known else None)
+            return program.run(tensors, None if known is None else known.inputs(tensors))
         except RuntimeError as error:  # a collective's, where others do not make it
             for wire in program.wires:
                 if (away := missed_call(wire, error)) is not None:

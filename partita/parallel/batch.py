@@ -98,7 +98,7 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
         Fix('each_rank_has="piece"', "where each rank has read its own rows"),
         Fix("one order of rows on every rank", "the same seed, and no DistributedSampler"),
     )
-    said = {
+    said: dict[str, Any] = {
         "fact": "the ranks have not read the same batch",
         "reason": 'each_rank_has="whole": each rank keeps its part of what all of them have',
         "fixes": fixes,

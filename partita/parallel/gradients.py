@@ -12,6 +12,7 @@ settled gradient is not reduced again, and shares that arrive later still add up
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -53,7 +54,7 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     params = [p for p in params if p.grad is not None]
     reduce_gradients(params)
-    grads = [p.grad for p in params]
+    grads: list[Any] = [p.grad for p in params]
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)

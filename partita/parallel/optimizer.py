@@ -59,8 +59,8 @@ ELEMENTWISE = frozenset(
 may do more and are not in it."""
 
 
-_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 @only_entered
@@ -218,7 +218,7 @@ def _step_as_plain(
         for name, value in state[p].items() if p in state else ():
             # Only the count of steps is a scalar that belongs to no element.
             if type(value) is plain and name != "step":
-                tagged(value, update_spec(p))
+                tagged(value, update_spec(p))  # type: ignore[arg-type]
 
 
 @contextmanager

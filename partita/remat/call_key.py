@@ -187,7 +187,7 @@ def describe(key: Key) -> str:
 
 def _name(what: Any) -> str:
     """Of an `autograd.Function`, or of what stands for a function of the user's."""
-    name: str = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
+    name: Any = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
     # By this name torch applies what it has compiled.
     return "a compiled region" if name.endswith("CompiledFunction") else name
 

@@ -88,7 +88,7 @@ class Naming:
             start = start_of(t)
             if start not in own:
                 return t
-            return _Where(start, t.dtype, t.size(), t.stride(), t.storage_offset())
+            return _Where(start, t.dtype, t.size(), t.stride(), t.storage_offset())  # type: ignore[arg-type]
 
         self._offers[event] = rebuilt(kept.made, torch.Tensor, weakly)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from .ambient_state import Surroundings
 from .call_key import Origins
 from .calls import Event, Read
 from .errors import RematError
-from .wrapped import Wrapped
 
 __all__ = ["check_unwritten", "reads"]
 
@@ -36,8 +36,18 @@ def reads(tensors: list[torch.Tensor], origins: Origins) -> tuple[Read, ...]:
     return found
 
 
+class _Named(Protocol):
+    """What an error says of a region: see `wrapped.Wrapped`."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def module(self) -> nn.Module | None: ...
+
+
 def check_unwritten(
-    event: Event, tensors: list[torch.Tensor], region: Wrapped, surroundings: Surroundings
+    event: Event, tensors: list[torch.Tensor], region: _Named, surroundings: Surroundings
 ) -> None:
     """Of the second run's call that is `event`: does it read what the first one read?
 

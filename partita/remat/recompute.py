@@ -99,7 +99,7 @@ class Again:
                         len(self._done),
                         len(kept),
                         sum(k.nbytes for k in kept),
-                        self._flops.total,
+                        self._flops.total,  # type: ignore[union-attr]
                     )
                 )
             if measuring:

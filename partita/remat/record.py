@@ -41,8 +41,15 @@ class _Owner(Protocol):
 
     policy: Policy
     names: Any
-    title: str
-    module: nn.Module | None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def module(self) -> nn.Module | None: ...
 
     @property
     def plan(self) -> Any: ...

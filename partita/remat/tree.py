@@ -40,7 +40,7 @@ def rebuilt(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
             return type(value)(*each)
         return type(value)(each) if type(value) in (tuple, list) else _base(value)(each)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)
+        new = copy.copy(value)  # type: ignore[arg-type]
         for field in dataclasses.fields(value):
             # Not `replace`: what a dataclass checks of a tensor need not hold of what stands for it
             v = rebuilt(getattr(value, field.name), kind, change)

@@ -9,7 +9,6 @@ then all raise the same error, or none.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 
 import torch
@@ -177,7 +176,7 @@ def _made_by(
         shape.append(sum(at[c][dim] for c in first))
     whole = Layout(tuple(shape), layout.shards)
     fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in at.items())
-    return tuple(shape) if fits and math.prod(shape) else None
+    return tuple(shape) if fits and 0 not in shape else None
 
 
 def _named(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:

@@ -40,5 +40,5 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
         return function(*args)
 
 
-torchs._checkpoint_without_reentrant_generator = _begin_or_mark
+torchs._checkpoint_without_reentrant_generator = _begin_or_mark  # type: ignore[assignment]
 torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]

@@ -41,8 +41,8 @@ def _keep_layouts() -> None:
                 for a, spec in zip(get(frame), frame._layouts, strict=True)
             ]
 
-    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = save_inputs, get_inputs
-    _CheckpointFrame.__init__ = __init__  # type: ignore[method-assign]
+    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = save_inputs, get_inputs  # type: ignore[method-assign]
+    _CheckpointFrame.__init__ = __init__  # type: ignore[method-assign, assignment]
 
 
 def _of_piece(describe: Any, x: torch.Tensor) -> Any:

@@ -152,7 +152,7 @@ def handle(
         out = kernel(*args, **kwargs) if kwargs else kernel(*args)
     if type(out) is _Tensor and out.shape == plan.local_shape:
         out.__class__ = DTensor
-        out._spec = plan.spec
+        out._spec = plan.spec  # type: ignore[attr-defined]
         return out
     return plan.tag(out)
 
@@ -234,4 +234,4 @@ if IN_C is not None:
         count_modes=torch._C._len_torch_function_stack,
     )
 # Bound once: torch looks four times at it in a call, and a class method is bound at each.
-DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN_C.handle
+DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN_C.handle  # type: ignore[method-assign]

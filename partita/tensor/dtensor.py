@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -42,6 +42,10 @@ class DTensor(torch.Tensor):
     """
 
     _spec: Spec
+
+    if TYPE_CHECKING:  # torch's own, which gives what it is asked of
+
+        def requires_grad_(self, requires_grad: bool = True) -> DTensor: ...
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -255,7 +259,7 @@ class DTensor(torch.Tensor):
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
         after = laid_out(spec.wire, spec.layout.shape, placements)
-        return laid_out_as(x, after, "redistribute")
+        return laid_out_as(x, after, "redistribute")  # type: ignore[arg-type]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole value on every rank, as a plain tensor. Differentiable.
@@ -293,7 +297,7 @@ class DTensor(torch.Tensor):
 
     # -- text ------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Layout and values: a pending value is reduced first, a sharded one shows its piece."""
         value = current(self)
         if self._spec.is_pending:

@@ -11,9 +11,9 @@ whole graph was asked for, the refusal is the error. Of partita's own code Dynam
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -25,6 +25,8 @@ from .dtensor import DTensor
 from .tensor_overrides import SPECIAL
 
 __all__ = ["only_entered"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SAID = (
     "torch.compile met a DTensor, which it cannot compile: what takes one runs as it is written "
@@ -46,7 +48,7 @@ _ENTERED = (
 compiled, too, and regions, which know what they are in a program that is compiled."""
 
 
-def only_entered(function: FunctionType) -> FunctionType:
+def only_entered(function: F) -> F:
     """Have Dynamo run frames of `function` as they stand, though it enters it from others.
 
     One that asks `is_dynamo_compiling()` and is compiled by itself has that folded: what Dynamo

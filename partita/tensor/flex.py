@@ -230,9 +230,9 @@ def _part(mask: BlockMask, rows: Range, heads: Range) -> BlockMask:
 
     # As it is made of what is below: torch's own `from_kv_blocks` would sort anew.
     mod = mask.mask_mod
-    return BlockMask(
+    return BlockMask(  # type: ignore[misc]
         mask.seq_lengths,
-        *(
+        *(  # type: ignore[arg-type]
             cut(getattr(mask, name))
             for name in (
                 "kv_num_blocks",

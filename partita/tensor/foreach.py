@@ -215,7 +215,8 @@ def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op
 
 def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     """Run a fused optimizer kernel: elementwise over lists, all in the parameters' layouts."""
-    new, shares = {}, []
+    new: dict[tuple[int | str, ...], Any] = {}
+    shares = []
     for j, values in enumerate(args):
         if type(values) not in (list, tuple):
             continue

@@ -78,6 +78,7 @@ def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tens
     for i, t in enumerate(tensors):
         alike.setdefault((t.dtype, t.device, t.numel() > 0), []).append(i)
     for (dtype, device, filled), places in alike.items():
+        found: Sequence[torch.Tensor]
         real = torch.empty((), dtype=dtype).abs().dtype  # of complex numbers, too
         wide = real if real in (torch.float32, torch.float64) else torch.float32
         if not filled:  # no element is the largest, or the smallest
@@ -143,7 +144,7 @@ def _check_and_unscale(
     settle(pending_gradients(grads))
     with Local():
         mine = torch.zeros_like(found_inf)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)  # type: ignore[arg-type]
         increment_version(grads)  # the kernel does not count what it changes
         wires = dict.fromkeys(t._spec.wire for t in grads if isinstance(t, DTensor))
         for wire in wires:

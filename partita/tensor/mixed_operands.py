@@ -135,7 +135,7 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if WHOLE in node.metadata:
+        if WHOLE in node.metadata:  # type: ignore[operator]
             continue
         leaf = getattr(node, "variable", None)
         if len(seen) > _MOST_NODES or isinstance(node, BackwardCFunction):

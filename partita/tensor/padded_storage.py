@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.dlpack import to_dlpack
@@ -31,7 +32,7 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
-_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_data: Any = torch._C.TensorBase.data
 
 
 def empty_with_room(

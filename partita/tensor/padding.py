@@ -66,7 +66,7 @@ def without_padding(
             x = at_path(args, kwargs, path)
             if isinstance(x, torch.Tensor) and layout is not None:
                 now = _filled(x, fill, layout, wire, args, kwargs)
-                args, kwargs = replaced(args, kwargs, {path: now})
+                args, kwargs = replaced(args, kwargs, {path: now})  # type: ignore[assignment]
         return run(*args, **kwargs)
 
     return filled

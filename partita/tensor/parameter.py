@@ -21,8 +21,8 @@ from .tensor_state import OURS, own_state
 
 __all__ = ["can_hold", "hold_value", "keep_attributes", "refuse_lazy", "stand_for"]
 
-_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_data: Any = torch._C.TensorBase.data
+_grad: Any = torch._C.TensorBase.grad
 
 
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
@@ -64,10 +64,10 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
         hooks: dict[int, Any] = p._backward_hooks or {}
         for number, hook in list(hooks.items()):
             hooks[number] = type_hook(p, hook)
-        p.__class__ = DTensor
+        p.__class__ = DTensor  # type: ignore[assignment]
         p._is_param = True
         own_state(p).was_plain = True
-    p._spec = value._spec
+    p._spec = value._spec  # type: ignore[attr-defined]
     for name, own in value.__dict__.items():
         if name not in OURS:
             p.__dict__.setdefault(name, own)

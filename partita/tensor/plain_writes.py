@@ -43,7 +43,7 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
     and what it is a view of, which has got one, too."""
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
-            t.grad_fn.metadata[WHOLE] = True
+            t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]
             tagged(t, _whole(t, wire))
 
 

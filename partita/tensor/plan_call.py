@@ -78,7 +78,8 @@ def make_plan(
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
     renews, names = copies_among(tensors), parameters(form)
-    local, kept, worked, beyond = None, "", (), False
+    worked: tuple[str, ...] = ()
+    local, kept, beyond = None, "", False
     if rule.derive is None:
         operands = operands_of_call(form, args, kwargs)
         text = rule.text

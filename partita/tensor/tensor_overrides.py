@@ -39,7 +39,7 @@ __all__ = [
     "type_hook",
 ]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
 
@@ -76,7 +76,7 @@ def _getter(name: str) -> Any:
 
 # -- gradients -------------------------------------------------------------------------------------
 
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad
 
 
 def _show_gradient(x: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class _BrokenOff(threading.local):
 BROKEN_OFF = _BrokenOff()
 """Whose `settle()` is called when a backward pass of this thread raises: autograd tells nobody."""
 
-_plain_backward = entered(torch.autograd.backward)
+_plain_backward: Any = entered(torch.autograd.backward)
 assert _plain_backward is not None
 
 
@@ -256,7 +256,7 @@ def _seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
     return roots, given
 
 
-_plain_grad = entered(torch.autograd.grad)
+_plain_grad: Any = entered(torch.autograd.grad)
 assert _plain_grad is not None
 
 
@@ -288,8 +288,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
         wanted = now.gradient
         out = hook(tagged(grad.view_as(grad), wanted))
         if isinstance(out, torch.Tensor):
-            plain = not isinstance(out, DTensor)
-            before = _whole_gradient(out, wanted, "hook") if plain else out._spec
+            before = out._spec if isinstance(out, DTensor) else _whole_gradient(out, wanted, "hook")
             grad = moved(out, before, wanted, "hook", "gradient")
             return now.wire.fill_padding(grad, wanted.layout, 0)
         return out
@@ -308,7 +307,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 
 # -- the shard behind it ---------------------------------------------------------------------------
 
-_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_data: Any = torch._C.TensorBase.data
 
 
 @means(_getter("data"))

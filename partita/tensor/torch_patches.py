@@ -132,7 +132,7 @@ def _set_memory(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) ->
     return _refuse_set(self, *(() if source is None else (source,)), *args, **kwargs)
 
 
-DTensor.set_ = _set_memory  # type: ignore[method-assign]
+DTensor.set_ = _set_memory  # type: ignore[method-assign, assignment]
 
 
 def refuse_piece(name: str, x: Any) -> None:
@@ -175,7 +175,7 @@ def _of_whole_operands(kind: type) -> None:
             return gathered(functools.partial(base, self), args, kwargs, form)
         return base(self, *args, **kwargs)
 
-    kind.__call__ = __call__  # type: ignore[operator]
+    kind.__call__ = __call__  # type: ignore[method-assign, operator]
 
 
 _of_whole_operands(torch.jit.ScriptFunction)

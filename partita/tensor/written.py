@@ -67,7 +67,7 @@ def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
     return tuple(found)
 
 
-def _holds_tensors(overload: OpOverload, type: torch.Type) -> bool:
+def _holds_tensors(overload: OpOverload, type: torch.JitType) -> bool:
     # TorchScript has operators on Python's lists, `aten::sort` among them: no tensor is written.
     if isinstance(type, torch.ListType):
         return overload._opname.endswith("_")

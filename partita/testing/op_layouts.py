@@ -79,7 +79,7 @@ def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) ->
         else:
             placement = pt.Replicate() if shard is None else pt.Shard(shard)
         if placement.is_shard():
-            left[placement.dim] = -(-left[placement.dim] // parts)
+            left[placement.dim] = -(-left[placement.dim] // parts)  # type: ignore[attr-defined]
         found.append(placement)
     return found
 

@@ -151,11 +151,11 @@ class Team:
         deadline = time.monotonic() + limit
         while len(answers) < len(self.ends):
             left = [end for end in self.ends if end not in answers]
-            ready = wait(left, max(0.0, deadline - time.monotonic()))
+            ready: Any = wait(left, max(0.0, deadline - time.monotonic()))
             if not ready:  # if the whole machine slept, the ranks get to finish what they began
                 ready = wait(left, min(limit, 5.0))
             try:
-                answers.update((end, end.recv()) for end in ready)  # type: ignore[union-attr]
+                answers.update((end, end.recv()) for end in ready)
             except (EOFError, ConnectionError):
                 self.stop()
                 return Outcome("crash", "a rank died")

@@ -207,7 +207,9 @@ def chosen(form: Form, count: int) -> list[Any]:
         if leaves((s.input, s.args, s.kwargs))
     ]
     order = sorted(range(len(samples)), key=lambda i: (*size(samples[i]), i))
-    first, again, seen = [], [], set()
+    first: list[Any] = []
+    again: list[Any] = []
+    seen = set()
     for i in order:
         (again if (k := kind(samples[i])) in seen else first).append(samples[i])
         seen.add(k)

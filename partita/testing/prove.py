@@ -197,9 +197,9 @@ def _compare_gradients(
                 given[r].append(g)
     found = [_gradients(o, mine, g) for o, mine, g in zip(outs, ranks, given, strict=True)]
     places = [p for p, x in zip(inputs, leaves, strict=True) if _wants_gradient(x)]
-    for k, p in enumerate(places):
-        assert p is not None
-        got = joined([f[k] for f in found], p.dual())
+    for k, place in enumerate(places):
+        assert place is not None
+        got = joined([f[k] for f in found], place.dual())
         if not same(got, expected[k], max(map(tolerance_of, whole))):
             return f"gradient {k} is {got} and not {expected[k]}"
     return ""

@@ -29,6 +29,9 @@ class GPT(nn.Module):
         ValueError: `width` does not divide into `heads` of an even size.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, *, layers: int, width: int, heads: int, context: int):
         super().__init__()
         if width % (2 * heads):

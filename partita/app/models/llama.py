@@ -35,6 +35,9 @@ class Llama(nn.Module):
         ValueError: `width` does not divide into `heads` of an even size, or `heads` into `groups`.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(
         self,
         *,

@@ -77,7 +77,7 @@ class Backend:
             self.start_reduce_scatter(group, out, x, ask).wait()
             return
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
         self.begun(group._reduce_scatter_base(out, x, options), group, ask).wait()
 
     def all_reduce(self, group: dist.ProcessGroup, x: torch.Tensor, op: str, ask: Ask) -> None:
@@ -123,7 +123,7 @@ class Backend:
         in the dtype of `out`."""
         if out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, ask)
-        return self.begun(group._reduce_scatter_base(out, x), group, ask)
+        return self.begun(group._reduce_scatter_base(out, x), group, ask)  # type: ignore[call-arg]
 
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask

@@ -112,11 +112,11 @@ def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Itera
         loaded(code)
         return found
 
-    FxGraphCache.cache_hit_post_compile = staticmethod(ready)  # type: ignore[method-assign]
+    FxGraphCache.cache_hit_post_compile = staticmethod(ready)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        FxGraphCache.cache_hit_post_compile = staticmethod(whole)  # type: ignore[method-assign]
+        FxGraphCache.cache_hit_post_compile = staticmethod(whole)  # type: ignore[method-assign, assignment]
 
 
 class _ExternKernels:

@@ -72,7 +72,7 @@ def _built_of_sections(program: Program, cut: Sections, what: str, wires: Sequen
     facts = _facts(program, what)
     wanted = []
     for i, section in enumerate(cut.different):
-        mine = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
+        mine: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
         mine["nodes"] = len(section.graph.graph.nodes)
         wanted.append(WantedSection(section, facts | mine))
     built = dict(zip(cut.different, have_all(wanted, wires), strict=True))

@@ -131,7 +131,7 @@ class Writing:
             if target is _WAIT:  # what wires carry otherwise is there when they return
                 begun = node.args[0] in self._begun
                 return f"{name} = {self.bind(_wait)}({args[0]})" if begun else f"{name} = {args[0]}"
-            carry = _COLLECTIVES.get(target)
+            carry: Any = _COLLECTIVES.get(target)
             if carry is not None:
                 wire, axes = self.groups[str(node.args[-1])]
                 if _may_be_under_way(node, wire, axes):
@@ -230,8 +230,8 @@ def _all_to_all(
 ) -> torch.Tensor:
     rest = x[0].numel() if x.shape[0] else 1
     out = x.new_empty((sum(get), *x.shape[1:]))
-    elements = [Splits.of(sizes).times(rest) for sizes in (get, send)]
-    wire.all_to_all(out, x.contiguous(), axes, *elements, Ask("all_to_all", None, name))
+    got, sent = [Splits.of(sizes).times(rest) for sizes in (get, send)]
+    wire.all_to_all(out, x.contiguous(), axes, got, sent, Ask("all_to_all", None, name))
     return out
 
 

@@ -57,7 +57,8 @@ def _as_in_graph(nodes: list[Any]) -> list[Any]:
     """In the graph's order, as far as what each needs allows."""
     from torch._inductor.virtualized import V
 
-    index = {node: i for i, node in enumerate(V.graph.module.graph.nodes)}
+    graph: Any = V.graph.module.graph
+    index = {node: i for i, node in enumerate(graph.nodes)}
 
     def place(node: Any) -> int:
         """Where the graph computes the last of what a kernel computes."""

@@ -115,7 +115,7 @@ def compiled(
                 'other than in eager; with backend="graph" it is the same',
                 stacklevel=2,
             )
-    examples = list(program.example())
+    examples: list[Any] = list(program.example())
     mode = fake_mode_of(examples)
     examples += map(mode.from_tensor, constants_of(program.graph))
     _use_private_cache()
@@ -278,7 +278,7 @@ def _configure(stack: ExitStack, key: str) -> None:
     hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
     stack.enter_context(config.patch(hooks))
     # Should torch find a result of its own, then of this program and not of one that looks like it.
-    stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))
+    stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))  # type: ignore[attr-defined]
     if hasattr(functorch, "bypass_autograd_cache_key"):
         # What torch cannot name in its own cache it would not let us save.
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))

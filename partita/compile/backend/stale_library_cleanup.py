@@ -30,16 +30,17 @@ def without_unfinished() -> Iterator[None]:
     for note in folder.glob(_PREFIX + "*"):
         _tidy(folder, note)
     fd, name = tempfile.mkstemp(dir=folder)
+    file = Path(name)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as this process lives
-        name = Path(name).rename(folder / (_PREFIX + Path(name).name))  # where others see it
+        file = file.rename(folder / (_PREFIX + file.name))  # where others see it
         try:
             yield
         except BaseException:  # Ctrl-C reaches the compiler too
-            _delete_halves(folder, name)
+            _delete_halves(folder, file)
             raise
     finally:
-        Path(name).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         os.close(fd)
 
 

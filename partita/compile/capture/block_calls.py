@@ -426,7 +426,7 @@ class _Tracing:
         nodes = {n: _node_of(t, follower.kind) for n, t in enumerate(made)}
         trace = BlockTrace(follower.kind, tape, self._entered, nodes, forward, region=self._region)
         trace.numbers = self.numbers
-        trace.likes = {n: stand_in(t) for n, t in enumerate(made)}
+        trace.likes = {n: stand_in(t) for n, t in enumerate(made)}  # type: ignore[arg-type]
         with Local():
             trace.results = {n: made[n] for n in sorted(tape.escapes) if made[n].requires_grad}
             trace.takes = {i: t for i, t in enumerate(taken) if t.requires_grad}

@@ -490,5 +490,5 @@ def stand_in(like: FakeTensor) -> FakeTensor:
         made.fake_device, made.fake_mode = like.fake_device, like.fake_mode
         spec = like.__dict__.get("_spec")
         if spec is not None:
-            made.__class__, made._spec = type(like), spec
+            made.__class__, made._spec = type(like), spec  # type: ignore[attr-defined]
     return made  # type: ignore[no-any-return]

@@ -87,7 +87,7 @@ _NO_OWNERS = ("gradient", "mark", "number", "cotangent")  # inputs that have no 
 # Tracers of torch.fx put theirs in place of nn.Module.__call__, which all threads see.
 _ONE_AT_A_TIME = threading.RLock()
 
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad
 
 
 @contextmanager
@@ -258,8 +258,9 @@ class _Capture:
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
         self.asked = Asked(guesses)
-        self.inputs.mode.shape_env.answer = self._answer
-        self.numbers = Numbers(self.inputs.mode.shape_env, plain)
+        numbers: Any = self.inputs.mode.shape_env
+        numbers.answer = self._answer
+        self.numbers = Numbers(numbers, plain)
         self.facts = Facts(self.inputs)
         self.stepping = Stepping(state.optimizers)
         self.attributes, self.modules = Attributes(state), state.modules.values()
@@ -321,8 +322,8 @@ class _Capture:
         )
 
     def _conditions(self) -> Conditions:
-        asked = (*self.numbers.conditions(), *self.facts.conditions())
-        return Conditions((*asked, *self._of_gradients()))
+        asked = self.numbers.conditions(), self.facts.conditions(), self._of_gradients()
+        return Conditions((*asked[0], *asked[1], *asked[2]))
 
     def _of_gradients(self) -> Iterator[GradientCondition]:
         """What the step takes for granted of the gradients that it finds."""
@@ -389,7 +390,7 @@ class _Capture:
             out += self._admitted()
             if self.asked.values:  # which become one
                 self.outputs.append(Output("answers", None))
-                out += self.asked.values
+                out += self.asked.values  # type: ignore[arg-type]
         recorder.finish()
         return out
 
@@ -545,7 +546,7 @@ class _Capture:
                 spec = spec.gradient if given.kind == "mark" else spec
                 tagged(fake, self._traced_spec(spec))
             rest = state_of(given.tensor).rest
-            if rest is not None and update_spec(given.tensor) is not spec:  # ZeRO 1 and 2
+            if rest is not None and update_spec(given.tensor) is not spec:  # type: ignore[arg-type]  # ZeRO 1 and 2
                 gradient, update = map(self._traced_spec, (rest.gradient, rest.update))
                 own_state(fake).rest = replace(rest, gradient=gradient, update=update)
             if given.kind in ("mark", "gradient"):
@@ -697,7 +698,7 @@ class _Capture:
             for seed in seeds:
                 spec = self._real(seed.spec)
                 self.seeds.append(replace(seed, spec=spec, number=part.results[seed.number]))
-            places = [*({"number": n} for n in part.ancestors)]
+            places: list[dict[str, Any]] = [*({"number": n} for n in part.ancestors)]
             places += [{"index": given.index} for given, _ in wanted]
             takes = [*ancestors, *(t for _, t in wanted)]
             for place, taken, grad in zip(places, takes, grads, strict=True):

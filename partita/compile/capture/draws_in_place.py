@@ -23,7 +23,7 @@ _FILLS = frozenset(
 
 def _without_gaps(like: torch.Tensor) -> torch.Tensor:
     """Memory without gaps, in the order of `like`."""
-    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # type: ignore[operator]
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
 
 

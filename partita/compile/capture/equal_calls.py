@@ -59,8 +59,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     made = known.get(key)
     if made is None:
         # Operands of their own: so which of them a view shows does not hang on where they lie.
-        own = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, mode), (args, kwargs))
-        made = known[key] = _called(target, *own, mode)
+        own: Any = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, mode), (args, kwargs))
+        made = known[key] = _called(target, own[0], own[1], mode)
     return made
 
 
@@ -83,10 +83,11 @@ def _called(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None) ->
     if target is _WAIT:  # it gives what it is given, and says otherwise of tensors without memory
         return MadeByCall(value, (0,), ())
     # Private: one number for one storage, as long as it lives.
-    known = {}
+    known: dict[int, int] = {}
     for i, t in enumerate(tensors_in((args, kwargs))):
         known.setdefault(_storage_of(t)._cdata, i)
-    shows, nbytes = [], []
+    shows: list[int] = []
+    nbytes: list[int] = []
     for t in tensors_in(value):
         storage = _storage_of(t)
         if storage._cdata not in known:

@@ -139,7 +139,7 @@ def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
         elif node.op != "output":
             raise UnsureOfWrites
     values = iter(end.args[0])
-    flat = [None if kind is type(None) else of[next(values)] for kind in kinds]
+    flat: list[Any] = [None if kind is type(None) else of[next(values)] for kind in kinds]
     flat = [Scalar(v) if kind is Scalar else v for v, kind in zip(flat, kinds, strict=True)]
     return Pattern(tuple(calls), pytree.tree_unflatten(flat, tree), writes)
 

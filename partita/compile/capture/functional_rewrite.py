@@ -196,7 +196,7 @@ class _Rewrite:
             return made[value.number] if isinstance(value, PatternResult) else value
 
         for target, its_args, its_kwargs in pattern.calls:
-            filled = _filled((its_args, its_kwargs), part)
+            filled: tuple[Any, Any] = _filled((its_args, its_kwargs), part)
             made.append(self._add(target, *filled, None))
         for number, value in pattern.writes.items():
             self._write(olds[number], part(value))

@@ -62,7 +62,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 def _make_state(optimizer: Optimizer) -> Primed:
     found: Primed = []
-    make = getattr(optimizer, "_init_group", None)
+    make: Any = getattr(optimizer, "_init_group", None)
     lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
     for group in optimizer.param_groups if make is not None else ():
         new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
@@ -182,7 +182,7 @@ class Stepping:
         hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         # Private torch, which has no way to be first: partita's own hook, which is there already,
         # does the whole step for most optimizers.
-        _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)
+        _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
         try:
             for name, optimizer, state, groups in before:
                 standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)

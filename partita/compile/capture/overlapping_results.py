@@ -60,7 +60,7 @@ def _overlapping(first: fx.Node, results: list[tuple[int, fx.Node]]) -> Iterator
 
 
 def _begin(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
-    return shown[0].storage_offset(), shown[1]
+    return shown[0].storage_offset(), shown[1]  # type: ignore[return-value]
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
@@ -114,7 +114,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _last(t: torch.Tensor) -> int:
     steps = ((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.storage_offset() + sum(steps)
+    return t.storage_offset() + sum(steps)  # type: ignore[return-value]
 
 
 def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:

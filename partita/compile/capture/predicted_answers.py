@@ -62,7 +62,7 @@ def _computed(
     node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
 ) -> Any:
     if node.op == "placeholder":
-        stands_in = node.meta.get("val")
+        stands_in: Any = node.meta.get("val")
         if is_symbolic(stands_in):
             return stands_in.node.hint
         value = value_of(node)

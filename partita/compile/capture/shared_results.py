@@ -84,9 +84,9 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
             values[place] = first
     end.args = (values,)
     for pair in overlapping_results(graph):
-        place = max(pair & set(cut), default=None)
+        last = max(pair & set(cut), default=None)
         one = min(pair) >= 0 and len({values[i] for i in pair}) == 1
-        if place is not None and not one and values[place].op != "placeholder":
+        if last is not None and not one and values[last].op != "placeholder":
             raise not_captured(
                 "the step returns a view whose pieces are uneven",
                 "in a graph pieces are padded, and what is left when the padding is cut off is a "
@@ -149,8 +149,10 @@ def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
             continue
         if call.all_input_nodes != [_viewed(call)]:
             raise _refuse(call)
-        args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda _, value=value: value)
-        value = value.graph.call_function(call.target, args, kwargs)
+        target: Any = call.target
+        given: Any = (call.args, call.kwargs)
+        args, kwargs = fx.node.map_arg(given, lambda _, value=value: value)  # type: ignore[misc]
+        value = value.graph.call_function(target, args, kwargs)
         value.meta["val"] = _value(call, args[0].meta["val"])
         if NOTE in call.meta:
             value.meta[NOTE] = call.meta[NOTE]

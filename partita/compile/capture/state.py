@@ -436,7 +436,8 @@ class _Search:
         elif isinstance(value, (list, dict, collections.deque)):
             if self._first_time(value):
                 self.state.lists.append((value, len(value)))
-                for key, v in value.items() if isinstance(value, dict) else enumerate(value):
+                entries: Any = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, v in entries:
                     at = Slot(f"{name}[{key!r}]", "value", value, key)
                     if not isinstance(v, _SIMPLE):
                         self.value(at.name, v, at)

@@ -91,7 +91,7 @@ class NumberEnv(ShapeEnv):
         source = ConstantSource(name)
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         self._made.append(symbol)
-        made = self.create_symfloatnode(symbol, hint=value, source=source)
+        made: Any = self.create_symfloatnode(symbol, hint=value, source=source)
         return SymbolicFloat(made.node)
 
 
@@ -348,5 +348,5 @@ for _ours, _torchs in _OF_TORCH.items():
             setattr(_ours, _name, _method(_name))
     for _name in ("__str__", "__repr__", "__format__"):
         setattr(_ours, _name, _text(_name))
-    _ours.__bool__ = _is_true
+    _ours.__bool__ = _is_true  # type: ignore[attr-defined]
     _ours.__copy__ = _ours.__deepcopy__ = _itself  # type: ignore[attr-defined]

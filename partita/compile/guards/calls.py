@@ -242,7 +242,7 @@ class Calls:
 
     def _of_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _SETTING:
-            function = frame.f_locals["self"].getter
+            function: Any = frame.f_locals["self"].getter
             read_answer(self._record, getattr(function, "__name__", "a setting"), function)
             return
         if finds_object(code):

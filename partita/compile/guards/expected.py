@@ -141,7 +141,7 @@ class BoundMethod(Expected):
         inner: what that object was, if it is a container: its methods read what it holds.
     """
 
-    kind: type
+    kind: type[Any]
     name: str
     function: Any
     owner: Any

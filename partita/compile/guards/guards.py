@@ -77,8 +77,8 @@ class Guards:
 
     def as_now(self) -> Guards:
         """The same, of what is there now."""
-        places, types, *more = self._given
-        return Guards(places, [(o, type(o)) for o, _ in types], *more)
+        places, types = self._given[:2]
+        return Guards(places, [(o, type(o)) for o, _ in types], *self._given[2:])
 
     def hold(self) -> bool:
         """Is all as it was?"""
@@ -132,7 +132,9 @@ class Guards:
         self._homes, self._keys, self._values = [], [], []
         self._sized: list[tuple[Any, int]] = []
         self._gets, self._got = [], []
-        self._containers, self._dicts, self._empty = [], [], []
+        self._containers: list[Any] = []
+        self._dicts: list[Any] = []
+        self._empty: list[Any] = []
         self._contained: list[tuple[Expected, Any]] = []
         self._loose: list[tuple[Expected, Place]] = []
         self._marks = Marks([guard.place for guard in self._guards if is_mark(guard.place)])

@@ -19,7 +19,9 @@ _BUFFERS = (bytearray, memoryview)
 _FILES = (io.StringIO, io.BytesIO)
 _ORDERED: Any = collections.OrderedDict()
 _VIEWS = tuple(
-    type(view()) for empty in ({}, _ORDERED) for view in (empty.keys, empty.values, empty.items)
+    type(view())
+    for empty in (dict[Any, Any](), _ORDERED)
+    for view in (empty.keys, empty.values, empty.items)
 )
 
 
@@ -71,7 +73,7 @@ def copier(value: Any) -> Any:
                 return
             value.seek(0)
             value.truncate()
-            value.write(text)
+            value.write(text)  # type: ignore[arg-type]
             value.seek(at)
 
         return rewrite

@@ -74,7 +74,7 @@ def release(kinds: Iterable[type]) -> None:
 
 def _reading(kind: type) -> Callable[[Any, str], Any]:
     own = kind.__dict__.get("__getattribute__")
-    usual = own or kind.__getattribute__
+    usual: Any = own or kind.__getattribute__
     while hasattr(usual, "_partita_usual"):  # of a base that is instrumented, too
         usual = usual._partita_usual
 

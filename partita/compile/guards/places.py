@@ -51,7 +51,7 @@ class Place:
     home: Any
     key: Any
     get: Callable[[], Any] | None = None
-    put: Callable[[Any], None] | None = None
+    put: Callable[[Any], object] | None = None
 
     @property
     def value(self) -> Any:

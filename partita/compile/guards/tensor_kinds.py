@@ -25,7 +25,7 @@ def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 def _kind(t: torch.Tensor) -> tuple[Any, ...]:
     attributes = t.__dict__
     spec = attributes.get("_spec")
-    own = ()
+    own: tuple[Any, ...] = ()
     if attributes and not OF_TENSORS.issuperset(attributes):
         own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
     trained = _requires_grad(t)

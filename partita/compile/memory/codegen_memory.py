@@ -249,7 +249,7 @@ class _Run(TorchDispatchMode):
                 storage = t.untyped_storage()
                 key = id(storage)
                 if key not in self._kept and key not in self._ours:
-                    self._kept[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+                    self._kept[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))  # type: ignore[misc]
                     self.buffers[key] = self._buffer(storage.nbytes(), by)
                     count += 1
         return count

@@ -88,7 +88,8 @@ def _shown_by_call(
         operands.extend(shows[read])
         return read.meta["val"] if read.op != "get_attr" else _constant(program, read)
 
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    given: Any = (node.args, node.kwargs)
+    args, kwargs = fx.node.map_arg(given, value_of)
     if node.target is operator.getitem:
         whole, place = args
         before, piece = tensors_in(whole[:place]), tensors_in(whole[place])

@@ -177,7 +177,7 @@ def _taken_by(call: Callable[[], Any]) -> int:
         threads = stop()
         del made
     (begin,) = (e for events in threads for e in events if e.name() == "__start_profile")
-    found = [e for events in threads for e in events if e.kind() == "memory_alloc"]
+    found = [e for events in threads for e in events if e.kind() == "memory_alloc"]  # type: ignore[comparison-overlap]
     found.sort(key=begin.cpu_elapsed_us)
     live = list(itertools.accumulate(e.cpu_memory_usage() for e in found))
     return max(0, max(live, default=0) - (live[-1] if live else 0))

@@ -50,6 +50,7 @@ def bucket(program: Program) -> str:
     runs = Runs(graph)
     cotangents = find_cotangents(program)
     gathered_for = {one.gather: runs.of(one) for one in runs.found}
+    key: tuple[Any, ...]
     for node in graph.nodes:
         note = note_of(node)
         if node.target in (_GATHER, _SCATTER) and note.reason in _ZEROS:
@@ -70,7 +71,7 @@ def bucket(program: Program) -> str:
     for members in groups.values():
         for part in _joinable(members, least):
             if len(part) > 1:
-                _JOIN[part[0].target](graph, part)
+                _JOIN[part[0].target](graph, part)  # type: ignore[index]
                 joined, made = joined + len(part), made + 1
     return f"{joined} collectives became {made}"
 

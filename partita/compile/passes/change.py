@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -99,7 +100,9 @@ class Seen:
         self.digest = digest_of(lines)
 
     def changed_to(self, now: Seen, name: str, promise: str, did: str) -> Change:
-        pairs = {what: (self.figures[what], now.figures[what]) for what in self.figures}
+        pairs: dict[str, Any] = {
+            what: (self.figures[what], now.figures[what]) for what in self.figures
+        }
         return Change(
             name,
             promise,

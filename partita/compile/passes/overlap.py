@@ -75,7 +75,7 @@ class _Order:
 
     def written_by(self, node: fx.Node) -> tuple[int, ...]:
         """The storages that a node writes."""
-        return self._storages.of[node.args[0]] if node.target is _COPY else ()
+        return self._storages.of[node.args[0]] if node.target is _COPY else ()  # type: ignore[index]
 
     def peak(self) -> int:
         """Bytes at the fullest place, the inputs' among them."""
@@ -178,7 +178,7 @@ def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
         if note_of(wait).reason in ("implicit", "explicit"):
             begun = bool(inputs) and _try_with_step(order, wait, inputs[-1], limit)
             shown = [wait]
-            readers = []
+            readers: list[fx.Node] = []
             for node in shown:
                 for user in node.users:
                     (shown if only_moves(user) else readers).append(user)

@@ -228,9 +228,10 @@ class FlatBuffer:
         """The local shards, each with its padding: in their row of `out`, which all come to; the
         only one as it is, where it fits with the room behind it."""
         if len(shards) == 1 and shards[0].dtype == self.dtype:
-            only: torch.Tensor | None = shards[0].detach()
-            if only.numel() < self.length:
-                only = find_padded(only, (self.length,))
+            own = shards[0].detach()
+            only: torch.Tensor | None = own
+            if own.numel() < self.length:
+                only = find_padded(own, (self.length,))
             if only is not None and only.is_contiguous():
                 return only.view(-1)
         mine = self._own_row(out)
@@ -323,7 +324,7 @@ class FlatBuffer:
         storage.resize_(self.nbytes)
         self.alive = self.nbytes
         if self._full.numel() != self._room:
-            self._full.set_(storage, 0, (self._room,))
+            self._full.set_(storage, 0, (self._room,))  # type: ignore[call-overload]
 
     @property
     def _arrives_in_place(self) -> bool:
@@ -430,7 +431,7 @@ class FlatBuffer:
                 on_the_way[0].wait()
                 on_the_way.clear()
             shapes = [p.shard.local_shape for p in self.pieces]
-            parts = out.split_with_sizes(self._lengths)
+            parts: Sequence[torch.Tensor] = out.split_with_sizes(self._lengths)
             if not self._is_even:
                 parts = [g[: s.numel()] for g, s in zip(parts, shapes, strict=True)]
             return [g.view(shape) for g, shape in zip(parts, shapes, strict=True)]

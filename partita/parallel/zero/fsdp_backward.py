@@ -113,7 +113,7 @@ class ForwardCall:
             used = [g is not None for g in some]
             if held is not None:
                 used = [a or b for a, b in zip(used, held.used, strict=True)]
-            shares = Shares(flat.shares(some, dtype, held and held.sums), used)
+            shares = Shares(flat.shares(some, dtype, None if held is None else held.sums), used)
             if zero.keeps_shares or group.calls:
                 group.held[k] = shares
                 zero.holds_shares = True

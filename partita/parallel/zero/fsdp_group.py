@@ -161,7 +161,7 @@ class FsdpGroup:
         """The parameters at rest, as the modules hold them now."""
         if not self.shown:
             self._shards = [
-                p if (p := owner._parameters.get(attr)) is not None else slot.parameter
+                p if (p := owner._parameters.get(attr)) is not None else slot.parameter  # type: ignore[misc]
                 for owner, attr, slot in self._firsts
             ]
         return self._shards
@@ -181,7 +181,7 @@ class FsdpGroup:
         if self.shown:
             return True
         for owner, attr, p, spec in self._places:
-            if owner._parameters.get(attr) is not p or p._spec is not spec:
+            if owner._parameters.get(attr) is not p or p._spec is not spec:  # type: ignore[comparison-overlap]
                 break
         else:
             if self._places:
@@ -191,7 +191,9 @@ class FsdpGroup:
     def _look_at_places(self) -> bool:
         """Are the shards in their places? Then the next time only what changed is looked for."""
         self._places = []
-        held = [[(s, s.owner._parameters.get(s.attr)) for s in some] for some in self.slots]
+        held: list[list[tuple[Any, Any]]] = [
+            [(s, s.owner._parameters.get(s.attr)) for s in some] for some in self.slots
+        ]
         for some in held:
             first = some[0][1]
             if not self.zero.has_sharded(first) or any(p is not first for _, p in some):

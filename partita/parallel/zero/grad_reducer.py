@@ -25,8 +25,8 @@ from .flat_buffer import FlatBuffer
 
 __all__ = ["Early"]
 
-_grad = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]
-_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_data: Any = torch._C.TensorBase.data
 
 
 _BUCKET_BYTES = 25 << 20

@@ -185,7 +185,7 @@ def in_parts(
         for p in cut:
             update, name = update_spec(p), _block_of(p)
             parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
-            grad = p.grad
+            grad: Any = p.grad
             if grad is not None:  # pending; or whole, where a clip has settled it; or a shard
                 part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
     settle(p for p in params if parts[p] is p)

@@ -78,7 +78,7 @@ def _take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], st
     views = _views_of(full, storage, kept)
     typed = [t for t in views if isinstance(t, DTensor)]
     for t in typed:
-        t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment]
+        t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
     return len(typed) == kept
 
 

@@ -72,7 +72,7 @@ class _Stood:
     def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
         self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
         self.version = t._version
-        self.place = (t.dtype, t.storage_offset(), t.size(), t.stride())
+        self.place: Any = (t.dtype, t.storage_offset(), t.size(), t.stride())
         self.versions = call.group.versions
 
     def tensor(self) -> torch.Tensor:

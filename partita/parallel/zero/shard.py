@@ -106,13 +106,14 @@ def zero(
                 module._buffers[attr] = distribute_tensor(b, mesh)
     found = find_blocks(model, blocks)
     if stage == 3:
-        state: Zero | Early = Zero(model, axes, precision or MixedPrecision(), found)
-        state.persistent = persistent
-        register_hooks(state)
+        whole = Zero(model, axes, precision or MixedPrecision(), found)
+        whole.persistent = persistent
+        register_hooks(whole)
+        state: Zero | Early = whole
     else:
         parts = []
         for block in found:
-            params = [s[0].owner._parameters[s[0].attr] for s in block.slots]
+            params: list[Any] = [s[0].owner._parameters[s[0].attr] for s in block.slots]
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
         state = Early(parts, axes, stage, partial(_sharded, axes=axes))
     model.__dict__["_zero"] = state
@@ -248,7 +249,7 @@ def _sharded(spec: Spec, axes: tuple[str, ...]) -> Spec:
 
 
 def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
-    value = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
+    value: Any = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
     spec = value._spec
     after = _sharded(spec, axes)
     local = moved(value, spec, after, "zero", "explicit")

@@ -288,7 +288,7 @@ class Zero:
         with Local(), torch.no_grad():
             self._send(self.groups)
             for p, g in self.collect(self.groups).items():
-                held = torch._C.TensorBase.grad.__get__(p)
+                held = torch._C.TensorBase.grad.__get__(p)  # type: ignore[union-attr]
                 if held is None:
                     p.grad = tagged(g, p._spec.gradient)
                 else:

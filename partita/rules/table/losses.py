@@ -202,7 +202,7 @@ def cross_entropy_loss(
     )
 
 
-@rule(_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)
+@rule(_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)  # type: ignore[attr-defined]
 def nll_loss_nd(
     input: Arg,
     target: Arg,

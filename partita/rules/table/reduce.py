@@ -41,7 +41,7 @@ def nansum(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
     def run(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
         count = (input == input).sum(dim, keepdim)
-        return torch.nansum(input, dim, keepdim, **more) / count
+        return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
 
     return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim)
 
@@ -226,7 +226,7 @@ def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
     )
 
 
-@rule(torch.norm, torch._C._VariableFunctions.norm)
+@rule(torch.norm, torch._C._VariableFunctions.norm)  # type: ignore[attr-defined]
 def norm(
     input: Arg, p: Any = "fro", dim: Dim = None, keepdim: bool = False
 ) -> str | Rewrite | None:

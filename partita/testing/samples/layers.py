@@ -19,8 +19,8 @@ __all__ = ["losses", "nn", "ours"]
 
 def nn() -> Part:
     def conv(n: int, transposed: bool) -> list[Sample]:
-        w = (lambda i, o, g: x(i, o // g, *k)) if transposed else (lambda i, o, g: x(o, i // g, *k))
         size, k = (6, 5, 4)[:n], (3, 2, 1)[:n]
+        w = (lambda i, o, g: x(i, o // g, *k)) if transposed else (lambda i, o, g: x(o, i // g, *k))
         return [
             c(x(4, 4, *size), w(4, 6, 1), x(6)),
             c(x(4, 4, *size), w(4, 6, 1), None, 2, 1),

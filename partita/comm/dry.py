@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
@@ -51,7 +53,7 @@ class DryWire(Wire):
         self.nbytes, self.seconds = 0, 0.0
 
     @classmethod
-    def standing_for(cls, wire: Wire) -> DryWire:
+    def standing_for(cls, wire: Wire) -> Self:
         """One at the place of `wire` on its mesh, which sends nothing and tells no ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 

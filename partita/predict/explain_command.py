@@ -30,7 +30,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 def run_explain(options: argparse.Namespace) -> int:
     """Print the explanation; the exit code is 2 where the call cannot be read or made."""
     try:
-        mesh = dry_mesh(options.rank, **read_mesh(options.mesh))
+        mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
         fn, args, kwargs = read_call(options.call, options.args, mesh)
         print(explain(fn, *args, **kwargs))
     except (ValueError, TypeError, IndexError, RuntimeError) as error:

@@ -94,7 +94,7 @@ class Machine:
         """
         reach = 1  # ranks from the first of a ring to behind its last
         inner = 1
-        for name, size in reversed(mesh.items()):
+        for name, size in reversed([*mesh.items()]):
             if name in axes:
                 reach += (size - 1) * inner
             inner *= size

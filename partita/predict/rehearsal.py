@@ -115,7 +115,7 @@ class _Fakes:
         return found
 
     def _fake(self, value: torch.Tensor) -> torch.Tensor:
-        fake = self.mode.from_tensor(local_of(value), static_shapes=True)
+        fake: torch.Tensor = self.mode.from_tensor(local_of(value), static_shapes=True)
         if isinstance(value, DTensor):
             spec = value._spec
             fake = tagged(fake, spec_of(spec.layout, self.wires[spec.wire]))

@@ -84,7 +84,7 @@ def simulate_program(
     """`simulate` of what is captured already."""
     played = play(program, machine, links)
     memory = scheduled(program)
-    facts = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
+    facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
     return simulation_of(program, memory, played, **facts)
 
 
@@ -95,7 +95,7 @@ def _captured(step: Callable[..., Any], args: Sequence[Any]) -> Program:
     else:
         step = compile_step(step, backend="graph")
     with captured_for("cpu"):
-        return step.capture(*args)
+        return step.capture(*args)  # type: ignore[attr-defined]
 
 
 def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:

@@ -125,7 +125,7 @@ def make_step(
     """
     shape = _shape_of(model)
     _check(model, shape, mesh, strategy)
-    dry = dry_mesh(**mesh)
+    dry = dry_mesh(**mesh)  # type: ignore[arg-type]
     context = strategy.context or shape.context
     dp = mesh.get("dp", 1)
     dtype = getattr(torch, strategy.precision)

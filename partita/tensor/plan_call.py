@@ -141,8 +141,8 @@ def make_plan(
         considered=considered,
     )
     if considered is not None:
-        named = [(path, parameters(form)) for path, _ in operands]
-        HERE.explainer.hear_rows(named, bound, layouts, sizes, work, considered, wire.mesh)
+        known = [(path, parameters(form)) for path, _ in operands]
+        HERE.explainer.hear_rows(known, bound, layouts, sizes, work, considered, wire.mesh)
     if choice is None or (keeps and choice.inputs[0] != layouts[0]):
         return None
     targets = []

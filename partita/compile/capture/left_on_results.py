@@ -6,6 +6,8 @@ written on the tensor itself, an attribute or a hook, would be there once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,7 +20,7 @@ from .differentiate import asks_gradient, has_history
 
 __all__ = ["check_no_marks", "left_gradient", "retains_gradient"]
 
-_grad = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_grad: Any = torch._C.TensorBase.grad
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
 """Attributes that a tensor without memory has; others, `_MEMO`, remember what `.item()` gives."""
 _MEMO = ("_memo", "_memo_vc", "_memo_epoch")

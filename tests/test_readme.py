@@ -13,7 +13,7 @@ import pytest
 STRICT = ["-W", "error", "-W", "ignore::FutureWarning:transformers.modeling_utils"]
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ONE_PROGRAM = {"from_scratch"}  # pages whose blocks go on from each other
+ONE_PROGRAM = {"errors", "from_scratch"}  # pages whose blocks go on from each other
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

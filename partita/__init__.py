@@ -25,8 +25,10 @@ from .parallel.parallelize import parallelize
 from .parallel.zero import MixedPrecision, no_sync, zero
 from .predict import (
     Explanation,
+    ModelPlan,
     Simulation,
     Strategy,
+    autoplan,
     explain,
     load_machine,
     show,
@@ -76,6 +78,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MixedPrecision",
+    "ModelPlan",
     "NanError",
     "Outputs",
     "Partial",
@@ -87,6 +90,7 @@ __all__ = [
     "Simulation",
     "Strategy",
     "async_save",
+    "autoplan",
     "cache_clear",
     "cache_info",
     "check_ranks",

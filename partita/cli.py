@@ -30,7 +30,9 @@ from partita.app import (
     verify,
 )
 from partita.app.cache_table import ACTIONS, cache
+from partita.predict.calibrate_command import add_calibrate, run_calibrate
 from partita.predict.explain_command import add_explain, run_explain
+from partita.predict.plan_command import add_plan, run_plan
 from partita.predict.simulate_command import add_simulate, run_simulate
 
 __all__ = ["BENCHES", "main"]
@@ -43,6 +45,7 @@ BENCHES = {
     "zero": "partita.bench.zero:main",
     "checkpoint": "partita.bench.checkpoint:main",
     "faults": "partita.bench.faults:main",
+    "simulate": "partita.bench.simulate:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 
@@ -58,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_explain(options)
         if options.command == "simulate":
             return run_simulate(options)
+        if options.command == "plan":
+            return run_plan(options)
+        if options.command == "calibrate":
+            return run_calibrate(options)
         if options.command == "bench":
             return _bench(options.name, options.options)
         if options.command == "cache":
@@ -73,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
     add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
     add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
+    add_plan(commands.add_parser("plan", help="the way to spread a model that fits best"))
+    add_calibrate(commands.add_parser("calibrate", help="measure this machine, into a file"))
     bench = commands.add_parser("bench", help="measure, and compare with torch")
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"

@@ -1,9 +1,10 @@
 """Predictions of a step: what will it cost, before it runs?
 
-In reading order: machine, collective_time, kernel_time, timeline, simulation, strategy, simulate;
-explain and show stand beside them.
+In reading order: machine, collective_time, kernel_time, timeline, simulation, strategy, simulate,
+calibrate, plan_space, autoplan; explain and show stand beside them.
 """
 
+from .autoplan import ModelPlan, PlannedWay, autoplan
 from .explain import explain
 from .explanation import ConsideredRow, ExplainedMove, ExplainedOp, Explanation
 from .machine import Link, Machine, MachineError, load_machine, shipped_machines
@@ -21,10 +22,13 @@ __all__ = [
     "Link",
     "Machine",
     "MachineError",
+    "ModelPlan",
+    "PlannedWay",
     "Shown",
     "Simulation",
     "Strategy",
     "StrategyError",
+    "autoplan",
     "explain",
     "load_machine",
     "shipped_machines",

@@ -1,0 +1,254 @@
+"""`pt.autoplan`: the way to spread a model that fits and is fastest, by simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from partita.comm.ledger import human
+
+from .machine import Machine, load_machine
+from .plan_space import Way, least_bytes, least_seconds, ways_of
+from .simulate import simulate
+from .simulation import Simulation
+from .strategy import MODELS, Strategy, StrategyError
+
+__all__ = ["ModelPlan", "PlannedWay", "autoplan", "read_bytes"]
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclass(frozen=True)
+class PlannedWay:
+    """A way that fits.
+
+    Attributes:
+        way: the mesh and the strategy.
+        seconds: of a step.
+        peak: bytes on a rank.
+        simulation: of at most two micro-batches; those after the second cost as much as it does.
+    """
+
+    way: Way
+    seconds: float
+    peak: int
+    simulation: Simulation
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The best ways, fastest first; print it.
+
+    Attributes:
+        model, ranks, memory, batch: what was asked.
+        choices: at most five, each simulated whole and within `memory`.
+        space: how many ways there are.
+        outcomes: how many of them ended how.
+    """
+
+    model: str
+    ranks: int
+    memory: float
+    batch: int
+    choices: tuple[PlannedWay, ...]
+    space: int
+    outcomes: Mapping[str, int]
+
+    @property
+    def best(self) -> PlannedWay:
+        """The fastest."""
+        return self.choices[0]
+
+    @property
+    def code(self) -> str:
+        """Python that spreads a model as the best way does."""
+        of, best = self.best.way.strategy, self.best.way
+        sizes, names = tuple(best.mesh.values()), tuple(best.mesh)
+        lines = [f"mesh = pt.init_device_mesh(device, {sizes}, mesh_dim_names={names})"]
+        if best.tp > 1:
+            plan = "gpt" if self.model.startswith("gpt") else "llama"
+            lines.append(f"pt.parallelize(model, mesh, pt.plans.{plan}(sequence={of.sequence}))")
+        elif best.dp > 1:
+            lines.append("pt.parallelize(model, mesh, None)")
+        if best.dp > 1:
+            precision = f", precision=torch.{of.precision}" if of.zero == 3 else ""
+            lines.append(f'pt.zero(model, mesh, "dp", stage={of.zero}{precision})')
+        if of.remat:
+            lines.append("pt.remat(model, blocks=list(model.blocks))")
+        lines.append(f"# {of.micro_batches} micro-batches of {of.batch} sequences on each dp rank")
+        return "\n".join(lines)
+
+    @property
+    def why(self) -> str:
+        """What made the runner-up slower; "" where there is none."""
+        if len(self.choices) < 2:
+            return ""
+        first, second = (self._parts(choice) for choice in self.choices[:2])
+        more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
+        name = max(more, key=more.__getitem__)
+        lost = self.choices[1].seconds - self.choices[0].seconds
+        return (
+            f"the runner-up loses {lost * 1e3:.3g} ms, most by {name}: {more[name] * 1e3:+.3g} ms"
+        )
+
+    @staticmethod
+    def _parts(choice: PlannedWay) -> dict[str, float]:
+        found = choice.simulation
+        scale = choice.seconds / found.seconds
+        parts = {f"waiting for {axes}": s * scale for axes, s in found.exposed.items()}
+        return {"computing": found.compute_seconds * scale, **parts}
+
+    def __str__(self) -> str:
+        head = f"{self.model} on {self.ranks} ranks, {self.batch} sequences a step, "
+        lines = [head + f"at most {human(int(self.memory))} a rank"]
+        for i, choice in enumerate(self.choices, 1):
+            found = choice.simulation
+            exposed = sum(found.exposed.values()) / found.seconds
+            lines.append(
+                f"  {i}. {choice.seconds:8.4g} s  {human(choice.peak):>9}  "
+                f"{exposed:4.0%} waiting  {choice.way}"
+            )
+        lines += [f"  {self.why}"] if self.why else []
+        said = ", ".join(f"{n} {what}" for what, n in self.outcomes.items() if n)
+        lines.append(f"  of {self.space} ways: {said}")
+        return "\n".join([*lines, "", self.code])
+
+
+def autoplan(
+    model: str,
+    ranks: int,
+    memory: float | str | None = None,
+    machine: str | Path | Machine = "h100",
+    *,
+    batch: int | None = None,
+    strategy: Strategy | None = None,
+    most: int = 24,
+    prune: bool = True,
+) -> ModelPlan:
+    """The meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches that fit.
+
+    Ways whose weights and optimizer alone exceed `memory`, and those whose least time exceeds what
+    was found already, are not simulated. The others are ranked by models of one and two blocks, as
+    a block costs what the one before costs; the best are then simulated whole, and left out where
+    that shows more than `memory`.
+
+    Args:
+        model: a name of `partita.predict.MODELS`.
+        memory: bytes of a rank, or text such as "80GB"; the machine's where None.
+        batch: sequences of a step on all ranks together; one for each rank where None.
+        strategy: precision, context and layers; the rest of it is what is searched.
+        most: ways that are simulated, those with the least bounds first.
+        prune: leave out what bounds exclude.
+
+    Raises:
+        StrategyError: nothing fits; says what comes nearest. Or a model that is not known.
+        MachineError: a machine that is not known.
+    """
+    if model not in MODELS:
+        raise StrategyError(f"no model {model!r}: {', '.join(MODELS)} are known by name")
+    found = load_machine(machine)
+    limit = found.memory_bytes if memory is None else read_bytes(memory)
+    count = ranks if batch is None else batch
+    ways = list(ways_of(model, ranks, count, found, strategy or Strategy()))
+    if not ways:
+        raise StrategyError(f"no mesh of {ranks} ranks divides {model} and {count} sequences")
+    search = _WaySearch(model, limit, found, prune)
+    choices = search.run(ways, most)
+    if not choices:
+        least = min(ways, key=lambda c: least_bytes(model, c))
+        raise StrategyError(
+            f"{model} does not fit: no way on {ranks} ranks was found within {human(int(limit))}; "
+            f"{least} holds {human(int(least_bytes(model, least)))} between steps"
+        )
+    return ModelPlan(model, ranks, limit, count, choices, len(ways), search.outcomes)
+
+
+class _WaySearch:
+    def __init__(self, model: str, memory: float, machine: Machine, prune: bool):
+        self.model, self.memory, self.machine, self.prune = model, memory, machine, prune
+        self.layers = MODELS[model].layers
+        self.outcomes = dict.fromkeys(
+            ("simulated", "too big by weights and optimizer", "too slow by bound", "too big",
+             "not looked at"), 0
+        )  # fmt: skip
+        self.known: dict[Way, Simulation] = {}
+
+    def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
+        ranked = []
+        bounds = {way: least_seconds(self.model, way, self.machine) for way in ways}
+        kept = sorted(ways, key=lambda way: (bounds[way], *_simplest_first(way)))
+        for way in kept:
+            if self.prune and least_bytes(self.model, way) > self.memory:
+                self.outcomes["too big by weights and optimizer"] += 1
+            elif self.prune and len(ranked) >= 5 and bounds[way] > sorted(ranked)[4][0]:
+                self.outcomes["too slow by bound"] += 1
+            elif self.outcomes["simulated"] >= most:
+                self.outcomes["not looked at"] += 1
+            else:
+                self.outcomes["simulated"] += 1
+                seconds, peak = self._estimate(way)
+                if peak <= self.memory:
+                    ranked.append((seconds, len(ranked), way))
+                else:
+                    self.outcomes["too big"] += 1
+        return self._confirm([way for _, _, way in sorted(ranked)])
+
+    def _confirm(self, ranked: list[Way]) -> tuple[PlannedWay, ...]:
+        """The first five that fit when all of their blocks are simulated."""
+        choices: list[PlannedWay] = []
+        for way in ranked:
+            seconds, peak, simulation = self._cost(way)
+            if peak <= self.memory:
+                choices.append(PlannedWay(way, seconds, peak, simulation))
+            else:
+                self.outcomes["too big"] += 1
+            if len(choices) == 5:
+                break
+        return tuple(sorted(choices, key=lambda c: c.seconds))
+
+    def _estimate(self, way: Way) -> tuple[float, float]:
+        """Seconds and peak, of one block and of two where there are more."""
+        layers = way.strategy.layers or self.layers
+        if layers <= 2:
+            return self._cost(way)[:2]
+        one, two = (self._cost(_with(way, layers=n))[:2] for n in (1, 2))
+        seconds, peak = (a + (layers - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True))
+        return seconds, peak
+
+    def _cost(self, way: Way) -> tuple[float, int, Simulation]:
+        """Seconds, peak and simulation of a way whose further micro-batches are as its second."""
+        count = way.strategy.micro_batches
+        first = self._simulated(_with(way, micro_batches=1))
+        if count == 1:
+            return first.seconds, first.peak, first
+        second = self._simulated(_with(way, micro_batches=2))
+        seconds = second.seconds + (count - 2) * max(second.seconds - first.seconds, 0.0)
+        return seconds, max(first.peak, second.peak), second
+
+    def _simulated(self, way: Way) -> Simulation:
+        if way not in self.known:
+            self.known[way] = simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
+        return self.known[way]
+
+
+def _simplest_first(way: Way) -> tuple[int, ...]:
+    of = way.strategy
+    return of.remat, of.micro_batches, of.zero, of.sequence
+
+
+def _with(way: Way, **changes: int) -> Way:
+    return dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, **changes))
+
+
+def read_bytes(text: float | str) -> float:
+    """Bytes of "80GB", "64 GiB" or a number. Raises StrategyError for anything else."""
+    if isinstance(text, int | float):
+        return float(text)
+    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS or match[1].count(".") > 1:
+        raise StrategyError(f"{text!r} is no amount of memory: write 80GB or 64GiB")
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,46 @@
+"""`partita plan`: the way to spread a named model that fits and is fastest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from partita.layout import LayoutError
+
+from .autoplan import autoplan
+from .simulate_command import add_model, strategy_of
+
+__all__ = ["add_plan", "run_plan"]
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `partita plan`."""
+    parser.description = (
+        "Show the best five ways to spread a model: meshes, stages of ZeRO, tensor and sequence "
+        "parallelism, remat and micro-batches, by simulation. All that is shown fits."
+    )
+    add_model(parser)
+    parser.add_argument("--ranks", type=int, required=True, help="all of them")
+    parser.add_argument("--memory", help="of a rank: 80GB, 64GiB (the machine's)")
+    parser.add_argument("--batch", type=int, help="sequences of a step, all ranks (one a rank)")
+    parser.add_argument("--most", type=int, default=24, help="ways that are simulated (24)")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print the plan; the exit code is 2 where there is none."""
+    try:
+        given = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "batch"})
+        found = autoplan(
+            options.model,
+            options.ranks,
+            options.memory,
+            options.machine,
+            batch=options.batch,
+            strategy=strategy_of(given),
+            most=options.most,
+        )
+    except (ValueError, LayoutError, OSError) as error:
+        print(f"partita plan: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    return 0

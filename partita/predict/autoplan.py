@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from partita.comm.ledger import human
 
@@ -178,7 +179,7 @@ class _WaySearch:
         self.known: dict[Way, Simulation] = {}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        ranked = []
+        ranked: list[tuple[float, int, Way]] = []  # seconds, a number, and the way
         bounds = {way: least_seconds(self.model, way, self.machine) for way in ways}
         kept = sorted(ways, key=lambda way: (bounds[way], *_simplest_first(way)))
         for way in kept:
@@ -240,7 +241,7 @@ def _simplest_first(way: Way) -> tuple[int, ...]:
     return of.remat, of.micro_batches, of.zero, of.sequence
 
 
-def _with(way: Way, **changes: int) -> Way:
+def _with(way: Way, **changes: Any) -> Way:
     return dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, **changes))
 
 

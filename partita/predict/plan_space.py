@@ -63,9 +63,15 @@ def ways_of(model: str, ranks: int, batch: int, machine: Machine, base: Strategy
             for zero in (0, 1, 2, 3) if dp > 1 else (0,):
                 for remat in (False, True):
                     for count in counts:
-                        said = {"zero": zero, "remat": remat, "sequence": sequence}
-                        said |= {"batch": mine // count, "micro_batches": count}
-                        yield Way(dp, tp, dataclasses.replace(base, **said))
+                        strategy = dataclasses.replace(
+                            base,
+                            zero=zero,
+                            remat=remat,
+                            sequence=sequence,
+                            batch=mine // count,
+                            micro_batches=count,
+                        )
+                        yield Way(dp, tp, strategy)
 
 
 def least_bytes(model: str, way: Way) -> float:

@@ -224,7 +224,7 @@ def _with(batch: Any, new: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return next(new)
     if isinstance(batch, Mapping):
-        return type(batch)({key: _with(part, new) for key, part in batch.items()})  # type: ignore
+        return type(batch)({key: _with(part, new) for key, part in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, (list, tuple)):
         parts = [_with(part, new) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

@@ -34,7 +34,7 @@ def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
     Not by `new_group`: a group of some ranks gets a name from how many groups its rank is in
     already, which need not be the same number on all of them.
     """
-    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), limit)
 
 

@@ -34,6 +34,7 @@ from partita.predict.calibrate_command import add_calibrate, run_calibrate
 from partita.predict.explain_command import add_explain, run_explain
 from partita.predict.plan_command import add_plan, run_plan
 from partita.predict.simulate_command import add_simulate, run_simulate
+from partita.report import read_log, write_report
 
 __all__ = ["BENCHES", "main"]
 
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_plan(options)
         if options.command == "calibrate":
             return run_calibrate(options)
+        if options.command == "report":
+            return _report(options.out, options.logs)
         if options.command == "bench":
             return _bench(options.name, options.options)
         if options.command == "cache":
@@ -82,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
     add_plan(commands.add_parser("plan", help="the way to spread a model that fits best"))
     add_calibrate(commands.add_parser("calibrate", help="measure this machine, into a file"))
+    report = commands.add_parser("report", help="a page about runs, from their --log files")
+    report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
+    report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
     bench = commands.add_parser("bench", help="measure, and compare with torch")
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"
@@ -217,6 +223,19 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
     if tp is not None and dict(mesh).get("tp", 1) != tp:
         raise ValueError(f"--mesh {shown_mesh(mesh)} is at odds with --tp {tp}")
     return mesh if size > 1 else ()
+
+
+# -- report ---------------------------------------------------------------------------------------
+
+
+def _report(out: Path, logs: list[Path]) -> int:
+    try:
+        write_report(out, *map(read_log, logs))
+    except (ValueError, OSError) as error:
+        print(f"partita report: {error}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
 
 
 # -- bench ----------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from partita.report import RunFacts, check_plotly, write_report
+
 from .options import Options, flag
 
 __all__ = ["JsonLines", "Logs", "RunLog", "make_logs"]
@@ -96,6 +98,11 @@ def make_logs(options: Options, show: Callable[[str, dict[str, Any]], None]) -> 
         if not options.log.absolute().parent.is_dir() or options.log.is_dir():
             raise ValueError(f"--log: {options.log} is no file in a folder that is there")
         found.append(JsonLines(options.log, append=options.resume))
+    if options.report is not None:
+        check_plotly()
+        if not options.report.absolute().parent.is_dir() or options.report.is_dir():
+            raise ValueError(f"--report: {options.report} is no file in a folder that is there")
+        found.append(ReportPage(options.report))
     if options.tensorboard is not None:
         found.append(TensorBoardLog(options.tensorboard))
     if options.wandb is not None:
@@ -139,6 +146,22 @@ class JsonLines:
 
     def end(self) -> None:
         self._file.close()
+
+
+class ReportPage:
+    """A page about the run, written when it has ended."""
+
+    def __init__(self, path: Path):
+        self.path, self._run = path, RunFacts(path.stem)
+
+    def begin(self, options: dict[str, Any]) -> None:
+        self.hear("begin", {"options": options})
+
+    def hear(self, event: str, facts: dict[str, Any]) -> None:
+        self._run.hear(event, facts)
+
+    def end(self) -> None:
+        write_report(self.path, self._run)
 
 
 def _figures(facts: dict[str, Any]) -> dict[str, float]:

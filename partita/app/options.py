@@ -182,6 +182,13 @@ class Options:
     log: Path | None = _option(  # noqa: RUF009
         None, "a JSON object a line for each step, in this file", Path, show=str, metavar="FILE"
     )
+    report: Path | None = _option(  # noqa: RUF009
+        None,
+        "a page about the run, in this file (needs plotly)",
+        Path,
+        show=str,
+        metavar="FILE",
+    )
     tensorboard: Path | None = _option(  # noqa: RUF009
         None, "log to TensorBoard, if it is installed", Path, show=str, metavar="DIR"
     )

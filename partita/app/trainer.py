@@ -18,6 +18,7 @@ from torch import Tensor
 
 import partita as pt
 from partita.compile.phases import told_of_phases
+from partita.compile.step_facts import facts_of_graph, facts_of_moves
 
 from .checkpoint_schedule import Saves
 from .data import Text, read
@@ -76,6 +77,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         if options.compile
         else _step(model, optimizer, options, tell)
     )
+    tell_more = _told_more(model, options, tell, first)
     losses = []
     with ExitStack() as inside:
         if options.check_ranks:
@@ -99,6 +101,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                     )
             losses.append(loss)
             tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
+            tell_more(run, step, log)
             saves.after(step)
         saves.finish()
         if options.sample:
@@ -165,7 +168,33 @@ def _compiled(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
             total: Tensor = graph(micro_batches)
         return total
 
+    run.graph = graph  # type: ignore[attr-defined]  # a report asks it what it is
     return run
+
+
+def _told_more(model: GPT, options: Options, tell: Tell, first: int) -> Callable[..., None]:
+    """What tells, where a report is asked for, of layouts, of a step's moves and of its graph."""
+    if options.report is None:
+        return lambda run, step, log: None
+    spread = [(n, p) for n, p in model.named_parameters() if isinstance(p, pt.DTensor)]
+    tell("layouts", parameters=[_laid_out(name, p) for name, p in spread])
+
+    def tell_of_step(run: Run, step: int, log: Any) -> None:
+        # The first plans, and what a step does once is no part of the others.
+        if step == min(first + 1, options.steps - 1):
+            tell("moves", moves=facts_of_moves(log.moves))
+            graph = getattr(run, "graph", None)
+            if graph is not None:
+                tell("graph", **facts_of_graph(graph))
+
+    return tell_of_step
+
+
+def _laid_out(name: str, p: pt.DTensor) -> list[Any]:
+    local = p.to_local()
+    axes = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, strict=True)
+    mesh = " ".join(f"{axis}={size}" for axis, size in axes)
+    return [name, str(p.layout_over_mesh), mesh, local.numel() * local.element_size()]
 
 
 def _tell_nothing(event: str, **facts: Any) -> None:

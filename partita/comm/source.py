@@ -17,7 +17,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NUMPY = os.path.join("site-packages", "numpy", "")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Our own models and training loop stand where a user's program would when no user is above them.
-_OURS_TO_SHOW = (os.path.join(_PARTITA, "train") + os.sep,)
+_OURS_TO_SHOW = (os.path.join(_PARTITA, "app") + os.sep,)
 
 
 def user_line(frame: FrameType | None = None, here: str = "") -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .backend.built import Built
     from .captured_program import CapturedProgram
     from .graph import Graph
@@ -22,6 +24,11 @@ class LastProgram:
     passes: Passes
     _history: History
     _last: CapturedProgram | None
+
+    @property
+    def title(self) -> str:
+        """How errors and reports call it."""
+        raise NotImplementedError
 
     @property
     def reasons(self) -> list[str]:
@@ -56,6 +63,25 @@ class LastProgram:
         captured = self.program.captured
         assert captured is not None
         return explained(captured, self.without, self.passes)
+
+    def report(self, path: str | Path) -> None:
+        """Write what ran last as a page that needs no network: memory over the step by class, what
+        holds the peak, bytes by line of the program, what each pass saved. Needs plotly.
+
+        Raises:
+            ValueError: nothing was captured yet, or plotly is not installed.
+            OSError: the file cannot be written.
+        """
+        from partita.report import RunFacts, check_plotly, write_report
+
+        from .ledger_replay import carried
+        from .step_facts import facts_of_graph, facts_of_moves
+
+        check_plotly()
+        run = RunFacts(self.title)
+        run.hear("graph", facts_of_graph(self))
+        run.hear("moves", {"moves": facts_of_moves(carried(self.program.runs))})
+        write_report(path, run)
 
     @property
     def memory(self) -> Memory:

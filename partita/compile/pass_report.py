@@ -23,7 +23,7 @@ from .passes import Change, Passes, record_changes
 from .passes.change import worth
 from .program import Program
 
-__all__ = ["AsCaptured", "changes_of", "explained"]
+__all__ = ["AsCaptured", "changes_of", "explained", "peaks_of_changes"]
 
 P = TypeVar("P", bound=Program)
 
@@ -63,12 +63,7 @@ class AsCaptured(Generic[P]):
 def explained(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
     """What each pass changes, what that saves, and a short diff; then all of them together."""
     program = captured.program()
-    peaks = [memory_of(program).peak]
-
-    def peak_after(change: Change) -> None:
-        peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
-
-    changes = _recorded(program, without, passes, peak_after)
+    changes, peaks = _changes_and_peaks(program, without, passes)
     told = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
         peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
@@ -78,6 +73,26 @@ def explained(captured: AsCaptured[Any], without: Iterable[str], passes: Passes)
     if blocks := str(program.blocks):
         told.insert(0, f"blocks\n{indent(blocks, '  ')}")
     return "\n".join(told)
+
+
+def peaks_of_changes(
+    captured: AsCaptured[Any] | None, without: Iterable[str], passes: Passes
+) -> tuple[list[Change], list[int]]:
+    """What each pass changes, and the predicted peak (bytes above the inputs) as captured and after
+    each."""
+    assert captured is not None
+    return _changes_and_peaks(captured.program(), without, passes)
+
+
+def _changes_and_peaks(
+    program: Program, without: Iterable[str], passes: Passes
+) -> tuple[list[Change], list[int]]:
+    peaks = [memory_of(program).peak]
+
+    def peak_after(change: Change) -> None:
+        peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
+
+    return _recorded(program, without, passes, peak_after), peaks
 
 
 def changes_of(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> list[Change]:

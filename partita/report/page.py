@@ -1,0 +1,209 @@
+"""The page of a report: self-contained HTML, in which all that comes from outside is escaped."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from partita.layout import Layout, Mesh
+from partita.layout.picture import draw
+from partita.layout.picture_html import html_of
+
+from .figures import loss_figure, memory_figure, moves_figure, passes_figure
+from .run_facts import RunFacts
+
+__all__ = ["check_plotly", "write_report"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_LAYOUTS_SHOWN = 24
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d1d1f; margin: 0 auto; max-width: 1180px;
+       padding: 24px; background: #fff; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 34px 0 8px; }
+table { border-collapse: collapse; font-size: 13px; } th { text-align: left; color: #555; }
+td, th { padding: 3px 12px 3px 0; border-bottom: 1px solid #eee; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+pre { background: #f6f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; }
+.runs { display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); }
+.runs > div { min-width: 0; } .layout { margin: 14px 0; } .note { color: #666; font-size: 13px; }
+"""
+
+
+def check_plotly() -> None:
+    """Raise ValueError where plotly, which draws, is not installed."""
+    if importlib.util.find_spec("plotly") is None:
+        raise ValueError("a report needs plotly: pip install 'partita[report]'")
+
+
+def write_report(path: str | Path, *runs: RunFacts) -> None:
+    """Write a page about one run, or about several side by side.
+
+    Args:
+        path: of the HTML file. It holds all that it needs, plotly too: some 5 MB.
+
+    Raises:
+        ValueError: plotly is not installed.
+        OSError: the file cannot be written.
+    """
+    check_plotly()
+    Path(path).write_text(_page(runs), encoding="utf-8")
+
+
+def _page(runs: Sequence[RunFacts]) -> str:
+    from plotly.offline import get_plotlyjs
+
+    title = escape(", ".join(run.name for run in runs))
+    body = "\n".join(_sections(runs))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_STYLE}</style>"
+        f"<script>{get_plotlyjs()}</script></head>\n"
+        f"<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _sections(runs: Sequence[RunFacts]) -> Iterator[str]:
+    yield _side_by_side("", runs, _summary)
+    if any(run.steps for run in runs):
+        yield f"<h2>Loss and speed</h2>{_drawn(loss_figure(runs))}"
+    yield _side_by_side("Memory over a step", runs, _memory)
+    yield _side_by_side("Bytes by line of the program", runs, _moves)
+    yield _side_by_side("What the passes did", runs, _passes)
+    yield _side_by_side("Layouts of the parameters", runs, _layouts)
+    yield _side_by_side("What the model writes", runs, _sample)
+
+
+def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFacts], str]) -> str:
+    """One section of each run; nothing where no run has it."""
+    found = [(run, section(run)) for run in runs]
+    if not any(text for _, text in found):
+        return ""
+    name = (lambda run: f"<h3>{escape(run.name)}</h3>") if len(runs) > 1 else (lambda run: "")
+    cells = "".join(f"<div>{name(run)}{text}</div>" for run, text in found)
+    return (f"<h2>{title}</h2>" if title else "") + f'<div class="runs">{cells}</div>'
+
+
+def _drawn(figure: Any) -> str:
+    config = {"displayModeBar": False, "responsive": True}
+    html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+    return html
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Numbers and sizes, which come as text with a leading digit, stand at the right."""
+    cells = "".join(f"<th>{escape(h)}</th>" for h in head)
+    lines = [f"<tr>{cells}</tr>"] if head else []
+    for row in rows:
+        texts = [escape(str(value)) for value in row]
+        kinds = [' class="number"' if _is_figure(t) else "" for t in texts]
+        cells = "".join(f"<td{k}>{t}</td>" for k, t in zip(kinds, texts, strict=True))
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _is_figure(text: str) -> bool:
+    number, _, unit = text.replace(",", "").partition(" ")
+    return number.replace(".", "", 1).isdigit() and (not unit or unit in _UNITS)
+
+
+def _size(nbytes: float) -> str:
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:.{1 if unit and nbytes < 100 else 0}f} {_UNITS[unit]}"
+
+
+# -- the sections of a run -------------------------------------------------------------------------
+
+
+def _summary(run: RunFacts) -> str:
+    rows: list[tuple[str, Any]] = []
+    if "parameters" in run.about:
+        rows.append(("parameters", f"{run.about['parameters']:,}"))
+    if run.steps:
+        last, late = run.steps[-1], run.steps[1:] or run.steps
+        seconds = sorted(s["seconds"] for s in late)[len(late) // 2]
+        rows += [
+            ("steps", len(run.steps)),
+            ("last loss", f"{last['loss']:.4f}"),
+            ("a step, median", f"{seconds * 1e3:.1f} ms"),
+            ("sent by a rank in a step", _size(last["nbytes"])),
+        ]
+    if run.memory is not None:
+        rows.append(("peak of a step, predicted", _size(_peak(run.memory))))
+    given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
+    options = f"<details><summary>options</summary>{_table((), given)}</details>" if given else ""
+    return (_table((), rows) if rows else "") + options
+
+
+def _peak(memory: dict[str, Any]) -> int:
+    """Bytes of a rank at the place of the step at which most is held."""
+    totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
+    return int(sum(memory["held"].values()) + max(totals, default=0))
+
+
+def _memory(run: RunFacts) -> str:
+    if run.memory is None:
+        return ""
+    head = ("at the peak", "what", "class", "line")
+    rows = [(_size(b["nbytes"]), b["name"], b["kind"], b["source"]) for b in run.memory["holders"]]
+    note = (
+        '<p class="note">Predicted from the schedule of the captured step, on one rank; what '
+        "an allocator keeps beyond it is not in it.</p>"
+    )
+    return _drawn(memory_figure(run)) + note + _table(head, rows)
+
+
+def _moves(run: RunFacts) -> str:
+    sending = sorted((m for m in run.moves if m["nbytes"]), key=lambda m: -m["nbytes"])
+    if not sending:
+        return ""
+    head = ("sent", "times", "move", "axes", "why", "line")
+    rows = [
+        (_size(m["nbytes"]), m["count"], m["kind"], m["axes"], m["reason"], m["source"] or "-")
+        for m in sending[:24]
+    ]
+    return _drawn(moves_figure(run)) + _table(head, rows)
+
+
+def _passes(run: RunFacts) -> str:
+    if not run.passes:
+        return ""
+    head = ("pass", "what it did", "collectives", "sent", "predicted peak")
+    rows = []
+    for one in run.passes:
+        sizes = ([_size(n) for n in one[what]] for what in ("sent", "peak"))
+        pairs = [one["collectives"], *sizes]
+        told = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
+        rows.append((one["name"], one["did"] or one["promise"], *told))
+    return _drawn(passes_figure(run)) + _table(head, rows)
+
+
+def _layouts(run: RunFacts) -> str:
+    alike: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for name, layout, mesh, nbytes in run.layouts:
+        alike.setdefault((layout, mesh), []).append((name, nbytes))
+    found = []
+    for (layout, mesh), members in [*alike.items()][:_LAYOUTS_SHOWN]:
+        picture = html_of(draw(Layout.parse(layout), _mesh(mesh)), width=460)
+        names = ", ".join(name for name, _ in members[:3])
+        more = f" and {len(members) - 3} more" if len(members) > 3 else ""
+        held = _size(sum(nbytes for _, nbytes in members))
+        about = f"{escape(names)}{more}: {held} on a rank"
+        found.append(f'<div class="layout"><div>{about}</div>{picture}</div>')
+    left = len(alike) - _LAYOUTS_SHOWN
+    return "".join(found) + (f'<p class="note">and {left} more layouts</p>' if left > 0 else "")
+
+
+def _mesh(text: str) -> Mesh:
+    """The mesh that prints so."""
+    axes = [axis.split("=") for axis in text.split()]
+    return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
+
+
+def _sample(run: RunFacts) -> str:
+    return f"<pre>{escape(run.sample)}</pre>" if run.sample else ""

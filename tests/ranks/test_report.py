@@ -1,0 +1,165 @@
+"""Is the report of a run a page that a browser shows without a script error or a network?"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+from partita.app import Options, make_logs, train
+from partita.cli import main
+from partita.report import RunFacts, read_log, write_report
+
+pytest.importorskip("plotly")
+
+OPTIONS = Options(steps=3, batch=4, context=16, layers=1, width=16, heads=2, sample=4)
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+NASTY = "<script>document.title='taken'</script><b>"
+
+
+def run_of(name="first", **more):
+    steps = [
+        {"step": i, "loss": 5 - i, "seconds": 0.1, "nbytes": 1 << 20, "tokens_per_second": 10.0}
+        for i in range(5)
+    ]
+    memory = {
+        "places": ["mm", "relu", "mm_1"],
+        "held": {"weights": 1 << 20},
+        "live": {"activations": [0, 1 << 20, 0], "gathered": [1 << 20, 0, 0]},
+        "holders": [{"name": "relu", "kind": "activations", "source": NASTY, "nbytes": 1 << 20}],
+    }
+    one = {"name": "regather", "promise": "p", "did": NASTY, "collectives": [3, 2]}
+    passes = [one | {"sent": [1 << 20, 2 << 20], "peak": [3 << 20, 1 << 20]}]
+    moves = [
+        {"source": NASTY, "kind": "all_gather", "axes": "dp", "reason": "gather"}
+        | {"nbytes": 1 << 20, "count": 2}
+    ]
+    layouts = [[NASTY, "f32[8@dp, 16@tp]", "dp=2 tp=2", 128]]
+    return RunFacts(name, {"x": NASTY}, {}, steps, layouts, moves, memory, passes, NASTY, **more)
+
+
+def seen_in_browser(path):
+    """The page's document when its scripts have run, and what went wrong in them."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--virtual-time-budget=10000", "--dump-dom", f"file://{path}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    wrong = [line for line in ran.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
+    return ran.stdout, wrong
+
+
+def test_a_page_asks_nothing_of_the_network_and_escapes_what_it_is_told(tmp_path):
+    write_report(tmp_path / "run.html", run_of(NASTY))
+    page = (tmp_path / "run.html").read_text()
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page)
+    assert NASTY not in page  # in figures, too, where it stands in JSON
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_each_figure_without_an_error(tmp_path):
+    write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
+    shown, wrong = seen_in_browser(tmp_path / "run.html")
+    assert wrong == []
+    assert shown.count('class="main-svg"') >= 7  # loss, and of each run memory, moves and passes
+    assert "<title>first, second</title>" in shown
+    for section in ("Loss and speed", "Memory over a step", "Bytes by line", "Layouts of the"):
+        assert section in shown
+    assert shown.count('class="partita-layout"') == 2
+
+
+def test_what_a_run_does_not_know_is_left_out(tmp_path):
+    write_report(tmp_path / "run.html", RunFacts("x", steps=run_of().steps))
+    page = (tmp_path / "run.html").read_text()
+    assert "Loss and speed" in page and "<h2>Memory" not in page and "<h2>Layouts" not in page
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_training_writes_a_report_of_what_it_did(compile, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"some text to be trained on, again and again\n" * 9)
+    options = replace(
+        OPTIONS, data=text, mesh=(("dp", 2),), zero=3, compile=compile, log=tmp_path / "run.jsonl"
+    )
+    options = replace(options, report=tmp_path / "run.html")
+
+    def program(mesh):
+        first = mesh.get_rank() == 0
+        logs = make_logs(options, lambda event, facts: None) if first else None
+
+        def tell(event, **facts):
+            if logs is not None:
+                logs.show(event, json.loads(json.dumps(facts)))
+
+        with torch.random.fork_rng():
+            train(options, tell, mesh=mesh)
+        if logs is not None:
+            logs.end()
+
+    with pt.ranks(dp=2) as world:
+        world.run(program)
+    run = read_log(tmp_path / "run.jsonl")
+    assert len(run.steps) == 3 and run.layouts[0][1:3] == ["f32[256@dp, 16]", "dp=2"]
+    assert sum(m["nbytes"] for m in run.moves) == run.steps[1]["nbytes"]
+    assert any(m["source"] for m in run.moves)
+    assert (run.memory is not None) is compile and bool(run.passes) is compile
+    page = (tmp_path / "run.html").read_text()
+    assert "Layouts of the parameters" in page
+    assert ("Memory over a step" in page) is compile
+
+
+def test_a_compiled_step_writes_a_report(tmp_path):
+    def program(mesh):
+        torch.manual_seed(0)
+        model = pt.zero(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), mesh, "dp", stage=3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @pt.compile(backend="graph")
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with pytest.raises(ValueError, match="not been captured"):
+            step.report(tmp_path / "step.html")
+        step(pt.ones(4, 8, device_mesh=mesh, placements=[pt.Shard(0)]))
+        if mesh.get_rank() == 0:
+            step.report(tmp_path / "step.html")
+
+    with pt.ranks(dp=2) as world:
+        world.run(program)
+    page = (tmp_path / "step.html").read_text()
+    for section in ("Memory over a step", "Bytes by line of the program", "What the passes did"):
+        assert f"<h2>{section}</h2>" in page
+    assert "test_report.py:" in page and "regather" in page
+
+
+class TestCommand:
+    def test_two_logs_stand_side_by_side(self, tmp_path, capsys):
+        logs = []
+        for name in ("one", "two"):
+            logs.append(tmp_path / f"{name}.jsonl")
+            lines = [{"event": "step", **step} for step in run_of().steps]
+            logs[-1].write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        out = tmp_path / "both.html"
+        assert main(["report", *map(str, logs), "--out", str(out)]) == 0
+        assert "<h1>one, two</h1>" in out.read_text()
+
+    @pytest.mark.parametrize("text", ["", "no json\n", '{"event": "ready"}\n', "[1]\n"])
+    def test_what_is_no_log_is_an_error(self, text, tmp_path, capsys):
+        log = tmp_path / "log.jsonl"
+        log.write_text(text)
+        assert main(["report", str(log), "--out", str(tmp_path / "x.html")]) == 2
+        assert "log.jsonl" in capsys.readouterr().err
+
+    def test_without_plotly_the_error_says_what_to_install(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr("partita.report.page.importlib.util.find_spec", lambda name: None)
+        assert main(["train", "--report", str(tmp_path / "x.html")]) == 2
+        assert "pip install 'partita[report]'" in capsys.readouterr().err

@@ -60,7 +60,7 @@ class NanWatch:
         self._hooks = []
         for name, module in model.named_modules():
             title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            hook = partial(self._returned, title)
+            hook = partial(self._check_results, title)
             self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def check(self, loss: float | torch.Tensor, step: int | None = None) -> None:
@@ -76,10 +76,10 @@ class NanWatch:
             NanError: names the step, and the first module.
         """
         value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
-        finds = everyone().decide(self._finds, _earliest)
+        finds = everyone().decide(self._finds, _merge_earliest_finds)
         step = self._steps if step is None else step
         if not math.isfinite(value) or ("backward", "nan") in finds:
-            raise NanError(_message(value, step, finds))
+            raise NanError(_format_message(value, step, finds))
         self._steps += 1
         self._seen, self._last_finite = 0, ""
         self._finds = {}  # what the loss does not see, such as the -inf of a mask, is no fault
@@ -102,23 +102,25 @@ class NanWatch:
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _returned(self, title: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _check_results(
+        self, title: str, module: nn.Module, args: Any, kwargs: Any, result: Any
+    ) -> None:
         if is_recomputing():
             return
         with Unseen(), torch.no_grad():
             for t in tensors_in(result):
                 self._seen += 1
-                fault = _fault(t)
+                fault = _find_nan_or_inf(t)
                 if fault and ("forward", fault) not in self._finds:
-                    self._blame(title, module, fault, (args, kwargs))
+                    self._record_culprit(title, module, fault, (args, kwargs))
                 if t.requires_grad:
                     t.register_hook(partial(self._came_back, title))
 
-    def _blame(self, title: str, module: nn.Module, fault: str, taken: Any) -> None:
-        if any(_fault(t) for t in tensors_in(taken)):
+    def _record_culprit(self, title: str, module: nn.Module, fault: str, taken: Any) -> None:
+        if any(_find_nan_or_inf(t) for t in tensors_in(taken)):
             return
         what = f"the first {fault} is in the result of {title}, which took nothing like it"
-        spoilt = [name for name, p in module.named_parameters() if _fault(p)]
+        spoilt = [name for name, p in module.named_parameters() if _find_nan_or_inf(p)]
         if spoilt:
             what += f"; its {spoilt[0]} is not finite, since an earlier step"
         elif next(module.children(), None) is not None:
@@ -128,7 +130,7 @@ class NanWatch:
     def _came_back(self, title: str, gradient: torch.Tensor) -> None:
         with Unseen(), torch.no_grad():
             self._seen += 1
-            fault = _fault(gradient)
+            fault = _find_nan_or_inf(gradient)
         if not fault:
             self._last_finite = title
         elif ("backward", fault) not in self._finds:
@@ -154,7 +156,7 @@ def detect_nan(model: nn.Module) -> NanWatch:
     return NanWatch(model)
 
 
-def _fault(t: torch.Tensor) -> str:
+def _find_nan_or_inf(t: torch.Tensor) -> str:
     """ "nan" or "inf" if there is one in this rank's piece, else ""."""
     if not (t.is_floating_point() or t.is_complex()) or t.is_meta:
         return ""
@@ -166,7 +168,7 @@ def _fault(t: torch.Tensor) -> str:
     return "inf" if t.isinf().any() else ""
 
 
-def _earliest(finds: list[_Finds]) -> Sequence[_Finds]:
+def _merge_earliest_finds(finds: list[_Finds]) -> Sequence[_Finds]:
     first: dict[tuple[str, str], _Find] = {}
     for rank, of_rank in enumerate(finds):
         for kind, find in of_rank.items():
@@ -175,7 +177,7 @@ def _earliest(finds: list[_Finds]) -> Sequence[_Finds]:
     return [first] * len(finds)
 
 
-def _message(loss: float, step: int, finds: _Finds) -> str:
+def _format_message(loss: float, step: int, finds: _Finds) -> str:
     fact = f"the loss of step {step} is {loss}"
     if math.isfinite(loss):
         fact = f"a gradient of step {step} is nan"

@@ -30,9 +30,9 @@ def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None
     for held in rest:
         put_memory(held, by="load")
     writes = {id(held.tensor): count_writes(held.tensor) for held in rest}
-    above = _ancestors(model)
+    above = _ancestors_of_modules(model)
     for module in dict.fromkeys(module for held in rest for module, _ in held.homes):
-        _initialize(module, above[module], init_fn, writes)
+        _initialize_module(module, above[module], init_fn, writes)
     left = [held for held in rest if not _was_written(held, writes)]
     if left:
         raise LayoutError(
@@ -47,7 +47,7 @@ def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None
         )
 
 
-def _initialize(
+def _initialize_module(
     module: nn.Module, above: list[nn.Module], init_fn: Any, rest: dict[int, int]
 ) -> None:
     """Run one module's initializer; its tensors that have a value keep it."""
@@ -79,7 +79,7 @@ def _called_without(own: Callable[[], Any]) -> Callable[[nn.Module], Any]:
     return lambda module: own()
 
 
-def _ancestors(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+def _ancestors_of_modules(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """For each module those around it, the innermost first."""
     found: dict[nn.Module, list[nn.Module]] = {model: []}
     waiting = [model]

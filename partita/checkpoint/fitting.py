@@ -104,7 +104,7 @@ def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) ->
         ValueError: ranks have read different checkpoints by the name.
     """
 
-    def merge(brought: list[Misfits]) -> list[Loaded]:
+    def merge_misfits(brought: list[Misfits]) -> list[Loaded]:
         values = tuple(dict.fromkeys(one for rank in brought for one in rank.values))
         keys = tuple(dict.fromkeys(one for rank in brought for one in rank.keys))
         fixes = []
@@ -123,5 +123,5 @@ def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) ->
             raise ValueError(f"{path} was replaced while the ranks began to read it: load it again")
         return [rank.passed_over for rank in brought]
 
-    result: Loaded = ranks.decide(found, merge)
+    result: Loaded = ranks.decide(found, merge_misfits)
     return result

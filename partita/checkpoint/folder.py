@@ -33,34 +33,34 @@ class Replacement:
     def __init__(self, home: Path):
         home.parent.mkdir(parents=True, exist_ok=True)
         self.home = home
-        self._lock = Lock(_beside(home, "lock"))
+        self._lock = Lock(_make_sibling_path(home, "lock"))
         self._lock.acquire()
         try:
             if self._lock.held:  # else somebody may be writing what is there
                 for other in home.parent.iterdir():
-                    if other.name.startswith(_beside(home, "saving-").name):
-                        _remove(other)
+                    if other.name.startswith(_make_sibling_path(home, "saving-").name):
+                        _remove_path(other)
         except BaseException:
             self._lock.release()
             raise
-        self.written = _beside(home, f"saving-{uuid.uuid4().hex[:8]}")
+        self.written = _make_sibling_path(home, f"saving-{uuid.uuid4().hex[:8]}")
 
     def publish(self) -> None:
         """Give what was written, and brought to the disk, its name."""
         written, home = self.written, self.home
         with _without_readers(home):
             if written.is_dir():
-                _sync(written)
+                _sync_folder(written)
                 if home.exists():
-                    os.rename(home, _previous(home))
+                    os.rename(home, _path_of_previous(home))
             os.replace(written, home)
-            _sync(home.parent)
-        shutil.rmtree(_previous(home), ignore_errors=True)
+            _sync_folder(home.parent)
+        shutil.rmtree(_path_of_previous(home), ignore_errors=True)
         self._lock.release()
 
     def discard(self) -> None:
         """Remove what was written, where there was an error; nothing after `publish`."""
-        _remove(self.written)
+        _remove_path(self.written)
         self._lock.release()
 
 
@@ -75,12 +75,12 @@ def begin(home: Path) -> Replacement:
     try:
         if home.exists() and not (home / ".metadata").is_file() and not _is_empty(home):
             raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
-        if _previous(home).exists():
+        if _path_of_previous(home).exists():
             if home.exists():
-                shutil.rmtree(_previous(home))
+                shutil.rmtree(_path_of_previous(home))
             else:
                 with _without_readers(home):
-                    os.rename(_previous(home), home)
+                    os.rename(_path_of_previous(home), home)
         new.written.mkdir()
     except BaseException:
         new.discard()
@@ -91,7 +91,7 @@ def begin(home: Path) -> Replacement:
 @contextlib.contextmanager
 def reading(home: Path) -> Iterator[None]:
     """Within, what has the name `home` keeps it."""
-    with Lock(_beside(home, "reading"), shared=True):
+    with Lock(_make_sibling_path(home, "reading"), shared=True):
         yield
 
 
@@ -102,7 +102,7 @@ def standing(home: Path) -> Path:
         ValueError: there is none.
     """
     # Once more at home: it may have come there after the first look, and nobody locks to look.
-    for place in (home, _previous(home), home):
+    for place in (home, _path_of_previous(home), home):
         if (place / ".metadata").is_file():
             return place
     raise ValueError(f"there is no checkpoint at {home}")
@@ -117,19 +117,19 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def _beside(home: Path, what: str) -> Path:
+def _make_sibling_path(home: Path, what: str) -> Path:
     return home.parent / f".{home.name}.{what}"
 
 
-def _previous(home: Path) -> Path:
-    return _beside(home, "previous")
+def _path_of_previous(home: Path) -> Path:
+    return _make_sibling_path(home, "previous")
 
 
 def _without_readers(home: Path) -> Lock:
-    return Lock(_beside(home, "reading"))
+    return Lock(_make_sibling_path(home, "reading"))
 
 
-def _remove(place: Path) -> None:
+def _remove_path(place: Path) -> None:
     if place.is_dir():
         shutil.rmtree(place, ignore_errors=True)
     else:
@@ -140,7 +140,7 @@ def _is_empty(place: Path) -> bool:
     return place.is_dir() and not any(place.iterdir())
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Bring the names in `folder` to the disk, where the system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -92,7 +92,7 @@ class WholeCopies:
 
     def of(self, value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, name)
+            return self._copy_full_tensor(value, name)
         if isinstance(value, dict):
             return {k: self.of(v, f"{name}.{k}") for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -100,7 +100,7 @@ class WholeCopies:
         return copy.deepcopy(value) if self.keeps else None
 
     @torch.no_grad()
-    def _tensor(self, x: torch.Tensor, name: str) -> torch.Tensor | None:
+    def _copy_full_tensor(self, x: torch.Tensor, name: str) -> torch.Tensor | None:
         if id(x) in self.made:
             return self.made[id(x)]
         if x.is_meta:
@@ -163,7 +163,7 @@ def load_full_state_dict(
     given: dict[str, Leaf] = {}
     told: _Description | Exception
     try:
-        given = _flat(state, optimizer) if sends else {}
+        given = _flatten_states(state, optimizer) if sends else {}
         told = _Description.of(given)
     except Exception as error:
         told = error
@@ -174,11 +174,11 @@ def load_full_state_dict(
     try:
         if isinstance(told, Exception):
             raise told
-        target = opened(_together(model, optimizer), told)  # type: ignore[arg-type]
+        target = opened(_join_states(model, optimizer), told)  # type: ignore[arg-type]
         held = {name: leaf.value for name, leaf in target.leaves.items()}
         there = told.texts()
         found: Misfits | Exception = without_ties(
-            misfits(held, there, strict), _objects(model), there
+            misfits(held, there, strict), _tensors_by_name(model), there
         )
     except Exception as error:
         found = error
@@ -194,7 +194,7 @@ def load_full_state_dict(
                 value = given[name].value if name in given else told.values.get(name)
                 if send is not None and isinstance(leaf.value, torch.Tensor):
                     value = send(value, told.state_dict_metadata[name])
-                _write(leaf, value)
+                _write_leaf(leaf, value)
         for close in target.closing:
             close()
     except Exception as error:
@@ -248,31 +248,31 @@ class _Description:
         }
 
 
-def _together(model: Any, optimizer: Any) -> dict[str, Any]:
+def _join_states(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
 
 
-def _flat(state: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Leaf]:
+def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Leaf]:
     """All leaves of what is to be loaded, by the names that a checkpoint would give them.
 
     Raises:
         ValueError: it is no state dict, or with an optimizer no pair of them.
     """
     if optimizer is None:
-        return opened({"model": _checked(state)}).leaves
+        return opened({"model": _check_state_dict(state)}).leaves
     if not isinstance(state, tuple) or len(state) != 2:
         raise ValueError(
             "with an optimizer, load_full_state_dict takes a pair, as full_state_dict returns it: "
             f"the model's state dict and the optimizer's. This is a {type(state).__name__}"
         )
-    return opened(_together(*map(_checked, state))).leaves
+    return opened(_join_states(*map(_check_state_dict, state))).leaves
 
 
-def _objects(model: nn.Module) -> dict[str, Any]:
+def _tensors_by_name(model: nn.Module) -> dict[str, Any]:
     return {f"model.{name}": x for name, x in tensors_of_model(model).items()}
 
 
-def _checked(state: Any) -> Mapping[str, Any]:
+def _check_state_dict(state: Any) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"a state dict is a dict, and this is a {type(state).__name__}")
     for name, x in state.items():
@@ -314,7 +314,7 @@ def _refuse_different(given: dict[str, Leaf], ranks: Everyone, line: str) -> Non
         if isinstance(leaf.value, torch.Tensor)
     }
 
-    def compare(brought: list[dict[str, Any]]) -> list[None]:
+    def compare_fingerprints(brought: list[dict[str, Any]]) -> list[None]:
         for rank, theirs in enumerate(brought):
             for name in dict.fromkeys((*brought[0], *theirs)):
                 if theirs.get(name) != brought[0].get(name):
@@ -326,7 +326,7 @@ def _refuse_different(given: dict[str, Leaf], ranks: Everyone, line: str) -> Non
                     )
         return [None] * len(brought)
 
-    ranks.decide(sums, compare)
+    ranks.decide(sums, compare_fingerprints)
 
 
 class _Sender:
@@ -356,7 +356,7 @@ class _Sender:
         return self._wire.from_first(value.detach().to(device), self._src)
 
 
-def _write(leaf: Leaf, value: Any) -> None:
+def _write_leaf(leaf: Leaf, value: Any) -> None:
     """Into a tensor its piece of `value`, in place; into a dict or list the value."""
     if not isinstance(leaf.value, torch.Tensor):
         leaf.value = value

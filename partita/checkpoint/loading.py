@@ -82,8 +82,8 @@ class _Load:
         """What does not fit, or is not as it was written."""
         try:
             folder = standing(self._home)
-            self._open(folder)
-            found = self._misfits()
+            self._open_folder(folder)
+            found = self._find_misfits()
             if not found.wrong:
                 self._check_chunks(folder)
             return found
@@ -106,7 +106,7 @@ class _Load:
             return error
         return None
 
-    def _open(self, folder: Path) -> None:
+    def _open_folder(self, folder: Path) -> None:
         from partita.comm.dcp import Reader
 
         path = folder / ".metadata"
@@ -118,11 +118,11 @@ class _Load:
             raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
         self._which = f"{zlib.crc32(content):08x}"
 
-    def _misfits(self) -> Misfits:
+    def _find_misfits(self) -> Misfits:
         metadata = self._reader.metadata
         self._inside = opened(self._state, metadata)
         held = {name: leaf.value for name, leaf in self._inside.leaves.items()}
-        there = {name: _described(one) for name, one in metadata.state_dict_metadata.items()}
+        there = {name: _describe_stored(one) for name, one in metadata.state_dict_metadata.items()}
         return misfits(held, there, self._strict, self._which)
 
     def _check_chunks(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class _Load:
         """
         from partita.comm.dcp import LoadPieces
 
-        pieces, values, self._emptied = _destinations(self._inside, self._reader.metadata)
+        pieces, values, self._emptied = _find_destinations(self._inside, self._reader.metadata)
         planner = self._planner = LoadPieces(pieces, values, self._reader, self._weights_only)
         self._tensors, plan_of_values = planner.plan_tensors(), planner.plan_values()
         places = [self._reader.places(plan) for plan in (self._tensors, plan_of_values)]
@@ -144,7 +144,7 @@ class _Load:
         self._reader.read(plan_of_values, planner)
 
 
-def _destinations(
+def _find_destinations(
     state: OpenedState, metadata: Metadata
 ) -> tuple[dict[str, Piece], list[str], list[torch.Tensor]]:
     """The memory to read tensors into, the names of the values to read, and the memory to empty."""
@@ -169,7 +169,7 @@ def _destinations(
     return pieces, values, emptied
 
 
-def _described(stored: Any) -> str:
+def _describe_stored(stored: Any) -> str:
     from partita.comm.dcp import TensorStorageMetadata
 
     if isinstance(stored, TensorStorageMetadata):

@@ -71,11 +71,11 @@ def opened_optimizer(
         params.update(zip(packed["params"], group["params"], strict=True))
     number = {names[id(p)]: i for i, p in params.items()}
 
-    def named(i: Any) -> str:
+    def name_of_param(i: Any) -> str:
         return names[id(params[i])] if i in params else str(i)
 
-    state = {named(i): dict(held) for i, held in raw["state"].items()}
-    groups = [{**g, "params": [named(i) for i in g["params"]]} for g in raw["param_groups"]]
+    state = {name_of_param(i): dict(held) for i, held in raw["state"].items()}
+    groups = [{**g, "params": [name_of_param(i) for i in g["params"]]} for g in raw["param_groups"]]
     held = {**raw, "state": state, "param_groups": groups}
     if stored is not None:
         there = _stored_by_parameter(stored, (*path, "state"))
@@ -83,10 +83,10 @@ def opened_optimizer(
             for key, metadata in there.get(name, {}).items():
                 of_name = state.setdefault(name, {})
                 if key not in of_name:
-                    of_name[key] = _empty(params[i], key, metadata)
+                    of_name[key] = _allocate_state(params[i], key, metadata)
     current = [list(g["params"]) for g in groups]
 
-    def close() -> None:
+    def load_into_optimizer() -> None:
         by_number = {number.get(name, name): values for name, values in state.items() if values}
         loaded = [
             {**_group_of(mine, groups, path), "params": [number[n] for n in mine]}
@@ -95,7 +95,7 @@ def opened_optimizer(
         optimizer.load_state_dict({**held, "state": by_number, "param_groups": loaded})
         _undo_casts(optimizer, {id(params[i]): by_number[i] for i in params if i in by_number})
 
-    return held, close
+    return held, load_into_optimizer
 
 
 def _group_of(names: list[str], groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _stored_by_parameter(stored: Metadata, path: Path) -> dict[Any, dict[Any, An
     return found
 
 
-def _empty(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
+def _allocate_state(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
     """Memory for the state `key` of `p`, laid out as its optimizer would have done."""
     size = getattr(metadata, "size", None)
     if size is None:  # a value and no tensor: it comes whole

@@ -35,7 +35,7 @@ _DOORS = {
 _NAME = "save_pretrained"
 
 
-def _teach(kind: type) -> None:
+def _patch_save_pretrained(kind: type) -> None:
     """Let `kind.save_pretrained` write a model on a mesh whole, and write it once."""
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)
@@ -43,7 +43,7 @@ def _teach(kind: type) -> None:
     @functools.wraps(plain)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        spread = _spread_tensors(args[0], _argument(call, "state_dict"))
+        spread = _spread_tensors(args[0], _argument_of_call(call, "state_dict"))
         if not spread:
             return plain(*args, **kwargs)
         return _save_once(plain, call, args[0], spread)
@@ -51,7 +51,7 @@ def _teach(kind: type) -> None:
     kind.save_pretrained = save_pretrained  # type: ignore[attr-defined]
 
 
-def _argument(call: inspect.BoundArguments, name: str, default: Any = None) -> Any:
+def _argument_of_call(call: inspect.BoundArguments, name: str, default: Any = None) -> Any:
     return call.arguments.get(name, call.kwargs.get(name, default))
 
 
@@ -86,7 +86,7 @@ def _save_once(
     """
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
-    writes = _is_writer(wire, bool(_argument(call, "is_main_process", True)))
+    writes = _is_writer(wire, bool(_argument_of_call(call, "is_main_process", True)))
     copies = WholeCopies(writes, "cpu")
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
     result, failed = None, None
@@ -116,7 +116,7 @@ def _put_whole_state(
     call: inspect.BoundArguments, model: nn.Module, whole: Mapping[int, torch.Tensor]
 ) -> None:
     """Put whole values into the state dict of a call, if it has one."""
-    state = _argument(call, "state_dict")
+    state = _argument_of_call(call, "state_dict")
     if state is None:
         return
     known = tensors_of_model(model)
@@ -154,4 +154,9 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
 
 
 for _module, _class in _DOORS.items():
-    after_import(_module, lambda module, _class=_class: _teach(getattr(module, _class)))  # type: ignore[misc]
+    after_import(
+        _module,
+        lambda module, _class=_class: _patch_save_pretrained(  # type: ignore[misc]
+            getattr(module, _class)
+        ),
+    )

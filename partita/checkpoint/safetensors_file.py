@@ -70,25 +70,25 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         OSError: the disk; on every rank.
     """
     ranks, home = everyone(), Path(os.path.abspath(path))
-    tensors = _tensors(model)
-    problem = next((p for name, x in tensors.items() if (p := _problem(name, x))), None)
+    tensors = _tensors_by_name(model)
+    problem = next((p for name, x in tensors.items() if (p := _find_problem(name, x))), None)
 
     new: list[Replacement] = []  # on rank 0
 
-    def begun(brought: list[None]) -> list[None]:
+    def begin_replacement(brought: list[None]) -> list[None]:
         new.append(Replacement(home))
         return brought
 
-    ranks.decide(ValueError(problem) if problem else None, begun)
+    ranks.decide(ValueError(problem) if problem else None, begin_replacement)
     try:
         # Wide elements first: each tensor then lies at a multiple of its own element's size.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         file = _File(new[0].written if new else None)
-        header = _header({name: tensors[name] for name in order})
+        header = _make_header({name: tensors[name] for name in order})
         file.write(header)
         crcs = []
         for name in order:
-            content = bytes_of(_whole(tensors[name]))
+            content = bytes_of(_copy_full_to_cpu(tensors[name]))
             file.write(content)
             if new:
                 crcs.append(zlib.crc32(content))
@@ -96,11 +96,11 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
             file.rewrite(_with_checksums(header, crcs))
         file.close()
 
-        def finished(brought: list[None]) -> list[None]:
+        def publish_replacement(brought: list[None]) -> list[None]:
             new[0].publish()
             return brought
 
-        ranks.decide(file.failed, finished)
+        ranks.decide(file.failed, publish_replacement)
     finally:
         for one in new:
             one.discard()
@@ -140,13 +140,13 @@ def load_safetensors(
             tensor of `model` is pending. Nothing has changed.
     """
     with contextlib.ExitStack() as held:
-        passed_over = _load(model, Path(os.path.abspath(path)), strict, held)
+        passed_over = _load_files(model, Path(os.path.abspath(path)), strict, held)
     if isinstance(model, nn.Module):
         initialize_rest(model, init_fn)
     return passed_over
 
 
-def _load(
+def _load_files(
     model: nn.Module | Mapping[str, Any], path: Path, strict: bool, held: contextlib.ExitStack
 ) -> Loaded:
     ranks, line = everyone(), user_line()
@@ -155,7 +155,9 @@ def _load(
     there: dict[str, str] = {}
     try:
         there = files.open(path, held, ranks)
-        objects = tensors_of_model(model) if isinstance(model, nn.Module) else _tensors(model)
+        objects = (
+            tensors_of_model(model) if isinstance(model, nn.Module) else _tensors_by_name(model)
+        )
         fits = misfits(objects, there, strict, gives_memory=isinstance(model, nn.Module))
         found: Misfits | Exception = without_ties(fits, objects, there)
     except Exception as error:
@@ -164,7 +166,7 @@ def _load(
     try:
         if isinstance(model, nn.Module):
             give_memory(model, there)
-        for name, x in _tensors(model).items():
+        for name, x in _tensors_by_name(model).items():
             if name in there:
                 files.read(name, piece_held(x))
     except Exception as error:
@@ -205,8 +207,8 @@ class _Files:
                 raise ValueError(f"{one} has no {lost[0]}, though the index says so")
             for name in has if names is None else names:
                 self._of[name] = file
-                there[name] = _described(file.get_slice(name))
-            _check(one, ranks.rank, ranks.size)
+                there[name] = _describe_stored(file.get_slice(name))
+            _check_file(one, ranks.rank, ranks.size)
         return there
 
     def read(self, name: str, piece: Piece) -> None:
@@ -257,29 +259,29 @@ class _File:
         self.failed: OSError | None = None
         self._file: IO[bytes] | None = None
         if path is not None:
-            self._try(lambda: self.__dict__.update(_file=open(path, "wb")))  # noqa: SIM115
+            self._try_write(lambda: self.__dict__.update(_file=open(path, "wb")))  # noqa: SIM115
 
     def write(self, data: bytes | memoryview) -> None:
         if self._file is not None:
             file = self._file
-            self._try(lambda: file.write(data))
+            self._try_write(lambda: file.write(data))
 
     def rewrite(self, data: bytes) -> None:
         """Write this over what was written first."""
         if self._file is not None:
             file = self._file
-            self._try(lambda: file.seek(0))
-            self._try(lambda: file.write(data))
+            self._try_write(lambda: file.seek(0))
+            self._try_write(lambda: file.write(data))
 
     def close(self) -> None:
         """Bring it to the disk."""
         if self._file is not None:
             file = self._file
-            self._try(file.flush)
-            self._try(lambda: os.fsync(file.fileno()))
-            self._try(file.close)
+            self._try_write(file.flush)
+            self._try_write(lambda: os.fsync(file.fileno()))
+            self._try_write(file.close)
 
-    def _try(self, act: Callable[[], Any]) -> None:
+    def _try_write(self, act: Callable[[], Any]) -> None:
         if self.failed is None:
             try:
                 act()
@@ -287,7 +289,7 @@ class _File:
                 self.failed = error
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _make_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     blank = "0" * 8 * (len(tensors) + 1)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _CHECKSUMS: blank}}
     end = 0
@@ -311,7 +313,7 @@ def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
     return header.replace(blank, digits, 1)
 
 
-def _check(path: Path, turn: int, turns: int) -> None:
+def _check_file(path: Path, turn: int, turns: int) -> None:
     """Compare the file with its checksums, if it has any: the header, and every so many-eth tensor.
 
     Raises:
@@ -342,7 +344,7 @@ def _check(path: Path, turn: int, turns: int) -> None:
             raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
 
 
-def _described(there: Any) -> str:
+def _describe_stored(there: Any) -> str:
     dtype = _DTYPES.get(there.get_dtype())
     if dtype is None:
         return f"{there.get_dtype()} {tuple(there.get_shape())}"
@@ -352,13 +354,13 @@ def _described(there: Any) -> str:
 # -- the tensors -----------------------------------------------------------------------------------
 
 
-def _tensors(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+def _tensors_by_name(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, nn.Module):
         return opened_module(model)[0]
     return {name: leaf.value for name, leaf in opened(model).leaves.items()}
 
 
-def _problem(name: str, x: Any) -> str | None:
+def _find_problem(name: str, x: Any) -> str | None:
     if not isinstance(x, torch.Tensor):
         return f"{name} is a {type(x).__name__}: a safetensors file has tensors only"
     if x.is_meta:
@@ -368,7 +370,7 @@ def _problem(name: str, x: Any) -> str | None:
     return None
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def _copy_full_to_cpu(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         x = x.detach()
         if isinstance(x, DTensor):

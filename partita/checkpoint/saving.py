@@ -49,7 +49,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks = everyone()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
-    _Save(all_ranks.rank, all_ranks.size, _stage(state, None), _absolute(path)).run(
+    _Save(all_ranks.rank, all_ranks.size, _stage_state(state, None), _make_absolute(path)).run(
         all_ranks.decide
     )
 
@@ -67,15 +67,15 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
     """
     all_ranks = everyone()
     all_ranks.wait()
-    brought = _stage(state, _memory.setdefault(all_ranks, {}))
-    return all_ranks.aside(_Save(all_ranks.rank, all_ranks.size, brought, _absolute(path)).run)
+    brought = _stage_state(state, _memory.setdefault(all_ranks, {}))
+    return all_ranks.aside(_Save(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run)
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
+def _make_absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # and not resolved: a link that is replaced is the link
 
 
-def _stage(state: Mapping[str, Any], memory: Memory | None) -> Staged | Exception:
+def _stage_state(state: Mapping[str, Any], memory: Memory | None) -> Staged | Exception:
     try:
         return staged(opened(state), memory)
     except Exception as error:
@@ -91,15 +91,15 @@ class _Save:
 
     def run(self, decide: Decide) -> None:
         try:
-            kept, folder = decide(self._offer(), self._divide)
-            decide(self._write(kept, folder), self._publish)
+            kept, folder = decide(self._offer_items(), self._divide_items)
+            decide(self._write_items(kept, folder), self._publish_checkpoint)
         finally:
             if self._new is not None:
                 self._new.discard()
 
     # -- on every rank ---------------------------------------------------------------------------
 
-    def _offer(self) -> Any:
+    def _offer_items(self) -> Any:
         from partita.comm.dcp import SavePieces, rows_of_plan
 
         if isinstance(self._brought, Exception):
@@ -110,7 +110,7 @@ class _Save:
         self._plan = self._planner.create_local_plan()
         return rows_of_plan(self._plan), staged.paths, self._home
 
-    def _write(self, kept: list[int], folder: Path) -> Any:
+    def _write_items(self, kept: list[int], folder: Path) -> Any:
         from partita.comm.dcp import Writer, rows_of_results
 
         assert isinstance(self._brought, Staged)
@@ -121,14 +121,17 @@ class _Save:
                 plan = replace(self._plan, items=[self._plan.items[i] for i in kept])
                 writer = Writer(folder, self._home)
                 rows = rows_of_results(writer.write(plan, self._planner, self._rank))
-                rows = [[*row, crc] for row, crc in zip(rows, _crcs(folder, rows), strict=True)]
+                rows = [
+                    [*row, crc]
+                    for row, crc in zip(rows, _compute_checksums(folder, rows), strict=True)
+                ]
             return rows, self._brought.fingerprints() if self._ranks > 1 else {}
         except Exception as error:
             return error
 
     # -- on rank 0, for all ----------------------------------------------------------------------
 
-    def _divide(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
+    def _divide_items(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
         """For each rank, which of the items that it offered it is to write, and where."""
         from partita.comm.dcp import plan_of_rows
 
@@ -144,10 +147,10 @@ class _Save:
             for plan, its in zip(offered, kept, strict=True)
         ]
 
-    def _publish(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
+    def _publish_checkpoint(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
         from partita.comm.dcp import Writer, results_of_rows
 
-        _compare([found for _, found in written])
+        _compare_fingerprints([found for _, found in written])
         assert self._new is not None
         folder = self._new.written
         results = [results_of_rows([row[:-1] for row in rows]) for rows, _ in written]
@@ -157,7 +160,7 @@ class _Save:
         return [None] * len(written)
 
 
-def _crcs(folder: Path, rows: list[list[Any]]) -> list[int]:
+def _compute_checksums(folder: Path, rows: list[list[Any]]) -> list[int]:
     """The checksum of what each row says where it is, read from the one file that this rank has."""
     if not rows:
         return []
@@ -179,7 +182,7 @@ def _write_checksums(folder: Path, rows: list[list[Any]]) -> None:
         os.fsync(file.fileno())
 
 
-def _compare(fingerprints: list[dict[str, str]]) -> None:
+def _compare_fingerprints(fingerprints: list[dict[str, str]]) -> None:
     first: dict[str, tuple[int, str]] = {}
     problems: dict[str, str] = {}
     for rank, found in enumerate(fingerprints):

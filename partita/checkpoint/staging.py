@@ -67,14 +67,14 @@ class Staged:
         Raises:
             ValueError: it does not pickle.
         """
-        self.values[name] = _pickled(name, value)
-        text = _text(value)
+        self.values[name] = _pickle_value(name, value)
+        text = _canonicalize_value(value)
         if text is not None:
             self.texts[name] = text
 
     def fingerprints(self) -> dict[str, str]:
         """By name, what must be equal on all ranks that have it, since one of them writes it."""
-        found = {name: _digest(self.pieces[name].local) for name in self.plain}
+        found = {name: _hash_tensor(self.pieces[name].local) for name in self.plain}
         return (found | self.marks) | {
             n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()
         }
@@ -118,13 +118,13 @@ def staged(state: OpenedState, memory: Memory | None) -> Staged:
         so_far, mine = known[spec]
         if len(so_far) > 1:
             place = f" at {[offset for offset, _ in spec.region]}" if spec.is_sharded else ""
-            out.marks[name + place] = _mark(value, sampled=memory is not None)
+            out.marks[name + place] = _fingerprint_tensor(value, sampled=memory is not None)
         turn = min(range(len(so_far)), key=so_far.__getitem__)
         so_far[turn] += spec.largest * value.dtype.itemsize
         if turn == mine:
             out.pieces[name] = piece_held(value)
     if memory is not None:
-        _copy(out, memory)
+        _copy_to_buffers(out, memory)
     return out
 
 
@@ -132,7 +132,7 @@ _SAMPLED = 1 << 18
 """Elements of a tensor that are compared while training waits for a copy only."""
 
 
-def _mark(x: DTensor, sampled: bool) -> str:
+def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
     """What differs where a value does; `sampled`, of a large one where it does on the whole."""
     with Local(), torch.no_grad():
         local = x.detach()
@@ -148,7 +148,7 @@ def settled(x: DTensor) -> DTensor:
     )
 
 
-def _copy(out: Staged, memory: Memory) -> None:
+def _copy_to_buffers(out: Staged, memory: Memory) -> None:
     kept = {}
     with Local(), torch.no_grad():
         for name, piece in out.pieces.items():
@@ -169,7 +169,7 @@ def _copy(out: Staged, memory: Memory) -> None:
 # -- values ----------------------------------------------------------------------------------------
 
 
-def _pickled(name: str, value: Any) -> bytes:
+def _pickle_value(name: str, value: Any) -> bytes:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -191,14 +191,14 @@ def _is_of_python(value: Any) -> bool:
     return kind in (list, tuple, set, frozenset) and all(map(_is_of_python, value))
 
 
-def _text(value: Any) -> str | None:
+def _canonicalize_value(value: Any) -> str | None:
     """A value of Python's own types as text, whatever the order of sets; None of other types."""
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, Mapping):
-        parts = [_text((k, v)) for k, v in value.items()]
+        parts = [_canonicalize_value((k, v)) for k, v in value.items()]
     elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = [_text(v) for v in value]
+        parts = [_canonicalize_value(v) for v in value]
     else:
         return None
     if None in parts:
@@ -208,7 +208,7 @@ def _text(value: Any) -> str | None:
     return f"{type(value).__name__}({', '.join(parts)})"  # type: ignore[arg-type]
 
 
-def _digest(x: torch.Tensor) -> str:
+def _hash_tensor(x: torch.Tensor) -> str:
     # The lock of the interpreter is not held meanwhile: training goes on.
     return hashlib.sha1(bytes_of(x.detach().cpu().contiguous())).hexdigest()
 

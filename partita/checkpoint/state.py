@@ -79,7 +79,7 @@ def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedSt
     out = OpenedState()
     modules = list(_modules(state, ()))
 
-    def visit(value: Any, path: Path, holder: Any, key: Any) -> None:
+    def open_value(value: Any, path: Path, holder: Any, key: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
             names = named_parameters_of(value, modules)
             value, close = opened_optimizer(value, names, path, stored)
@@ -92,10 +92,10 @@ def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedSt
             out.closing.append(lambda: owner.load_state_dict(value))
         if isinstance(value, Mapping):
             for k, v in value.items():
-                visit(v, (*path, str(k)), value, k)
+                open_value(v, (*path, str(k)), value, k)
         elif isinstance(value, list) and not _is_one_value(value):
             for i, v in enumerate(value):
-                visit(v, (*path, i), value, i)
+                open_value(v, (*path, i), value, i)
         else:
             name = ".".join(map(str, path))
             if name in out.leaves:
@@ -105,7 +105,7 @@ def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedSt
             out.leaves[name] = Leaf(path, holder, key)
 
     for key, value in state.items():
-        visit(value, (str(key),), state, key)
+        open_value(value, (str(key),), state, key)
     return out
 
 
@@ -147,7 +147,7 @@ def opened_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[],
     names = {name: without_wrapper(name) for name in own}
     held = {names[name]: value for name, value in own.items()}
 
-    def close() -> None:
+    def load_into_module() -> None:
         module.load_state_dict({name: held[plain] for name, plain in names.items()})
 
-    return held, close
+    return held, load_into_module

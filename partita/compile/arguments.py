@@ -59,7 +59,7 @@ def flatten_call(
     if all(now is before for now, before in zip(opened, leaves, strict=True)):
         return leaves, structure
     numbers: dict[int, int] = {}
-    opened = [_numbered(leaf, numbers) for leaf in opened]
+    opened = [_number_parts(leaf, numbers) for leaf in opened]
     return pytree.tree_flatten(pytree.tree_unflatten(opened, structure))
 
 
@@ -86,7 +86,7 @@ def refuse_closed(name: str, leaf: Any) -> None:
     """Raise if a leaf holds tensors that a captured step would not know for its inputs."""
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return
-    inside = list(leaf) if isinstance(leaf, Set) else [_attributes(leaf)]
+    inside = list(leaf) if isinstance(leaf, Set) else [_attributes_of_object(leaf)]
     inside += leaf.values() if isinstance(leaf, Mapping) else ()
     found = pytree.tree_leaves(inside)
     if any(isinstance(v, torch.Tensor) for v in found) and not _has_live(found):
@@ -142,10 +142,10 @@ class _Opener:
         if id(value) not in self._known:
             self._known[id(value)] = value, value  # one that holds itself stays closed
             if depth < _DEPTH:
-                self._known[id(value)] = value, self._opened(value, depth + 1)
+                self._known[id(value)] = value, self._open_value(value, depth + 1)
         return self._known[id(value)][1]
 
-    def _opened(self, value: Any, depth: int) -> Any:
+    def _open_value(self, value: Any, depth: int) -> Any:
         base = _base_of(type(value))
         if base is None:
             return value
@@ -154,7 +154,7 @@ class _Opener:
             items = dict(base.items(value))
         elif base is list:
             items = list(base.__iter__(value))
-        attributes = _attributes(value)
+        attributes = _attributes_of_object(value)
         if not items and _SIMPLE.issuperset(map(type, attributes.values())):
             return value  # settings, as most are
         inside = items, attributes
@@ -168,7 +168,7 @@ class _Opener:
         return value
 
 
-def _numbered(value: Any, numbers: dict[int, int]) -> Any:
+def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
     """`value` with a number for each object that was taken apart, whose parts stand there once."""
     if not isinstance(value, _Parts):
         return value
@@ -176,7 +176,9 @@ def _numbered(value: Any, numbers: dict[int, int]) -> Any:
         return _Same(numbers[id(value)])
     numbers[id(value)] = number = len(numbers)
     inside = value.items, value.attributes
-    items, attributes = pytree.tree_map(lambda v: _numbered(v, numbers), inside, is_leaf=_is_parts)
+    items, attributes = pytree.tree_map(
+        lambda v: _number_parts(v, numbers), inside, is_leaf=_is_parts
+    )
     return _Parts(value.kind, items, attributes, number)
 
 
@@ -188,7 +190,7 @@ def _base_of(kind: type) -> type | None:
     return base if kind.__new__ is base.__new__ else None  # type: ignore[comparison-overlap]
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes_of_object(value: Any) -> dict[str, Any]:
     slots = [s for k in type(value).__mro__ for s in _slots_of(k)]
     found = {s: getattr(value, s) for s in slots if hasattr(value, s)}
     return found | getattr(value, "__dict__", {})

@@ -84,7 +84,7 @@ class CallGuard:
             (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
             for o in state.optimizers.values()
         ]
-        self._inputs = [self._fixed(i.kind, i.index, count) for i in program.taken]
+        self._inputs = [self._find_fixed_input(i.kind, i.index, count) for i in program.taken]
         unfixed = [
             (at, program.taken[at]) for at, found in enumerate(self._inputs) if found is None
         ]
@@ -97,7 +97,7 @@ class CallGuard:
         self._answered: list[Any] = []
         self._others = Conditions(c for c in program.conditions if c not in asked)
 
-    def _fixed(self, kind: str, index: int, count: int) -> torch.Tensor | None:
+    def _find_fixed_input(self, kind: str, index: int, count: int) -> torch.Tensor | None:
         """An input that is the same memory in each call; None of others."""
         if kind in ("parameter", "buffer", "optimizer", "value") and 0 <= index < count:
             return local_of(self._held[index])
@@ -126,9 +126,9 @@ class CallGuard:
         if [_kind_of(a) for a in arguments] != self._arguments:
             return None
         tensors = self._held + arguments
-        return tensors if self._allows(tensors) else None
+        return tensors if self._has_met_conditions(tensors) else None
 
-    def _allows(self, tensors: list[Any]) -> bool:
+    def _has_met_conditions(self, tensors: list[Any]) -> bool:
         """Do the program's conditions hold? Those of numbers do while these are the same ones."""
         numbers = [given.number(tensors) for given in self._asked]
         if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):

@@ -41,7 +41,7 @@ class Condition:
     def holds(self, tensors: Sequence[Any]) -> bool:
         now = [given.number(tensors) for given in self.numbers]
         if self.code is None:
-            return all(map(_same, now, self.values))
+            return all(map(_is_same_number, now, self.values))
         try:
             return bool(eval(self.code, _SPACE, dict(zip(self.symbols, now, strict=True))))
         except ArithmeticError:
@@ -52,7 +52,7 @@ class Condition:
         changed = [
             f"{given.name}: {was} became {now}"
             for given, was in zip(self.numbers, self.values, strict=True)
-            if not _same(now := given.number(tensors), was)
+            if not _is_same_number(now := given.number(tensors), was)
         ]
         return f"{', '.join(changed)}, and {self.text} at {self.line}"
 
@@ -60,7 +60,7 @@ class Condition:
 _SPACE = dict(SYMPY_INTERP)
 
 
-def _same(one: float, other: float) -> bool:
+def _is_same_number(one: float, other: float) -> bool:
     if type(one) is not type(other):
         return False
     if one == other:

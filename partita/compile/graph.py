@@ -49,7 +49,7 @@ class Graph:
             repeats: print what repeats itself, as equal blocks do, each time; else once, and how
                 often it comes.
         """
-        nodes, roles = self.nodes, list(self._roles())
+        nodes, roles = self.nodes, list(self._find_roles())
         rows = [_row(node, says) for node, says in zip(nodes, roles, strict=True)]
         widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
         lines = []
@@ -59,7 +59,7 @@ class Graph:
         if not repeats:
             numbers: dict[Any, int] = {}
             alike = [_alike(n, row) for n, row in zip(nodes, rows, strict=True)]
-            lines = _once(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
+            lines = _fold_repeats(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
         sent = sum(note_of(n).nbytes for n in self.moves)
         total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
         return "\n".join([*lines, total])
@@ -69,7 +69,7 @@ class Graph:
 
     __repr__ = __str__
 
-    def _roles(self) -> Iterator[str]:
+    def _find_roles(self) -> Iterator[str]:
         inputs = iter(self.program.inputs)
         for node in self.nodes:
             if node.op == "placeholder":
@@ -90,7 +90,9 @@ def _row(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
     if note.kind:
         why = f"{note.kind} over {' '.join(note.axes)}: {note.before} -> {note.after}"
         why += f", {note.reason}, for {note.op}"
-    called = node.op if node.op != "call_function" else f"{_name(node.target)}{_operands(node)}"
+    called = (
+        node.op if node.op != "call_function" else f"{_name(node.target)}{_format_operands(node)}"
+    )
     where = f"{note.source} ({note.phase})" if note.source else ""
     return node.name, called, shape, size, why, where
 
@@ -106,7 +108,7 @@ def _alike(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
     return called, *row[2:4], re.sub(r"\d+", "", row[4]), row[5]
 
 
-def _once(lines: list[str], alike: list[int]) -> list[str]:
+def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
     """The lines, with what repeats itself once."""
     if len(lines) < 2 * _FEW or (found := repeats_of(alike, _FEW)) is None:
         return lines
@@ -117,14 +119,14 @@ def _once(lines: list[str], alike: list[int]) -> list[str]:
         return lines
     said = f"... these {period} lines {times - 1} more time{'s' * (times > 2)} ({more} lines)"
     return [
-        *_once(lines[:begin], alike[:begin]),
+        *_fold_repeats(lines[:begin], alike[:begin]),
         *lines[begin : begin + period],
         said,
-        *_once(lines[end:], alike[end:]),
+        *_fold_repeats(lines[end:], alike[end:]),
     ]
 
 
-def _operands(node: fx.Node) -> str:
+def _format_operands(node: fx.Node) -> str:
     return "(" + ", ".join(a.name for a in node.all_input_nodes) + ")"
 
 
@@ -163,7 +165,7 @@ def canonical(program: Program) -> list[str]:
         elif node.op == "output":
             text = f"output {_said(node.args[0], number)}"
         else:
-            text = _called(node, number)
+            text = _format_call(node, number)
         lines.append(f"%{i} = {text}{_made(node.meta.get('val'))}")
     for output in program.outputs:
         spec = output.spec
@@ -182,11 +184,11 @@ def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
     """
     if node.op == "output":
         return f"output {_said(node.args[0], number)}"
-    text = _called(node, number) if node.op == "call_function" else node.op
+    text = _format_call(node, number) if node.op == "call_function" else node.op
     return f"{text}{_made(node.meta.get('val'))}"
 
 
-def _called(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+def _format_call(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
     args = [_said(a, number) for a in node.args]
     args += [f"{k}={_said(v, number)}" for k, v in sorted(node.kwargs.items())]
     return f"{_name(node.target)}({', '.join(args)})"

@@ -36,12 +36,12 @@ def carried(program: Program) -> list[Record]:
             # What is done by several collectives on some backend is one move.
             found.setdefault(
                 (note.move, note.phase, note.reason) if note.move else id(note),
-                _of(note, wire, axes),
+                _record_of_note(note, wire, axes),
             )
     return [*found.values()]
 
 
-def _of(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
+def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
     return Record(
         note.kind or "collective",
         note.axes or axes,
@@ -71,7 +71,7 @@ def tell(program: Program) -> None:
     if scope.strict:
         for move in program.carried:
             if move.reason == "implicit":
-                raise _forbidden(move)
+                raise _make_strict_error(move)
     for log in scope.ledgers:
         log.moves += program.carried
 
@@ -84,7 +84,7 @@ def tell_work(program: CapturedProgram) -> None:
             log.note_work(program.wires[0].rank, op, source, axes, operations)
 
 
-def _forbidden(move: Record) -> LayoutError:
+def _make_strict_error(move: Record) -> LayoutError:
     return LayoutError(
         f"{move.op} needs an implicit {move.kind} over {' '.join(move.axes)}, and strict() "
         "forbids it",

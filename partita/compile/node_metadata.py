@@ -50,7 +50,7 @@ NOTE = "partita"
 """Under which a node's `meta` has its note."""
 
 
-def _sizes(value: Any) -> Any:
+def _shape_of_value(value: Any) -> Any:
     with Local():
         return value.shape if isinstance(value, torch.Tensor) else ()
 
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
         out = self._traced(func, args, kwargs)
         count_writes_of_lists(func, args, kwargs)
-        if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _sizes(t)):
+        if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
             raise of_data(func._schema.name)
         newest = self.newest()
         if newest is not self._last:

@@ -81,10 +81,10 @@ class Border:
             whole = local.new_zeros(self.padded)
             self.cut(whole).copy_(local)
         if self.read:
-            self._fill(whole)
+            self._fill_padding(whole)
         return whole
 
-    def _fill(self, whole: torch.Tensor) -> None:
+    def _fill_padding(self, whole: torch.Tensor) -> None:
         for dim, (have, want) in enumerate(zip(self.true, self.padded, strict=True)):
             if have == want and dim not in self.lenders:
                 continue
@@ -97,9 +97,9 @@ class Border:
             elif 0 < have < want:
                 padding.copy_(here.narrow(dim, have - 1, 1))
             if dim in self.lenders:
-                self._borrow(here, dim, self.lenders[dim])
+                self._borrow_padding(here, dim, self.lenders[dim])
 
-    def _borrow(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
+    def _borrow_padding(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
         last = here.narrow(dim, here.shape[dim] - 1, 1).contiguous()
         all_last = last.new_empty((lender.members, *last.shape))
         ask = Ask("all_gather of padding", None, "pad")
@@ -144,7 +144,7 @@ def border_of(
         return None
     if isinstance(spec.wire, TraceWire):
         spec = spec_of(spec.layout, spec.wire.real)
-    lenders = {} if zeros or not read else _lenders(spec)
+    lenders = {} if zeros or not read else _find_lenders(spec)
     shapes = tuple(spec.local_shape), spec.padded_shape
     return Border(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
 
@@ -159,7 +159,7 @@ def _fills_its_own(value: torch.Tensor) -> bool:
     return holders(storage) == 2 and storage.nbytes() == value.nbytes
 
 
-def _lenders(spec: Spec) -> dict[int, _Lender]:
+def _find_lenders(spec: Spec) -> dict[int, _Lender]:
     mesh, at = spec.wire.mesh, spec.wire.at
     found = {}
     for dim, (size, axes) in enumerate(zip(spec.layout.shape, spec.layout.shards, strict=True)):

@@ -45,13 +45,13 @@ class AsCaptured(Generic[P]):
         """One like it, to be changed."""
         parts: dict[str, Any] = {
             **self._parts,
-            "graph": lazy_graph_module(self._root, self._graph()),
+            "graph": lazy_graph_module(self._root, self._rebuild_graph()),
         }
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])
         return self._kind(**parts)
 
-    def _graph(self) -> fx.Graph:
+    def _rebuild_graph(self) -> fx.Graph:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
         for node, op, target, args, kwargs, name, meta in self._rows:
             given = fx.node.map_arg((args, kwargs), of.__getitem__)
@@ -69,7 +69,7 @@ def explained(captured: AsCaptured[Any], without: Iterable[str], passes: Passes)
         peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
         told.append(change.text(*peak))
     if changes:
-        told.append(_together(changes[0], changes[-1], peaks))
+        told.append(_summarize_changes(changes[0], changes[-1], peaks))
     if blocks := str(program.blocks):
         told.insert(0, f"blocks\n{indent(blocks, '  ')}")
     return "\n".join(told)
@@ -92,15 +92,15 @@ def _changes_and_peaks(
     def peak_after(change: Change) -> None:
         peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
 
-    return _recorded(program, without, passes, peak_after), peaks
+    return _record_quietly(program, without, passes, peak_after), peaks
 
 
 def changes_of(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> list[Change]:
     """What each pass changes in a captured program."""
-    return _recorded(captured.program(), without, passes, lambda change: None)
+    return _record_quietly(captured.program(), without, passes, lambda change: None)
 
 
-def _recorded(
+def _record_quietly(
     program: Program, without: Iterable[str], passes: Passes, after: Callable[[Change], None]
 ) -> list[Change]:
     with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def _recorded(
         return record_changes(program, without, passes, after)
 
 
-def _together(first: Change, last: Change, peaks: list[int]) -> str:
+def _summarize_changes(first: Change, last: Change, peaks: list[int]) -> str:
     sent = [worth("sent", n) for n in (first.sent[0], last.sent[1])]
     time = [worth("seconds", n) for n in (first.seconds[0], last.seconds[1])]
     said = [

@@ -59,7 +59,7 @@ def make_program(
     slots = [*state.slots, *state.optimizer_slots()]
     tensors = tensors_of_call(slots, args, kwargs)
 
-    def captured() -> CapturedProgram:
+    def capture_program() -> CapturedProgram:
         program = capture(step, args, kwargs, state, guesses, blocks)
         program.budget, program.without, program.passes = budget, tuple(without), passes
         if verifies_each_pass():
@@ -70,7 +70,7 @@ def make_program(
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
     said = (*options, f"budget {budget}")
     with _collector_paused():
-        return _finished(captured, tensors, wires, without, passes, said)
+        return _finish_program(capture_program, tensors, wires, without, passes, said)
 
 
 @contextmanager
@@ -125,13 +125,13 @@ def kept_within(
         prepare(program)
         if budget is None:
             return program
-        taken = _taken(program)
+        taken = _find_peak_bytes(program)
         if taken <= budget:
             return program
         least = taken if least is None else min(least, taken)
         less = memory_of(program).peak - 1
 
-        def again(less: int = less) -> CapturedProgram:
+        def rebuild_with_budget(less: int = less) -> CapturedProgram:
             assert given is not None
             tighter = given.program()
             tighter.budget, tighter.captured = less, given
@@ -139,13 +139,15 @@ def kept_within(
 
         try:
             said = (*options, f"budget {budget}")
-            program = _finished(again, tensors, program.wires, without, passes, said)
+            program = _finish_program(
+                rebuild_with_budget, tensors, program.wires, without, passes, said
+            )
         except CaptureError:
             raise cannot_be_kept(budget, least) from None
         program.budget = budget
 
 
-def _taken(program: CapturedProgram) -> int:
+def _find_peak_bytes(program: CapturedProgram) -> int:
     """Bytes that compiled code takes at most, on any rank; of what runs otherwise 0."""
     if program.built is None:
         return 0
@@ -155,7 +157,7 @@ def _taken(program: CapturedProgram) -> int:
     return taken
 
 
-def _finished(
+def _finish_program(
     make: Callable[[], CapturedProgram],
     tensors: Sequence[Any],
     wires: Iterable[Wire],
@@ -179,14 +181,14 @@ def _finished(
     except Exception as error:  # the other ranks are waiting to compare
         failed, lines = error, [f"error: {error}"]
     for wire in wires:
-        agree(lines, where, wire, lambda: _stages(as_captured, without, passes))
+        agree(lines, where, wire, lambda: _digest_stages(as_captured, without, passes))
     if failed is not None:
         raise failed
     program.key = key_of(lines)
     return program
 
 
-def _stages(
+def _digest_stages(
     captured: AsCaptured[CapturedProgram] | None, without: Iterable[str], passes: Passes
 ) -> list[tuple[str, int]]:
     """Capture and each pass, with a digest of what each makes; as far as one comes."""

@@ -195,8 +195,8 @@ class Program:
     def __post_init__(self) -> None:
         self.written = written_inputs(self.graph.graph)
         self.scope = self.wires[0].scope if self.wires else None
-        self.entering = _those([i.border for i in self.inputs])
-        self.leaving = _those([border_of(o.spec) for o in self.outputs])
+        self.entering = _index_borders([i.border for i in self.inputs])
+        self.leaving = _index_borders([border_of(o.spec) for o in self.outputs])
         self.taken = [i for i in self.inputs if i.kind != "cotangent"]
         self.given = [o for o in self.outputs if o.kind != "cotangent"]
 
@@ -277,7 +277,7 @@ class Program:
         locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
         with Local(), torch.no_grad(), _BelowAutograd(), without_any_autocast():
             if self.entering or self.leaving:
-                found = self._padded(self.call, locals_)
+                found = self._call_padded(self.call, locals_)
             else:
                 found = self.call(*locals_)
         if not self._has_run:  # a compiler may find that two nodes are one
@@ -293,7 +293,7 @@ class Program:
         increment_version([locals_[i] for i in self.written])
         return found
 
-    def _padded(self, call: Call, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _call_padded(self, call: Call, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """`call` over `given`, where some pieces are smaller than those of the first rank."""
         inputs = list(given)
         for i, border in self.entering.items():
@@ -309,7 +309,7 @@ class Program:
         return found
 
 
-def _those(borders: Sequence[Border | None]) -> dict[int, Border]:
+def _index_borders(borders: Sequence[Border | None]) -> dict[int, Border]:
     return {i: border for i, border in enumerate(borders) if border is not None}
 
 

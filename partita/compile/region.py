@@ -104,7 +104,7 @@ class _BackwardPart:
                 _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
                 for i, x in enumerate(backward.example())
             ],
-            _reached(backward),
+            _find_reached_cotangents(backward),
         )
 
     def grads(
@@ -223,7 +223,7 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
     return region
 
 
-def _reached(backward: Program) -> list[frozenset[int]]:
+def _find_reached_cotangents(backward: Program) -> list[frozenset[int]]:
     found = find_cotangents(backward)
     (end,) = backward.graph.graph.find_nodes(op="output")
     return [found.get(n, frozenset()) for n in end.args[0]]

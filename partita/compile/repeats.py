@@ -41,13 +41,13 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
     }
     found: tuple[range, int] | None = None
     for period in sorted(periods):
-        part = _longest(calls, period)
+        part = _find_longest_repeat(calls, period)
         if len(part) >= 2 * period and (found is None or len(part) > len(found[0])):
             found = part, period
     return found
 
 
-def _longest(calls: Sequence[Hashable], period: int) -> range:
+def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
     """The longest part whose calls are all equal to those a period later, with these."""
     best, begin = range(0), 0
     for i in range(len(calls) - period + 1):

@@ -53,7 +53,7 @@ class Compared:
             run: runs the graph.
         """
         given = [entered(i, tensors) for i in self.inputs]
-        with torch.random.fork_rng(devices=_cards(given)), Local(), torch.no_grad():
+        with torch.random.fork_rng(devices=_find_cuda_devices(given)), Local(), torch.no_grad():
             values = run(*given)
         for wire in dict.fromkeys(self.wires):
             mine = [i for i, w in enumerate(self.wires) if w is wire]
@@ -62,7 +62,7 @@ class Compared:
                 for place, i in enumerate(mine):
                     at = slice(3 * place, 3 * place + 3)
                     if theirs[at] != told[0][at]:
-                        raise _differs(*self.said[i], rank)
+                        raise _make_difference_error(*self.said[i], rank)
 
 
 def entered(given: Input, tensors: Sequence[Any]) -> torch.Tensor:
@@ -71,11 +71,11 @@ def entered(given: Input, tensors: Sequence[Any]) -> torch.Tensor:
     return x if given.border is None else given.border.enter(x)
 
 
-def _cards(given: Sequence[torch.Tensor]) -> list[int]:
+def _find_cuda_devices(given: Sequence[torch.Tensor]) -> list[int]:
     return sorted({t.device.index for t in given if t.is_cuda and t.device.index is not None})
 
 
-def _differs(name: str, line: str, rank: int) -> LayoutError:
+def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
     what = f"{name}, a plain tensor" if name else "a plain tensor that the step makes,"
     return LayoutError(
         f"compile: {what} next to DTensors, differs between ranks 0 and {rank}",
@@ -118,12 +118,12 @@ def compared(
     return Compared(
         lazy_graph_module(made, graph),
         [i for n, i in given.items() if n in needed],
-        [(given[n].name, line) if n in given else ("", _line(n)) for n, _ in values],
+        [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],
         [w for _, w in values],
     )
 
 
-def _line(node: fx.Node) -> str:
+def _line_of_node(node: fx.Node) -> str:
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return note_of(node).source

@@ -72,7 +72,7 @@ class Sharing:
             with Local():
                 t = tensors[given.index]
                 start = t.untyped_storage()._cdata  # torch has no public name for a storage
-                first, end = _span(t)
+                first, end = _span_of_bytes(t)
             if end > first:
                 by_storage.setdefault(start, []).append((first, end, given))
         for there in by_storage.values():
@@ -82,11 +82,11 @@ class Sharing:
                     if first >= end:
                         break
                     if written & {id(one), id(other)}:
-                        return _shared(one, other, id(one) in written)
+                        return _make_sharing_error(one, other, id(one) in written)
         return None
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
+def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:
     """The elements of its storage between which a tensor lies, the last one excluded."""
     first = t.storage_offset()
     if not t.numel():
@@ -95,7 +95,7 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
     return first * t.element_size(), (first + last + 1) * t.element_size()  # type: ignore[return-value]
 
 
-def _shared(one: Input, other: Input, is_written: bool) -> CaptureError:
+def _make_sharing_error(one: Input, other: Input, is_written: bool) -> CaptureError:
     return not_captured(
         f"{one.name} and {other.name} lie in the same memory",
         f"the step writes {(one if is_written else other).name}, and in a graph the other would "

@@ -55,7 +55,7 @@ def split(program: Program) -> Halves:
     """The two halves of a program that has both. Its graph is changed: see above."""
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
-    late = _late(program, given)
+    late = _find_backward_calls(program, given)
     _make_views_again(graph, late)
     drop_unused(graph)
     late.intersection_update(graph.nodes)
@@ -64,7 +64,7 @@ def split(program: Program) -> Halves:
     inside = [n for n in needs if n not in given or _is_no_tensor(given[n]) or _is_written(n)]
     parts = sorted({o.part for o in program.outputs if o.kind == "cotangent"})
     return Halves(
-        _forward(program, given, late, inside),
+        _make_forward(program, given, late, inside),
         {part: _backward(program, given, late, needs, inside, part) for part in parts},
         [-1 if n in inside else given[n].index for n in needs],
     )
@@ -74,15 +74,15 @@ def _is_no_tensor(given: Input) -> bool:
     return given.index < 0 or given.kind == "number"
 
 
-def _results(program: Program) -> list[tuple[Output, fx.Node]]:
+def _results_of_program(program: Program) -> list[tuple[Output, fx.Node]]:
     (end,) = program.graph.graph.find_nodes(op="output")
     return list(zip(program.outputs, end.args[0], strict=True))
 
 
-def _late(program: Program, given: dict[fx.Node, Input]) -> set[fx.Node]:
+def _find_backward_calls(program: Program, given: dict[fx.Node, Input]) -> set[fx.Node]:
     """The calls that belong to backward."""
     graph = program.graph.graph
-    needed = {node for output, node in _results(program) if output.kind != "cotangent"}
+    needed = {node for output, node in _results_of_program(program) if output.kind != "cotangent"}
     needed.update(n for n in graph.nodes if n.target is _aten.copy_.default)
     for node in reversed(graph.nodes):
         if node in needed:
@@ -102,10 +102,10 @@ def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
     """Where backward reads a view of forward's, or a cast of an input, it makes its own."""
     copies: dict[fx.Node, fx.Node] = {}
 
-    def copied(node: fx.Node, before: fx.Node) -> fx.Node:
+    def copy_view(node: fx.Node, before: fx.Node) -> fx.Node:
         if node not in copies:
             source = node.all_input_nodes[0]
-            own = copied(source, before) if _is_cheap(source) else source
+            own = copy_view(source, before) if _is_cheap(source) else source
             with graph.inserting_before(before):
                 copies[node] = graph.node_copy(node, lambda n: own if n is source else n)
             copies[node].meta[NOTE] = replace(note_of(node), phase="backward")
@@ -114,7 +114,7 @@ def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
     for node in [n for n in graph.nodes if n in late]:
         for used in node.all_input_nodes:
             if used not in late and _is_cheap(used):
-                node.replace_input_with(used, copied(used, node))
+                node.replace_input_with(used, copy_view(used, node))
     late.update(copies.values())
 
 
@@ -142,7 +142,7 @@ def _from_input(node: fx.Node) -> bool:
 def _read_by(program: Program, late: set[fx.Node], given: dict[fx.Node, Input]) -> list[fx.Node]:
     """The values of inputs and of forward that backward reads, in order."""
     read = {used for n in late for used in n.all_input_nodes}
-    read.update(n for output, n in _results(program) if output.kind == "cotangent")
+    read.update(n for output, n in _results_of_program(program) if output.kind == "cotangent")
     nodes = program.graph.graph.nodes
     return [n for n in nodes if n in read and n not in late and _is_kept(n, given)]
 
@@ -160,7 +160,7 @@ def _is_written(node: fx.Node) -> bool:
 # -- the halves ------------------------------------------------------------------------------------
 
 
-def _forward(
+def _make_forward(
     program: Program, given: dict[fx.Node, Input], late: set[fx.Node], saved: list[fx.Node]
 ) -> Program:
     new = _New(program)
@@ -183,7 +183,7 @@ def _forward(
                 new.take(node, given[node])
         elif node.op != "output" and node not in late:
             new.copy(node)
-    kept = [(o, n) for o, n in _results(program) if o.kind != "cotangent"]
+    kept = [(o, n) for o, n in _results_of_program(program) if o.kind != "cotangent"]
     values = [new.of[n] for _, n in kept]
     values += [new.of.get((n, "before"), new.of[n]) for n in saved]
     outputs = [o for o, _ in kept] + [Output("saved", None) for _ in saved]
@@ -214,7 +214,9 @@ def _backward(
     for node in program.graph.graph.nodes:
         if node in late or node.op == "get_attr":
             new.copy(node)
-    kept = [(o, n) for o, n in _results(program) if o.kind == "cotangent" and o.part == part]
+    kept = [
+        (o, n) for o, n in _results_of_program(program) if o.kind == "cotangent" and o.part == part
+    ]
     return new.program([new.of[n] for _, n in kept], [o for o, _ in kept], None)
 
 

@@ -97,18 +97,18 @@ class CompiledStep(LastProgram):
 
     def __reduce__(self) -> Any:
         """To be copied and pickled, without what is compiled: a copy of a module has its own."""
-        return _rebuilt, (self.step, self._given, self._said())
+        return _rebuild_step, (self.step, self._given, self._said())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.step(*args, **kwargs)  # part of a step that is being captured
         watcher = HERE.watcher
         if watcher is None:
-            program, tensors = self._ready(args, kwargs)
+            program, tensors = self._find_program(args, kwargs)
             return self._result(program, tensors, args, kwargs)
         HERE.watcher = None  # what finds and makes a program is no part of the user's
         try:
-            program, tensors = self._ready(args, kwargs)
+            program, tensors = self._find_program(args, kwargs)
         finally:
             HERE.watcher = watcher
         if program is None:
@@ -121,7 +121,7 @@ class CompiledStep(LastProgram):
         Raises:
             CaptureError: such a call cannot be captured.
         """
-        program, _ = self._ready(args, kwargs)
+        program, _ = self._find_program(args, kwargs)
         if program is None:
             raise CaptureError(f"{self.title} runs eagerly when it is called like this")
         return program
@@ -150,7 +150,7 @@ class CompiledStep(LastProgram):
             watcher, HERE.watcher = HERE.watcher, None
             try:
                 self._call_guard = None
-                program, tensors = self._ready(args, kwargs, found)
+                program, tensors = self._find_program(args, kwargs, found)
             finally:
                 HERE.watcher = watcher
         # A value is a rounding away from where torch's answer turns.
@@ -158,7 +158,7 @@ class CompiledStep(LastProgram):
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs)
 
-    def _ready(
+    def _find_program(
         self, args: Any, kwargs: Any, found: OtherAnswers | None = None
     ) -> tuple[CapturedProgram | None, list[Any]]:
         """The program of a call and the call's tensors; None where it runs eagerly.
@@ -168,7 +168,7 @@ class CompiledStep(LastProgram):
         """
         guard = self._call_guard
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
-            return self._allowed(guard.program, tensors)
+            return self._admit_program(guard.program, tensors)
         state = self._state
         if state is None or state.moved() or not state.is_of(args, kwargs):
             state = self._search_state(args, kwargs)
@@ -188,7 +188,7 @@ class CompiledStep(LastProgram):
         program.meet(tensors)
         guard = CallGuard(slots, tensors, (args, kwargs), program, state)
         self._call_guard = guard if guard.usable else None
-        return self._allowed(program, tensors)
+        return self._admit_program(program, tensors)
 
     def _search_state(self, args: Any, kwargs: Any) -> State:
         """What the step reaches now."""
@@ -215,7 +215,7 @@ class CompiledStep(LastProgram):
             why = failed
         return None, why
 
-    def _allowed(
+    def _admit_program(
         self, program: CapturedProgram, tensors: list[Any]
     ) -> tuple[CapturedProgram | None, list[Any]]:
         """A program that was captured before, unless this call must run eagerly."""
@@ -407,12 +407,12 @@ class CompiledStep(LastProgram):
         if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.build import build
 
-            program.built = build(program, self._what, wires, self.sections)
+            program.built = build(program, self._name_of_step, wires, self.sections)
             return program.built.call
         return function_of(program.graph, program.groups)
 
     @property
-    def _what(self) -> str:
+    def _name_of_step(self) -> str:
         name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
         return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
 
@@ -438,5 +438,5 @@ class _Refused:
             self._guards = self._guards.as_now()
 
 
-def _rebuilt(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:
+def _rebuild_step(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:
     return CompiledStep(step, given, **said)

@@ -50,25 +50,27 @@ def verify(program: Program, after: str) -> None:
     for node in graph.nodes:
         for used in node.all_input_nodes:
             if used not in seen:
-                raise _illegal(after, node, f"{used.name} is used before it is made")
+                raise _make_illegal_error(after, node, f"{used.name} is used before it is made")
             if used in closed and node.op != "output":
                 by = closed[used].name
-                raise _illegal(after, node, f"{used.name} is read after {by} wrote it")
+                raise _make_illegal_error(after, node, f"{used.name} is read after {by} wrote it")
             if is_collective(used) and node.target is not _WAIT:
-                raise _illegal(after, node, f"{used.name} is read before it is waited for")
+                raise _make_illegal_error(
+                    after, node, f"{used.name} is read before it is waited for"
+                )
         if node.op == "call_function":
             _check_call(program, node, after)
             if node.target is _COPY:
                 closed[node.args[0]] = node  # type: ignore[index]
         elif node.op not in ("placeholder", "get_attr", "output"):
-            raise _illegal(after, node, f"a graph has no {node.op}")
+            raise _make_illegal_error(after, node, f"a graph has no {node.op}")
         seen.add(node)
     inputs = len(graph.find_nodes(op="placeholder"))
     if inputs != len(program.inputs):
-        raise _illegal(after, None, f"{inputs} inputs, and the program speaks of others")
+        raise _make_illegal_error(after, None, f"{inputs} inputs, and the program speaks of others")
     (end,) = graph.find_nodes(op="output")
     if len(end.args[0]) != len(program.outputs):
-        raise _illegal(after, end, "it returns more or less than the program speaks of")
+        raise _make_illegal_error(after, end, "it returns more or less than the program speaks of")
 
 
 def _check_call(program: Program, node: fx.Node, after: str) -> None:
@@ -76,23 +78,25 @@ def _check_call(program: Program, node: fx.Node, after: str) -> None:
     if target is operator.getitem:
         return
     if not isinstance(target, torch._ops.OpOverload):
-        raise _illegal(after, node, f"{target} is no operator of torch")
+        raise _make_illegal_error(after, node, f"{target} is no operator of torch")
     if target.namespace not in SPACES:
-        raise _illegal(after, node, f"operators of {target.namespace} have no meaning here")
+        raise _make_illegal_error(
+            after, node, f"operators of {target.namespace} have no meaning here"
+        )
     if target is _COPY:
         if not isinstance(node.args[0], fx.Node) or node.args[0].op != "placeholder":
-            raise _illegal(after, node, "only inputs are written")
+            raise _make_illegal_error(after, node, "only inputs are written")
     elif facts_of(target).writes:
-        raise _illegal(after, node, f"{target} writes")
+        raise _make_illegal_error(after, node, f"{target} writes")
     if "val" not in node.meta:
-        raise _illegal(after, node, "nothing says what it makes")
+        raise _make_illegal_error(after, node, "nothing says what it makes")
     if is_collective(node):
         name = node.args[-1]
         if name not in program.groups:
-            raise _illegal(after, node, f"{name!r} is none of the program's groups")
+            raise _make_illegal_error(after, node, f"{name!r} is none of the program's groups")
 
 
-def _illegal(after: str, node: fx.Node | None, fact: str) -> IllegalGraph:
+def _make_illegal_error(after: str, node: fx.Node | None, fact: str) -> IllegalGraph:
     place = "" if node is None else note_of(node).source
     shown = () if node is None else (node.format_node() or node.name,)
     return IllegalGraph(f"after {after}: {fact}", place=place, operands=shown)

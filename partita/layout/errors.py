@@ -51,15 +51,15 @@ class LayoutError(ValueError):
         """This error with a `place`, for one who knows it; itself where it has one already."""
         if self.place or not place:
             return self
-        return _rebuild(type(self), self.fact, place, self.operands, self.reason, self.fixes)
+        return _rebuild_error(type(self), self.fact, place, self.operands, self.reason, self.fixes)
 
     # An error crosses process boundaries whole.
     def __reduce__(self) -> tuple[object, ...]:
         kind = type(self)
-        return _rebuild, (kind, self.fact, self.place, self.operands, self.reason, self.fixes)
+        return _rebuild_error, (kind, self.fact, self.place, self.operands, self.reason, self.fixes)
 
 
-def _rebuild(
+def _rebuild_error(
     kind: type[LayoutError],
     fact: str,
     place: str,

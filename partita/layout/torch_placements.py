@@ -51,7 +51,11 @@ def own_placements(
         factor = p.split_factor if axis in strided else 1
         dim = getattr(p, "dim", None)
         for i in range(len(found) + 1):
-            before = [a for a in found[:i] if getattr(_at(mesh, out, a), "dim", None) == dim]
+            before = [
+                a
+                for a in found[:i]
+                if getattr(_placement_of_axis(mesh, out, a), "dim", None) == dim
+            ]
             if math.prod(map(mesh.size, before)) == factor:
                 found.insert(i, axis)
                 break
@@ -74,5 +78,5 @@ def _is_strided(p: Any) -> bool:
     return type(p).__name__ == "_StridedShard" and type(p).__module__.startswith("torch.")
 
 
-def _at(mesh: Mesh, placements: Sequence[Any], axis: str) -> Any:
+def _placement_of_axis(mesh: Mesh, placements: Sequence[Any], axis: str) -> Any:
     return placements[mesh.index(axis)]

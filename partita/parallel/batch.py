@@ -74,14 +74,14 @@ def distribute_batch(
             )
     if each_rank_has not in ("whole", "piece"):
         raise ValueError(f'each_rank_has is "whole" or "piece", not {each_rank_has!r}')
-    tensors = _tensors(batch)
+    tensors = _find_tensors(batch)
     if each_rank_has == "whole":
         _agree_whole(batch, tensors, wire)
         specs = [_spec(tuple(t.shape), places, wire) for t in tensors]
         pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
         _agree_kinds(batch, wire)
-        shapes = _shapes(tensors, places, wire)
+        shapes = _find_global_shapes(tensors, places, wire)
         specs = [_spec(shape, places, wire) for shape in shapes]
         _agree_pieces(tensors, specs, wire)
         pieces = [t.detach() for t in tensors]
@@ -103,12 +103,12 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
         "reason": 'each_rank_has="whole": each rank keeps its part of what all of them have',
         "fixes": fixes,
     }
-    shapes = _described(batch, lambda t: str(list(t.shape)))
+    shapes = _describe_batch(batch, lambda t: str(list(t.shape)))
     agree_first("distribute_batch", shapes, wire, **said)
     key = (call_site(), "distribute_batch", "whole")
     if is_agreed(wire, key):
         return
-    agree("distribute_batch", f"{shapes}, checksum {_checksums(tensors)}", wire, **said)
+    agree("distribute_batch", f"{shapes}, checksum {_format_checksums(tensors)}", wire, **said)
     remember_agreed(wire, key)
 
 
@@ -116,7 +116,7 @@ def _agree_kinds(batch: Any, wire: Wire) -> None:
     """Raise on all ranks unless all have equally many tensors, of the same keys and dtypes."""
     agree_first(
         "distribute_batch",
-        _described(batch, lambda t: f" of {t.dim()} dimensions"),
+        _describe_batch(batch, lambda t: f" of {t.dim()} dimensions"),
         wire,
         fact="the ranks' pieces are not of one batch",
     )
@@ -152,7 +152,7 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
     remember_agreed(wire, key)
 
 
-def _checksums(tensors: list[torch.Tensor]) -> str:
+def _format_checksums(tensors: list[torch.Tensor]) -> str:
     return " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
 
 
@@ -166,7 +166,9 @@ def _spec(shape: tuple[int, ...], places: Places, wire: Wire) -> Spec:
     return spec_of(layout, wire)
 
 
-def _shapes(tensors: list[torch.Tensor], places: Places, wire: Wire) -> list[tuple[int, ...]]:
+def _find_global_shapes(
+    tensors: list[torch.Tensor], places: Places, wire: Wire
+) -> list[tuple[int, ...]]:
     """The global shapes of what all ranks hold pieces of; all ranks find the same."""
     mine = [n for t in tensors for n in t.shape]
     told = wire.gather_ints(tuple(mine)) if mine else []
@@ -201,23 +203,27 @@ def _shapes(tensors: list[torch.Tensor], places: Places, wire: Wire) -> list[tup
 # -- tensors in dicts, lists and tuples ------------------------------------------------------------
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
+def _find_tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, DTensor):
         raise LayoutError("distribute_batch of a DTensor: it has a layout", place=user_line())
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    return [t for part in batch for t in _tensors(part)] if isinstance(batch, list | tuple) else []
+    return (
+        [t for part in batch for t in _find_tensors(part)]
+        if isinstance(batch, list | tuple)
+        else []
+    )
 
 
-def _described(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
+def _describe_batch(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
     if isinstance(batch, torch.Tensor):
         return str(batch.dtype).removeprefix("torch.") + shape(batch)
     if isinstance(batch, Mapping):
-        return ", ".join(f"{key}: {_described(part, shape)}" for key, part in batch.items())
+        return ", ".join(f"{key}: {_describe_batch(part, shape)}" for key, part in batch.items())
     parts = batch if isinstance(batch, (list, tuple)) else []
-    return ", ".join(text for text in (_described(part, shape) for part in parts) if text)
+    return ", ".join(text for text in (_describe_batch(part, shape) for part in parts) if text)
 
 
 def _with(batch: Any, new: Any) -> Any:

@@ -113,7 +113,9 @@ def block_modules(
     """The modules that are blocks of `model`; see `find_blocks`."""
     if chosen is None:
         return list(_children_of_lists(model))
-    return _chosen(model, chosen, {module: name for name, module in model.named_modules()})
+    return _find_chosen_modules(
+        model, chosen, {module: name for name, module in model.named_modules()}
+    )
 
 
 def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
@@ -124,7 +126,7 @@ def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
             yield from _children_of_lists(child)
 
 
-def _chosen(
+def _find_chosen_modules(
     model: nn.Module, chosen: Sequence[str | nn.Module], names: dict[nn.Module, str]
 ) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}

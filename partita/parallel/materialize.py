@@ -93,12 +93,12 @@ def _as_constructed(model: nn.Module, bare: set[int]) -> None:
     def is_new(module: nn.Module) -> bool:
         return all(id(t) in bare for t in (*module.parameters(), *module.buffers()))
 
-    def construct(module: nn.Module) -> None:
+    def reset_new_parameters(module: nn.Module) -> None:
         if module in seen:
             return
         seen.add(module)
         for child in module.children():
-            construct(child)
+            reset_new_parameters(child)
         # torch's own modules call it one or the other.
         reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
@@ -106,16 +106,16 @@ def _as_constructed(model: nn.Module, bare: set[int]) -> None:
         if callable(reset) and is_new(module):
             reset()
 
-    def init(module: nn.Module) -> None:
+    def init_new_weights(module: nn.Module) -> None:
         own = getattr(module, "init_weights", None)
         if callable(own) and is_new(module):
             own()
             return
         for child in module.children():
-            init(child)
+            init_new_weights(child)
 
-    construct(model)
-    init(model)
+    reset_new_parameters(model)
+    init_new_weights(model)
 
 
 def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:

@@ -44,7 +44,7 @@ class Inputs:
         self.places, self.named = places, named
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Inputs) and _content(self) == _content(other)
+        return isinstance(other, Inputs) and _make_boundary_key(self) == _make_boundary_key(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -69,7 +69,7 @@ class Outputs:
         self.named: dict[str, Places] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outputs) and _content(self) == _content(other)
+        return isinstance(other, Outputs) and _make_boundary_key(self) == _make_boundary_key(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -79,7 +79,7 @@ class Outputs:
         return f"Outputs({', '.join(said)})"
 
 
-def _content(door: Inputs | Outputs) -> Any:
+def _make_boundary_key(door: Inputs | Outputs) -> Any:
     listed = [None if p is None else list(p.items()) for p in door.places]
     return (
         listed,
@@ -153,9 +153,9 @@ class _Takes:
         new, named, wire = list(args), dict(kwargs), wire_of(self.mesh)
         for i, key, what, places in self.asked:
             if 0 <= i < len(new):
-                new[i] = _laid(new[i], places, wire, what)
+                new[i] = _redistribute_value(new[i], places, wire, what)
             elif named.get(key) is not None:
-                named[key] = _laid(named[key], places, wire, what)
+                named[key] = _redistribute_value(named[key], places, wire, what)
         return tuple(new), named
 
 
@@ -181,13 +181,13 @@ class _Gives:
         wire, what = wire_of(self.mesh), f"result of {self.name}"
         for i, places in enumerate(self.asked):
             if places is not None:
-                each[i] = _laid(each[i], places, wire, what)
+                each[i] = _redistribute_value(each[i], places, wire, what)
         if not many:
             return each[0]
         return type(out)(*each) if hasattr(out, "_fields") else type(out)(each)
 
 
-def _laid(value: Any, places: Pairs, wire: Wire, what: str) -> DTensor:
+def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTensor:
     """`value` with the axes of `places` laid out so, the others as they are. Differentiable.
 
     Raises:
@@ -210,14 +210,14 @@ def _laid(value: Any, places: Pairs, wire: Wire, what: str) -> DTensor:
             fixes=(Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),),
         )
     try:
-        after = _put(spec, places)
+        after = _place_on_axes(spec, places)
     except LayoutError as error:
         raise LayoutError(f"{what}: {error.fact}", place=user_line()) from None
     return value if after is spec else laid_out_as(value, after, what)
 
 
 @lru_cache(maxsize=4096)
-def _put(spec: Spec, places: Pairs) -> Spec:
+def _place_on_axes(spec: Spec, places: Pairs) -> Spec:
     layout = spec.layout
     for axis, placement in places:
         placement = in_range(placement, layout.shape, axis)

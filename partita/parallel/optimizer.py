@@ -85,7 +85,7 @@ def _before_step(
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with in_parts(optimizer, spread) as parts:
             _step_as_plain(optimizer, parts, args, kwargs)
-        return _idle(optimizer, args, kwargs)
+        return _make_idle_step_args(optimizer, args, kwargs)
     alike = not owners and _lie_alike(optimizer, spread)
     if not alike:
         reduce_gradients(spread)
@@ -98,11 +98,11 @@ def _before_step(
         if not _lie_alike(optimizer, spread):
             return None
     args, kwargs = _run_own_hooks(optimizer, args, kwargs)
-    with _narrowed([p for p in spread if update_spec(p) is not p._spec]):
+    with _narrow_to_updated([p for p in spread if update_spec(p) is not p._spec]):
         _step_as_plain(optimizer, spread, args, kwargs)
     for owner in owners:
         owner.updated()
-    return _idle(optimizer, args, kwargs)
+    return _make_idle_step_args(optimizer, args, kwargs)
 
 
 _agreed: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -176,7 +176,7 @@ def _after_step(
         optimizer._optimizer_step_pre_hooks.update(own)
 
 
-def _idle(
+def _make_idle_step_args(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the step that follows: an optimizer that has nothing left to do."""
@@ -222,7 +222,7 @@ def _step_as_plain(
 
 
 @contextmanager
-def _narrowed(params: list[DTensor]) -> Iterator[None]:
+def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
     """Within, each of `params` and its gradient is the part that this rank updates."""
     before = []
     with Local(), torch.no_grad():

@@ -74,13 +74,13 @@ def parallelize(
         if not isinstance(old, DTensor):
             put_in_place(held, spread(old, spec, src_data_rank), by="parallelize")
         elif old._spec is not spec:
-            put_in_place(held, _moved(old, spec), by="parallelize")
+            put_in_place(held, _redistribute_parameter(old, spec), by="parallelize")
     for module, name, door in reading.doors:
         watch(module, name, door, device_mesh)
     return model
 
 
-def _moved(x: DTensor, spec: Spec) -> DTensor:
+def _redistribute_parameter(x: DTensor, spec: Spec) -> DTensor:
     if x.is_meta:
         return tagged(torch.empty(spec.local_shape, dtype=x.dtype, device="meta"), spec)
     with torch.no_grad():

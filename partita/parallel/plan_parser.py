@@ -56,7 +56,7 @@ class Reading:
         doors: dict[str, list[Inputs | Outputs]] = {}
         for pattern, value in self.plan.items():
             if isinstance(value, Mapping):
-                if self._fit(pattern, value):
+                if self._check_placements(pattern, value):
                     places[pattern] = value
             else:
                 each = [value] if isinstance(value, (Inputs, Outputs)) else value
@@ -68,7 +68,11 @@ class Reading:
                         '{"tp": Shard(0)}, nor Inputs or Outputs'
                     )
                 else:
-                    fits = [self._fit(pattern, p) for door in each for p in _all_places(door)]
+                    fits = [
+                        self._check_placements(pattern, p)
+                        for door in each
+                        for p in _all_places(door)
+                    ]
                     if all(fits):
                         doors[pattern] = list(each)
         self._read_parameters(places)
@@ -88,7 +92,7 @@ class Reading:
                 reason="the model is as it was",
             )
 
-    def _fit(self, pattern: str, places: Places) -> bool:
+    def _check_placements(self, pattern: str, places: Places) -> bool:
         """Are these placements, on axes that the mesh has?"""
         before = len(self.wrong)
         for axis, placement in places.items():
@@ -104,30 +108,30 @@ class Reading:
         parameters, buffers = held_by(self.model)
         used: set[str] = set()
         for held in parameters:
-            matching = [p for p in plan if _matches(p, held.names)]
+            matching = [p for p in plan if _matches_any_name(p, held.names)]
             used.update(matching)
             if nn.parameter.is_lazy(held.tensor):
                 self.wrong.append(f"{held.name} has no shape yet: run the model once before")
                 continue
-            layouts = {p: self._layout(held, p, plan[p]) for p in matching}
+            layouts = {p: self._apply_placements(held, p, plan[p]) for p in matching}
             wanted = {p: layout for p, layout in layouts.items() if layout is not None}
             if len(set(wanted.values())) > 1:
                 said = " and ".join(f"{p!r} {dict(plan[p])}" for p in wanted)
                 self.wrong.append(f"{held.name}: {said} disagree")
             elif wanted or not matching:
-                self._take(held, next(iter(wanted.values()), _start(held)))
+                self._record_layout(held, next(iter(wanted.values()), _find_start_layout(held)))
         for held in buffers:
             if nn.parameter.is_lazy(held.tensor):
                 self.wrong.append(f"{held.name} has no shape yet: run the model once before")
                 continue
-            self._take(held, _start(held))
+            self._record_layout(held, _find_start_layout(held))
         known = [name for held in parameters for name in held.names]
         for pattern in plan:
             if pattern not in used:
-                self._unmatched(pattern, "parameter", known, [h.name for h in buffers])
+                self._report_unmatched(pattern, "parameter", known, [h.name for h in buffers])
 
-    def _layout(self, held: HeldParameter, pattern: str, places: Places) -> Layout | None:
-        layout = _start(held)
+    def _apply_placements(self, held: HeldParameter, pattern: str, places: Places) -> Layout | None:
+        layout = _find_start_layout(held)
         for axis, placement in places.items():
             placement = own_placement(placement)
             if isinstance(placement, Partial):
@@ -145,7 +149,7 @@ class Reading:
                 layout = layout.put(axis, placement)
         return layout
 
-    def _take(self, held: HeldParameter, layout: Layout) -> None:
+    def _record_layout(self, held: HeldParameter, layout: Layout) -> None:
         """Note where a tensor goes, unless something would be lost that hangs on it."""
         t = held.tensor
         self.layouts.append((held, layout))
@@ -173,7 +177,7 @@ class Reading:
         for module, its in names.items():
             said: dict[type, tuple[str, Inputs | Outputs]] = {}
             for pattern, doors in plan.items():
-                if not _matches(pattern, its):
+                if not _matches_any_name(pattern, its):
                     continue
                 used.add(pattern)
                 for door in doors:
@@ -191,13 +195,17 @@ class Reading:
                     self.wrong.append(str(error))
         for pattern in plan:
             if pattern not in used:
-                self._unmatched(pattern, "module", [n for its in names.values() for n in its], [])
+                self._report_unmatched(
+                    pattern, "module", [n for its in names.values() for n in its], []
+                )
 
-    def _unmatched(self, pattern: str, what: str, known: list[str], others: list[str]) -> None:
+    def _report_unmatched(
+        self, pattern: str, what: str, known: list[str], others: list[str]
+    ) -> None:
         if any(fnmatchcase(name, pattern) for name in others):
             self.wrong.append(f"{pattern!r} matches buffers only, which are whole on every rank")
             return
-        near = _near(pattern, known)
+        near = _find_similar_names(pattern, known)
         hint = f"; near: {', '.join(near)}" if near else ""
         self.wrong.append(f"{pattern!r} matches no {what}{hint}")
 
@@ -206,7 +214,7 @@ def _all_places(door: Inputs | Outputs) -> Iterable[Places]:
     return [p for p in (*door.places, *door.named.values()) if p is not None]
 
 
-def _start(held: HeldParameter) -> Layout:
+def _find_start_layout(held: HeldParameter) -> Layout:
     """Where it is: on this mesh already, or nowhere, which is to become everywhere."""
     t = held.tensor
     return t._spec.layout if isinstance(t, DTensor) else Layout(tuple(t.shape))
@@ -215,11 +223,11 @@ def _start(held: HeldParameter) -> Layout:
 # -- names -----------------------------------------------------------------------------------------
 
 
-def _matches(pattern: str, names: Sequence[str]) -> bool:
+def _matches_any_name(pattern: str, names: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _near(pattern: str, known: Sequence[str]) -> list[str]:
+def _find_similar_names(pattern: str, known: Sequence[str]) -> list[str]:
     """Up to three known names like `pattern`; where they differ in numbers only, as one pattern."""
     general = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known)
     # What a leading "*." leaves open is not compared.

@@ -77,7 +77,7 @@ def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
 
 def bytes_of(kind: str, n: int, have: int) -> int:
     """Bytes that one of `n` ranks sends in a collective of which each brings `have` bytes."""
-    return int(_ring(kind, n, have))
+    return int(_ring_bytes_sent(kind, n, have))
 
 
 def seconds_of(nbytes: int) -> float:
@@ -177,7 +177,7 @@ def price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float
     return total
 
 
-def _ring(kind: str, n: int, have: float) -> float:
+def _ring_bytes_sent(kind: str, n: int, have: float) -> float:
     if kind not in COLLECTIVES or n == 1:
         return 0
     if kind == "all_gather":
@@ -190,7 +190,7 @@ def _one_way(kind: str, n: int, have: float, got: float) -> float:
     if kind == "retype":
         return RETYPE
     if kind in COLLECTIVES and n > 1:
-        return LATENCY + _ring(kind, n, have) / BANDWIDTH
+        return LATENCY + _ring_bytes_sent(kind, n, have) / BANDWIDTH
     return LAUNCH + max(have, got) / MEMORY
 
 

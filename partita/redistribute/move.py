@@ -83,7 +83,10 @@ class Move:
     def way(self) -> str:
         """The letters of the placements that its axes have before and after, such as "SR"."""
         axis = self.axes[0]
-        start, end = _places(self.before).get(axis, "R"), _places(self.after).get(axis, "R")
+        start, end = (
+            _placement_of_each_axis(self.before).get(axis, "R"),
+            _placement_of_each_axis(self.after).get(axis, "R"),
+        )
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
@@ -94,7 +97,10 @@ class Move:
         """
         way = self.way
         kind = KINDS[DUAL[way[1]] + DUAL[way[0]]]
-        before, after = _gradient(self.after, mesh, self), _gradient(self.before, mesh, self)
+        before, after = (
+            _gradient_of_layout(self.after, mesh, self),
+            _gradient_of_layout(self.before, mesh, self),
+        )
         return Move(kind, self.axes, before, after)
 
     def __str__(self) -> str:
@@ -110,7 +116,7 @@ def changes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     That is "S", "R", "I" or a reduce op. An axis that stays a shard must move too where it is not
     in the common outer part of its dimension's two stacks.
     """
-    start, end = _places(before), _places(after)
+    start, end = _placement_of_each_axis(before), _placement_of_each_axis(after)
     out = {}
     for old, new in zip(before.shards, after.shards, strict=True):
         if old != new:
@@ -148,7 +154,7 @@ def one_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
     return Move(KINDS[way], axes, before, after, op)
 
 
-def _places(layout: Layout) -> dict[str, str]:
+def _placement_of_each_axis(layout: Layout) -> dict[str, str]:
     out = dict(layout.partial)
     for stack in layout.shards:
         for axis in stack:
@@ -158,7 +164,7 @@ def _places(layout: Layout) -> dict[str, str]:
     return out
 
 
-def _gradient(layout: Layout, mesh: Mesh, move: Move) -> Layout:
+def _gradient_of_layout(layout: Layout, mesh: Mesh, move: Move) -> Layout:
     for axis, op in layout.partial:
         if op != "sum":
             raise LayoutError(

@@ -109,7 +109,7 @@ def _check(before: Layout, after: Layout, mesh: Mesh) -> None:
             operands=asked,
         )
     for layout in (before, after):
-        for axis in _axes(layout):
+        for axis in _axes_of_layout(layout):
             mesh.index(axis)
         if len({op for _, op in layout.partial}) > 1:
             raise LayoutError(
@@ -126,7 +126,7 @@ def _check(before: Layout, after: Layout, mesh: Mesh) -> None:
             )
 
 
-def _axes(layout: Layout) -> Iterator[str]:
+def _axes_of_layout(layout: Layout) -> Iterator[str]:
     for stack in layout.shards:
         yield from stack
     for axis, _ in layout.partial:
@@ -164,7 +164,7 @@ class _PlanSearch:
                 continue
             done.add(state)
             for way, n, op, there in self._steps(state):
-                have, got = self._nbytes(state[0]), self._nbytes(there[0])
+                have, got = self._nbytes_of_stacks(state[0]), self._nbytes_of_stacks(there[0])
                 total = cost + seconds(way, n, have, got, op)
                 if there not in cost_of or total < cost_of[there]:
                     cost_of[there], came[there] = total, state
@@ -181,11 +181,15 @@ class _PlanSearch:
         """`(letters before and after, ranks, op, where it leads)` of each move worth a try."""
         stacks, places = state
         for place in dict.fromkeys(places):
-            for free, base in self._taken(state, place):
-                targets = [p for p in ("R", "I", "sum") if self._useful(place, p, free, state)]
+            for free, base in self._find_movable_axes(state, place):
+                targets = [
+                    p for p in ("R", "I", "sum") if self._is_useful_target(place, p, free, state)
+                ]
                 ends = [(p, base) for p in targets]
                 if place == "S" or all(self.goal_of[a] == "S" for a in free):
-                    ends += [("S", new) for new in self._arranged(base, free) if new != stacks]
+                    ends += [
+                        ("S", new) for new in self._arrange_stacks(base, free) if new != stacks
+                    ]
                 n = math.prod(self.mesh.size(a) for a in free)
                 for target, new in ends:
                     way = LETTERS[place] + LETTERS[target]
@@ -195,7 +199,9 @@ class _PlanSearch:
                     )
                     yield way, n, place if way[0] == "P" else "sum", (new, there)
 
-    def _useful(self, place: str, target: str, free: tuple[str, ...], state: State) -> bool:
+    def _is_useful_target(
+        self, place: str, target: str, free: tuple[str, ...], state: State
+    ) -> bool:
         places = state[1]
         goals = [self.goal_of[a] for a in free]
         if target == "sum":
@@ -213,7 +219,9 @@ class _PlanSearch:
             return place != "S" and "S" not in goals and "R" in waiting
         return place == "S" or "S" not in goals
 
-    def _taken(self, state: State, place: str) -> Iterator[tuple[tuple[str, ...], Stacks]]:
+    def _find_movable_axes(
+        self, state: State, place: str
+    ) -> Iterator[tuple[tuple[str, ...], Stacks]]:
         """Axes at `place` that could move together, and the stacks without them.
 
         Axes that are where they belong stay there.
@@ -238,7 +246,7 @@ class _PlanSearch:
             if free:
                 yield free, tuple(stack[:i] for stack, i in zip(stacks, cut, strict=True))
 
-    def _arranged(self, base: Stacks, free: tuple[str, ...]) -> Iterator[Stacks]:
+    def _arrange_stacks(self, base: Stacks, free: tuple[str, ...]) -> Iterator[Stacks]:
         """`free` put where they belong; those that cannot go there yet behind some one stack."""
         stacks = []
         for stack, goal in zip(base, self.goal[0], strict=True):
@@ -252,7 +260,7 @@ class _PlanSearch:
         for dim in range(len(stacks)) if left else (0,):
             yield tuple(stack + left if d == dim else stack for d, stack in enumerate(stacks))
 
-    def _nbytes(self, stacks: Stacks) -> int:
+    def _nbytes_of_stacks(self, stacks: Stacks) -> int:
         if stacks not in self.sizes:
             numel = local_numel(self.before.shape, stacks, self.mesh)
             self.sizes[stacks] = numel * self.itemsize

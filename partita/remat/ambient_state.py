@@ -40,7 +40,7 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return name in _RANDOM or "generator" in kwargs
 
 
-def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+def _find_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The default generators of the CPU and of CUDA devices; of those, only once in use."""
     found = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -53,7 +53,7 @@ class Draws:
     """The states of the generators that a call draws from, before it and after."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
-        generators = _generators(t.device for t in tensors)
+        generators = _find_generators(t.device for t in tensors)
         own = (kwargs or {}).get("generator")
         if own is not None:
             generators.append(own)
@@ -101,15 +101,15 @@ class Writes:
                     t = ref()
                     if t is not None:
                         now.append((t, t.detach().clone()))
-                        _set(t, before)
+                        _set_value(t, before)
             yield
         finally:
             with Local(), torch.no_grad():
                 for t, value in now:
-                    _set(t, value)
+                    _set_value(t, value)
 
 
-def _set(t: torch.Tensor, value: torch.Tensor) -> None:
+def _set_value(t: torch.Tensor, value: torch.Tensor) -> None:
     # `.data`: what autograd counts as changes are the program's, and in the end nothing changed.
     torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
 
@@ -122,7 +122,7 @@ class Surroundings:
 
     def __init__(self, devices: Iterable[torch.device]):
         devices = set(devices)
-        self._states: States = [(g, g.get_state()) for g in _generators(devices)]
+        self._states: States = [(g, g.get_state()) for g in _find_generators(devices)]
         kinds = {"cpu"} | {d.type for d in devices if d.type != "meta"}
         self._autocast = [
             (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)

@@ -90,7 +90,7 @@ class _Measuring:
         for c in each:
             told += [c.nbytes, c.flops, c.written]
         for wire in self.wires:
-            told = _largest(wire, told)
+            told = _max_over_ranks(wire, told)
         peak, *rest = told
         each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
         budget = self.budget
@@ -100,7 +100,7 @@ class _Measuring:
         return self.plan
 
 
-def _largest(wire: Wire, mine: list[int]) -> list[int]:
+def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
     lengths = wire.gather_ints((len(mine),))
     if len(set(lengths)) > 1:
         raise RematError(
@@ -129,17 +129,21 @@ class Budget:
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _Plan | _Measuring:
         """A step with these inputs: measured the first time."""
         held = list(tensors_in((args, kwargs)))
-        key = (printed(args, Origins(), []), printed(kwargs, Origins(), []), _settings(module))
+        key = (
+            printed(args, Origins(), []),
+            printed(kwargs, Origins(), []),
+            _settings_of_module(module),
+        )
         step = self._steps.get(key)
         if isinstance(step, _Measuring) and step.plan is not None:
             step = self._steps[key] = step.plan
         if not isinstance(step, _Plan):
             parameters = () if module is None else module.parameters()
-            step = self._steps[key] = _Measuring(self, _wires([*held, *parameters]))
+            step = self._steps[key] = _Measuring(self, _find_wires([*held, *parameters]))
         return step
 
 
-def _settings(module: nn.Module | None) -> Any:
+def _settings_of_module(module: nn.Module | None) -> Any:
     return (
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
@@ -147,7 +151,7 @@ def _settings(module: nn.Module | None) -> Any:
     )
 
 
-def _wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
+def _find_wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
     return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
 
 

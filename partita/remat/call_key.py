@@ -63,7 +63,7 @@ _codes: dict[int, tuple[CodeType, bool]] = {}
 """Code by its id, and whether it is the user's. Code that is held keeps its id to itself."""
 
 
-def _seen(code: CodeType) -> tuple[CodeType, bool]:
+def _classify_code(code: CodeType) -> tuple[CodeType, bool]:
     entry = _codes[id(code)] = (code, not code.co_filename.startswith(_PLUMBING))
     return entry
 
@@ -77,7 +77,7 @@ def site() -> tuple[int, ...]:
         if code is _BOUNDARY:
             break
         i = id(code)
-        if (_codes.get(i) or _seen(code))[1]:
+        if (_codes.get(i) or _classify_code(code))[1]:
             found.append(i)
             found.append(first_instruction(code, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class Origins:
             if not any(t is out for t in inputs):
                 self._known[id(out)] = (weakref.ref(out), ("call", number, 0))
         elif isinstance(out, (tuple, list)):
-            for k, one in enumerate(_flat(out)):
+            for k, one in enumerate(_flatten_tensors(out)):
                 if not any(t is one for t in inputs):
                     self._known[id(one)] = (weakref.ref(one), ("call", number, k))
 
@@ -136,12 +136,12 @@ class Origins:
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 
 
-def _flat(value: Any) -> Iterator[torch.Tensor]:
+def _flatten_tensors(value: Any) -> Iterator[torch.Tensor]:
     for v in value:
         if isinstance(v, torch.Tensor):
             yield v
         elif isinstance(v, (tuple, list)):
-            yield from _flat(v)
+            yield from _flatten_tensors(v)
 
 
 _PLAIN = frozenset(
@@ -179,27 +179,27 @@ def printed(value: Any, origins: Origins, tensors: list[torch.Tensor]) -> Any:
 def describe(key: Key) -> str:
     """`matmul(f32[8, 16], f32[16, 16]) at model.py:12`."""
     what, where, (args, kwargs) = key
-    each = [_text(a) for a in args] + [f"{k}={_text(v)}" for k, v in kwargs]
-    name = what if isinstance(what, str) else _name(what)
+    each = [_format_key_part(a) for a in args] + [f"{k}={_format_key_part(v)}" for k, v in kwargs]
+    name = what if isinstance(what, str) else _name_of_function(what)
     line = line_of(where)
     return f"{name}({', '.join(each)})" + (f" at {line}" if line else "")
 
 
-def _name(what: Any) -> str:
+def _name_of_function(what: Any) -> str:
     """Of an `autograd.Function`, or of what stands for a function of the user's."""
     name: Any = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
     # By this name torch applies what it has compiled.
     return "a compiled region" if name.endswith("CompiledFunction") else name
 
 
-def _text(part: Any) -> str:
+def _format_key_part(part: Any) -> str:
     if isinstance(part, tuple):
         if len(part) == 3 and isinstance(part[2], torch.dtype):
             _, what, dtype = part
             dims = what.layout.brief() if not isinstance(what, torch.Size) else list(what)
             text = str(dims) if isinstance(dims, list) else f"[{dims}]"
             return f"{short_dtype(dtype)}{text}"
-        return f"({', '.join(map(_text, part))})"
+        return f"({', '.join(map(_format_key_part, part))})"
     return part.__name__ if isinstance(part, type) else repr(part)
 
 

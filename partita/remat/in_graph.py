@@ -44,11 +44,11 @@ class Marking:
     def __init__(self, policy: Policy, recorder: Any):
         self.policy, self.recorder = policy, recorder
 
-    def _key(self, what: Any, args: Any, kwargs: Any) -> Key:
+    def _make_key(self, what: Any, args: Any, kwargs: Any) -> Key:
         origins = Origins()
         return (what, site(), (printed(args, origins, []), printed(kwargs, origins, [])))
 
-    def _run(self, keep: bool, run: Callable[[], Any]) -> Any:
+    def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
         if not keep:
             return run()
         # Nothing that is called within is asked about: it is kept with the whole.
@@ -61,19 +61,19 @@ class Marking:
 
     def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
-        key = self._key(kind.op, args, kwargs)
+        key = self._make_key(kind.op, args, kwargs)
         keep = self.policy.keeps(kind.op, kind.func, key, None, False)
-        return self._run(keep, lambda: kind.func(*args, **kwargs))
+        return self._run_marked(keep, lambda: kind.func(*args, **kwargs))
 
     def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function`."""
-        return self._run(function in self.policy.functions, run)
+        return self._run_marked(function in self.policy.functions, run)
 
     def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked."""
-        key = self._key(marked, args, kwargs)
+        key = self._make_key(marked, args, kwargs)
         keep = self.policy.keeps(marked.title, marked, key, None, False)
-        return self._run(keep, lambda: marked.__wrapped__(*args, **kwargs))
+        return self._run_marked(keep, lambda: marked.__wrapped__(*args, **kwargs))
 
     def carried(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
@@ -84,14 +84,14 @@ class Marking:
             return run()
         kinds = " ".join(m.kind for m in moves)
         like: Key = (kinds, site(), (((None, torch.Size(moves[0].before.shape), x.dtype),), ()))
-        return self._run(self.policy.keeps(kinds, what, like, None, True), run)
+        return self._run_marked(self.policy.keeps(kinds, what, like, None, True), run)
 
     def named(self, x: torch.Tensor, name: str) -> None:
         """The program calls `x` so."""
         if self.policy.test is None:
             keep = name in self.policy.names
         else:
-            key = self._key("", (x,), {})
+            key = self._make_key("", (x,), {})
             keep = self.policy.keeps("", None, key, name, False)
         if keep:
             self.recorder.keep(x)

@@ -82,14 +82,14 @@ class MemoryCount:
         """
         for t in tensors_in(value):
             with Local():
-                held = self._add(t.untyped_storage())
+                held = self._add_storage(t.untyped_storage())
             if name is not None and name not in held.labels:
                 held.labels += (name,)
-                self._changed((name,), held.nbytes)
+                self._change_live_bytes((name,), held.nbytes)
             if not held.resized:
                 held.resized = True
                 self._resized.append(held)
-        self._mark()
+        self._update_peaks()
 
     def live_of(self, name: str) -> int:
         """Bytes under this label that are alive now."""
@@ -121,10 +121,10 @@ class MemoryCount:
             if known is None:
                 known = {id(a.untyped_storage()) for a in tensors_in((args, kwargs))}
             if id(storage) not in known:
-                self._add(storage)
-        self._mark()
+                self._add_storage(storage)
+        self._update_peaks()
 
-    def _add(self, storage: torch.UntypedStorage) -> _Held:
+    def _add_storage(self, storage: torch.UntypedStorage) -> _Held:
         # torch keeps one Python object for a storage as long as it lives, so its id is its name.
         key = id(storage)
         held = self._held.get(key)
@@ -135,18 +135,18 @@ class MemoryCount:
             def dead(_: Any) -> None:
                 its = count()
                 if its is not None:
-                    its._forget(key)
+                    its._forget_storage(key)
 
             held = _Held(weakref.ref(storage, dead), storage.nbytes(), self._labels)
             self._held[key] = held
             self.live += held.nbytes
-            self._changed(held.labels, held.nbytes)
+            self._change_live_bytes(held.labels, held.nbytes)
         return held
 
-    def _forget(self, key: int) -> None:
+    def _forget_storage(self, key: int) -> None:
         held = self._held.pop(key)
         self.live -= held.nbytes
-        self._changed(held.labels, -held.nbytes)
+        self._change_live_bytes(held.labels, -held.nbytes)
         if held.resized:
             self._resized.remove(held)
 
@@ -157,14 +157,14 @@ class MemoryCount:
                 more = storage.nbytes() - held.nbytes
                 held.nbytes += more
                 self.live += more
-                self._changed(held.labels, more)
-                self._mark()
+                self._change_live_bytes(held.labels, more)
+                self._update_peaks()
 
-    def _changed(self, labels: tuple[str, ...], more: int) -> None:
+    def _change_live_bytes(self, labels: tuple[str, ...], more: int) -> None:
         for name in dict.fromkeys(labels):
             self._live[name] = self._live.get(name, 0) + more
 
-    def _mark(self) -> None:
+    def _update_peaks(self) -> None:
         self.peak = max(self.peak, self.live)
         for name, live in self._live.items():
             if live > self._peak.get(name, 0):

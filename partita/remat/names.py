@@ -84,13 +84,13 @@ class Naming:
         """What would have to be kept of this call, should its result be named."""
         own = {start_of(t) for t in tensors_in(out)}
 
-        def weakly(t: torch.Tensor) -> Any:
+        def reference_weakly(t: torch.Tensor) -> Any:
             start = start_of(t)
             if start not in own:
                 return t
             return _Where(start, t.dtype, t.size(), t.stride(), t.storage_offset())  # type: ignore[arg-type]
 
-        self._offers[event] = rebuilt(kept.made, torch.Tensor, weakly)
+        self._offers[event] = rebuilt(kept.made, torch.Tensor, reference_weakly)
 
     def named(self, x: torch.Tensor, name: str) -> None:
         """The program calls `x` by this name."""
@@ -120,8 +120,8 @@ def _found_again(offer: Any, x: torch.Tensor, start: int) -> Any:
     with Local():
         storage = x.untyped_storage()
 
-        def tensor(w: _Where) -> torch.Tensor:
+        def view_storage(w: _Where) -> torch.Tensor:
             view = torch.empty(0, dtype=w.dtype, device=x.device)
             return view.set_(storage, w.offset, w.size, w.stride)
 
-        return rebuilt(offer, _Where, tensor)
+        return rebuilt(offer, _Where, view_storage)

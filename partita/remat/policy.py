@@ -117,7 +117,7 @@ class Policy:
             self.budget = policy
         elif isinstance(policy, (list, tuple, set, frozenset)):
             self._take_all(policy)
-        elif isinstance(policy, (str, nn.Module, OneCall, CompiledStep, type)) or _announced(
+        elif isinstance(policy, (str, nn.Module, OneCall, CompiledStep, type)) or _is_announced(
             policy
         ):
             self._take_all([policy])
@@ -146,7 +146,7 @@ class Policy:
                     f"policy names {item}, a kernel; name the function that the program calls, as "
                     "torch.matmul or F.scaled_dot_product_attention"
                 )
-            elif _announced(item):
+            elif _is_announced(item):
                 self.ops.add(form_of(item).name)
             else:
                 name = getattr(item, "__qualname__", repr(item))
@@ -166,30 +166,30 @@ class Policy:
             moves: it is a redistribution that sends.
         """
         if self.test is not None:
-            return bool(self.test(_call(op, function, key, name, moves)))
+            return bool(self.test(_make_call(op, function, key, name, moves)))
         if moves and self.collectives:
             return True
         return op in self.ops or function in self.functions or name in self.names
 
 
-def _call(op: str, function: Any, key: Key, name: str | None, moves: bool) -> Call:
+def _make_call(op: str, function: Any, key: Key, name: str | None, moves: bool) -> Call:
     found: list[tuple[tuple[int, ...], torch.dtype]] = []
-    _inputs(key[2], found)
+    _collect_inputs(key[2], found)
     return Call(op, function, tuple(found), moves, name, key[1])
 
 
-def _inputs(part: Any, found: list[Any]) -> None:
+def _collect_inputs(part: Any, found: list[Any]) -> None:
     if isinstance(part, tuple):
         if len(part) == 3 and isinstance(part[2], torch.dtype):
             shape = part[1] if isinstance(part[1], torch.Size) else part[1].shape
             found.append((tuple(shape), part[2]))
         else:
             for p in part:
-                _inputs(p, found)
+                _collect_inputs(p, found)
 
 
 @functools.cache
-def _announced(item: Any) -> bool:
+def _is_announced(item: Any) -> bool:
     """Does torch announce calls of this function to a `TorchFunctionMode`?"""
     if isinstance(item, type) or not callable(item):
         return False

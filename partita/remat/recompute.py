@@ -110,9 +110,9 @@ class Again:
 
     # -- identity ----------------------------------------------------------------------------------
 
-    def _find(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
+    def _match_call(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
-        event = self._found((what, site(), inputs))
+        event = self._match_key((what, site(), inputs))
         self._check_unwritten(event, tensors)
         return event
 
@@ -120,7 +120,7 @@ class Again:
         forward = self.forward
         check_unwritten(event, tensors, forward.region, forward.surroundings)
 
-    def _found(self, key: Key) -> Event:
+    def _match_key(self, key: Key) -> Event:
         n = self._counts[key] = self._counts.get(key, -1) + 1
         event = self.forward.events.get((key, n))
         if event is None:
@@ -129,7 +129,7 @@ class Again:
         return event
 
     @contextmanager
-    def _in(self, event: Event) -> Iterator[None]:
+    def _enter_event(self, event: Event) -> Iterator[None]:
         """Within a call: what it saves goes to its slots, what it draws it draws again."""
         before = (self._event, self._slot)
         self._event, self._slot = event, 0
@@ -140,7 +140,7 @@ class Again:
         try:
             yield
             if self._slot != len(event.slots):
-                raise self._saves(event, self._slot)
+                raise self._make_saved_count_error(event, self._slot)
         finally:
             self._event, self._slot = before
             if self._flops is not None:
@@ -155,8 +155,8 @@ class Again:
         if self._event is not None:
             return kind.func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        event = self._find(kind.op, args, kwargs, tensors)
-        with self._in(event):
+        event = self._match_call(kind.op, args, kwargs, tensors)
+        with self._enter_event(event):
             if isinstance(event.kept, KeptKernels):
                 self._replaying = replaying = Replaying(event.kept)
                 try:
@@ -174,34 +174,34 @@ class Again:
         if self._event is not None or is_plumbing(function):
             return run()
         tensors: list[torch.Tensor] = []
-        return self._opaque(self._find(function, args, kwargs, tensors), tensors, run)
+        return self._opaque(self._match_call(function, args, kwargs, tensors), tensors, run)
 
     def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if the first run kept it."""
 
-        def run() -> Any:
+        def run_once() -> Any:
             return marked.__wrapped__(*args, **kwargs)
 
         if self._event is not None:
-            return run()
+            return run_once()
         tensors: list[torch.Tensor] = []
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
         key = (marked, site(), inputs)
         if (key, self._counts.get(key, -1) + 1) not in self.forward.events:
-            return run()
-        event = self._found(key)
+            return run_once()
+        event = self._match_key(key)
         self._check_unwritten(event, tensors)
-        return self._opaque(event, tensors, run)
+        return self._opaque(event, tensors, run_once)
 
     def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """A region within this one: run forward anew, unless what it gave was kept."""
         if self._event is not None:
             return run()
         tensors: list[torch.Tensor] = []
-        return self._opaque(self._find(region, args, kwargs, tensors), tensors, run)
+        return self._opaque(self._match_call(region, args, kwargs, tensors), tensors, run)
 
     def _opaque(self, event: Event, tensors: list[torch.Tensor], run: Callable[[], Any]) -> Any:
-        with self._in(event):
+        with self._enter_event(event):
             if isinstance(event.kept, KeptCall):
                 for i, size, stride, offset in event.borrowed:
                     with Local():
@@ -248,12 +248,12 @@ class Again:
         event = self._event
         number = self._slot
         if event is None:
-            event = self._found(("a saved tensor", site(), (((None, shape, dtype),), ())))
+            event = self._match_key(("a saved tensor", site(), (((None, shape, dtype),), ())))
             number = 0
         else:
             self._slot += 1
         if number >= len(event.slots):
-            raise self._saves(event, number + 1)
+            raise self._make_saved_count_error(event, number + 1)
         slot = event.slots[number]()
         if slot is not None:
             if slot.shape != shape or slot.dtype != dtype:
@@ -277,7 +277,7 @@ class Again:
 
     # -- what does not fit -------------------------------------------------------------------------
 
-    def _expected(self, key: Key | None = None) -> Event | None:
+    def _find_expected_event(self, key: Key | None = None) -> Event | None:
         """What the first run did here: from the same line, or next in order."""
         left = [e for e in self.forward.order if e not in self._done]
         if key is not None:
@@ -300,19 +300,19 @@ class Again:
                 reason=_SAME,
                 fixes=_FIXES,
             )
-        expected = self._expected(key)
+        expected = self._find_expected_event(key)
         return RematError(
             f"the recompute of {title} makes a call that its forward did not make",
             operands=(
                 f"forward    {expected or 'was over'}",
                 f"recompute  {describe(key)}",
-                *_difference(expected, key),
+                *_describe_difference(expected, key),
             ),
             reason=_SAME,
             fixes=_FIXES,
         )
 
-    def _saves(self, event: Event, count: int) -> RematError:
+    def _make_saved_count_error(self, event: Event, count: int) -> RematError:
         return RematError(
             f"the recompute of {self.forward.region.title} saves more or fewer tensors than its "
             "forward did",
@@ -373,7 +373,7 @@ _FIXES = (
 )
 
 
-def _difference(event: Event | None, key: Key) -> tuple[str, ...]:
+def _describe_difference(event: Event | None, key: Key) -> tuple[str, ...]:
     """What differs where two calls read alike."""
     if event is None or describe(event.key) != describe(key):
         return ()

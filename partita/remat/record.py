@@ -87,19 +87,19 @@ class Forward:
         self.surroundings = Surroundings(t.device for t in tensors_in((args, kwargs)))
         self.inputs = RegionInputs(args, kwargs, self.origins)
         self.names = region.names.start(self) if self.policy.wants_names else None
-        self.hooks = saved_tensors_hooks(self._pack, _unpack)
+        self.hooks = saved_tensors_hooks(self._pack, _unpack_slot)
         if self.plan is not None and self.plan.measures:
             self.plan.began(self)
 
     # -- identity ----------------------------------------------------------------------------------
 
-    def _enter(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
+    def _record_call(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
-        event = self._new((what, site(), inputs))
+        event = self._record_event((what, site(), inputs))
         event.reads = reads(tensors, self.origins)
         return event
 
-    def _new(self, key: Key) -> Event:
+    def _record_event(self, key: Key) -> Event:
         n = self._counts[key] = self._counts.get(key, -1) + 1
         event = self.events[key, n] = Event(key, n, len(self.order))
         self.order.append(event)
@@ -114,14 +114,14 @@ class Forward:
                 self._before_write(kind, args, kwargs, self._opened)
             return kind.func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        event = self._enter(kind.op, args, kwargs, tensors)
+        event = self._record_call(kind.op, args, kwargs, tensors)
         if is_random(kind.op, args, kwargs):
             event.draws = Draws(tensors, kwargs)
         if kind.writes or "out" in kwargs:
             self._before_write(kind, args, kwargs, None)
             keep = watch = False
         else:
-            keep, watch = self._wanted(event, kind.op, kind.func)
+            keep, watch = self._is_result_kept(event, kind.op, kind.func)
         self._event = event
         try:
             if keep or watch:
@@ -130,10 +130,10 @@ class Forward:
                 out = kind.func(*args, **kwargs)
         finally:
             self._event = None
-        self._made(event, out, tensors)
+        self._record_outputs(event, out, tensors)
         return out
 
-    def _made(self, event: Event, out: Any, tensors: list[torch.Tensor]) -> None:
+    def _record_outputs(self, event: Event, out: Any, tensors: list[torch.Tensor]) -> None:
         self.origins.learn_outputs(out, event.number, tensors)
         if self.names is not None:
             self.names.made(event, out)
@@ -148,7 +148,7 @@ class Forward:
         if self.names is not None and self._event is None:
             self.names.named(x, name)
 
-    def _wanted(self, event: Event, op: str, function: Any) -> tuple[bool, bool]:
+    def _is_result_kept(self, event: Event, op: str, function: Any) -> tuple[bool, bool]:
         """Is its result kept? Else, may the program yet give it a name that is?"""
         name = self.names.known(event) if self.names is not None else None
         if self.plan is not None:
@@ -191,17 +191,17 @@ class Forward:
     def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if it is kept, else what it is made of."""
 
-        def run() -> Any:
+        def run_once() -> Any:
             return marked.__wrapped__(*args, **kwargs)
 
         if self._event is not None or self.plan is not None:
-            return run()
+            return run_once()
         tensors: list[torch.Tensor] = []
         inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
         key = (marked, site(), inputs)
         if not self.policy.keeps(marked.title, marked, key, None, False):
-            return run()
-        return self._opaque(marked, marked, args, kwargs, run, True)
+            return run_once()
+        return self._opaque(marked, marked, args, kwargs, run_once, True)
 
     def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """A region within this one."""
@@ -213,10 +213,10 @@ class Forward:
         self, what: Any, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
     ) -> Any:
         tensors: list[torch.Tensor] = []
-        event = self._enter(what, args, kwargs, tensors)
+        event = self._record_call(what, args, kwargs, tensors)
         measure = False
         if keep is None:
-            keep, measure = self._wanted(event, _title(function), function)
+            keep, measure = self._is_result_kept(event, _title_of_function(function), function)
         draws = Draws(tensors)
         inside = self._inside = Inside(tensors, bool(keep)) if keep or measure else None
         self._event, self._opened = event, tensors
@@ -231,7 +231,7 @@ class Forward:
         elif inside is not None and self.plan is not None:
             self.plan.could_keep(self.region, event, inside.nbytes(out))
             self.plan.count.note(inside.fresh(out))  # kernels of a compiled region are not seen
-        self._made(event, out, tensors)
+        self._record_outputs(event, out, tensors)
         return out
 
     def carried(
@@ -301,7 +301,7 @@ class Forward:
 
     # -- what autograd saves -----------------------------------------------------------------------
 
-    def _recompute(self, slot: SavedSlot) -> None:
+    def _recompute_slot(self, slot: SavedSlot) -> None:
         self.region.recompute(self, slot)
 
     def _pack(self, t: torch.Tensor) -> SavedSlot | SavedWithin:
@@ -310,13 +310,15 @@ class Forward:
             shape, dtype = t.shape, t.dtype
             if event is None:
                 # Saved by what nobody announced: known by its place and shape.
-                event = self._new(("a saved tensor", site(), ((((None, shape, dtype),), ()))))
+                event = self._record_event(
+                    ("a saved tensor", site(), ((((None, shape, dtype),), ())))
+                )
             borrowed = None if inside is None else inside.place_of(t)
             if borrowed is not None:
                 event.borrowed.append(borrowed)
             elif inside is not None and inside.holds(t):
                 return SavedWithin(t, self._outer)
-        slot = SavedSlot(self._recompute, event, shape, dtype)
+        slot = SavedSlot(self._recompute_slot, event, shape, dtype)
         slot.inside = inside is not None and borrowed is None
         event.slots.append(weakref.ref(slot))
         self.saved += 1
@@ -357,9 +359,9 @@ class Forward:
                 )
 
 
-def _title(function: Any) -> str:
+def _title_of_function(function: Any) -> str:
     return getattr(function, "title", None) or function.__name__
 
 
-def _unpack(slot: SavedSlot | SavedWithin) -> torch.Tensor:
+def _unpack_slot(slot: SavedSlot | SavedWithin) -> torch.Tensor:
     return slot.take()

@@ -70,7 +70,7 @@ class Report:
                     str(sum(r.calls for r in own)),
                     str(sum(r.kept for r in own)),
                     human(sum(r.kept_bytes for r in own)),
-                    _operations(sum(r.flops for r in own)),
+                    _format_flops(sum(r.flops for r in own)),
                 ]
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -86,7 +86,7 @@ class Report:
     __repr__ = __str__
 
 
-def _operations(count: int) -> str:
+def _format_flops(count: int) -> str:
     """`1_500_000` as "1.50 MFLOP"."""
     size, units = float(count), ["", "k", "M", "G", "T", "P"]
     while size >= 1000 and len(units) > 1:

@@ -123,7 +123,7 @@ class KeptKernels:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(tensors_in(self.made))
+        return _count_storage_bytes(tensors_in(self.made))
 
     def starts(self) -> set[int]:
         return {start_of(t) for t in tensors_in(self.made)}
@@ -215,12 +215,12 @@ class KeptCall:
 
     @classmethod
     def of(cls, out: Any, inside: list[torch.Tensor]) -> KeptCall:
-        def held(t: torch.Tensor) -> Any:
+        def detach_result(t: torch.Tensor) -> Any:
             with Local():
                 spec = t._spec if isinstance(t, DTensor) else None
                 return _Result(t.detach(), spec, t.requires_grad)
 
-        return cls(rebuilt(out, torch.Tensor, held), _Versions(out), inside)
+        return cls(rebuilt(out, torch.Tensor, detach_result), _Versions(out), inside)
 
     @property
     def results(self) -> list[_Result]:
@@ -228,7 +228,7 @@ class KeptCall:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes([r.held for r in self.results] + self.inside)
+        return _count_storage_bytes([r.held for r in self.results] + self.inside)
 
     def starts(self) -> set[int]:
         return {start_of(r.held) for r in self.results}
@@ -256,17 +256,17 @@ class KeptCall:
             outs = [r.held.clone() if self.copied else r.held.detach() for r in results]
             tied = iter(_Again.apply(what, outs, *graded) if graded and outs else outs)
 
-        def given(r: _Result) -> torch.Tensor:
+        def restore_result(r: _Result) -> torch.Tensor:
             with Local():
                 t = next(tied)
                 if not r.requires_grad:
                     t = t.detach()
             return t if r.spec is None else tagged(t, r.spec)
 
-        return rebuilt(self.out, _Result, given)
+        return rebuilt(self.out, _Result, restore_result)
 
 
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+def _count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     sizes = {}
     with Local():
         for t in tensors:

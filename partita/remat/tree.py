@@ -38,7 +38,9 @@ def rebuilt(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         each = [rebuilt(v, kind, change) for v in value]
         if hasattr(value, "_fields"):
             return type(value)(*each)
-        return type(value)(each) if type(value) in (tuple, list) else _base(value)(each)
+        return (
+            type(value)(each) if type(value) in (tuple, list) else _find_container_type(value)(each)
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         new = copy.copy(value)  # type: ignore[arg-type]
         for field in dataclasses.fields(value):
@@ -49,6 +51,6 @@ def rebuilt(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _base(value: Any) -> type:
+def _find_container_type(value: Any) -> type:
     """torch.Size, torch.return_types and the like are made by nobody else."""
     return list if isinstance(value, list) else tuple

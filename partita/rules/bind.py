@@ -72,15 +72,15 @@ def bind(sentence: Sentence, operands: Sequence[Operand]) -> Bound:
     Raises:
         SentenceError: a wrong number of operands or dimensions, or sizes that disagree.
     """
-    return _bind(sentence, tuple(operands))
+    return _bind_operands(sentence, tuple(operands))
 
 
 @lru_cache(maxsize=8192)
-def _bind(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
+def _bind_operands(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
     if len(operands) > len(sentence.terms):
         raise SentenceError(f"{len(operands)} operands for the rule {sentence.text!r}")
     operands += (None,) * (len(sentence.terms) - len(operands))
-    leading = _leading(sentence, operands)
+    leading = _find_broadcast_sizes(sentence, operands)
     sizes: dict[str, int] = dict(sentence.sizes)
     joined: list[tuple[tuple[str, ...], int]] = []
     inputs: list[tuple[Dim, ...] | None] = []
@@ -88,13 +88,13 @@ def _bind(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
         if operand is None or isinstance(operand, _Number):
             inputs.append(None)
             continue
-        dims = _spread(term, operand, leading, sentence)
+        dims = _expand_ellipsis(term, operand, leading, sentence)
         for dim, size in zip(dims, operand, strict=True):
             if len(dim.names) == 1:
                 if sizes.setdefault(dim.names[0], size) != size:
                     raise SentenceError(
                         f"{dim.names[0]} is both {sizes[dim.names[0]]} and {size} "
-                        f"in the rule {sentence.text!r} for shapes {_shapes(operands)}"
+                        f"in the rule {sentence.text!r} for shapes {_format_shapes(operands)}"
                     )
             elif dim.names:
                 joined.append((dim.names, size))
@@ -121,7 +121,7 @@ def _bind(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
     return Bound(sentence, operands, tuple(inputs), outputs, sizes, rows, frozenset(even))
 
 
-def _leading(sentence: Sentence, operands: tuple[Operand, ...]) -> tuple[int, ...]:
+def _find_broadcast_sizes(sentence: Sentence, operands: tuple[Operand, ...]) -> tuple[int, ...]:
     """The broadcast sizes that `...` stands for."""
     longest: tuple[int, ...] = ()
     for term, operand in zip(sentence.terms, operands, strict=True):
@@ -144,14 +144,14 @@ def _leading(sentence: Sentence, operands: tuple[Operand, ...]) -> tuple[int, ..
             if a != b and 1 not in (a, b):
                 raise SentenceError(
                     f"sizes {a} and {b} do not broadcast in the rule {sentence.text!r} "
-                    f"for shapes {_shapes(operands)}"
+                    f"for shapes {_format_shapes(operands)}"
                 )
             wide.append(b if a == 1 else a)
         longest = tuple(wide)
     return longest
 
 
-def _spread(
+def _expand_ellipsis(
     term: Term, shape: tuple[int, ...], leading: tuple[int, ...], sentence: Sentence
 ) -> tuple[Dim, ...]:
     """A term's dimensions with `...` written out; a dimension that is stretched counts as a 1."""
@@ -185,5 +185,5 @@ def _spread_output(term: Term, leading: tuple[int, ...]) -> tuple[Dim, ...]:
     return tuple(out)
 
 
-def _shapes(operands: tuple[Operand, ...]) -> str:
+def _format_shapes(operands: tuple[Operand, ...]) -> str:
     return ", ".join("-" if o is None else str(o) for o in operands)

@@ -19,10 +19,10 @@ def op(run: Callable[..., Any]) -> Callable[..., Any]:
     """Make `run` an op of its own: called on DTensors it finds the rule that it is given."""
 
     @functools.wraps(run)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_own_op(*args: Any, **kwargs: Any) -> Any:
         tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
         if has_torch_function(tensors):
-            return handle_torch_function(call, tensors, *args, **kwargs)
+            return handle_torch_function(call_own_op, tensors, *args, **kwargs)
         return run(*args, **kwargs)
 
-    return call
+    return call_own_op

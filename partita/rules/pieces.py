@@ -71,18 +71,18 @@ def unless_empty(name: str) -> Callable[[KernelCall], Kernel | None]:
     A rank without any runs it on one, and drops the result.
     """
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_empty_piece_kernel(call: KernelCall) -> Kernel | None:
         return of_none(call.run) if call.is_split(name) and not call.pieces[name][1] else None
 
-    return local
+    return make_empty_piece_kernel
 
 
 def of_none(run: Kernel) -> Kernel:
     """`run` of nothing: of one element in the first dimension, which is dropped."""
 
-    def kernel(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:
         one = torch.cat([input, input.new_zeros((1, *input.shape[1:]))])
         out = run(one, *args, **kwargs)
         return tuple(x[:0] for x in out) if isinstance(out, tuple) else out[:0]
 
-    return kernel
+    return run_with_dummy_row

@@ -56,12 +56,12 @@ def fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[Fill] | None:
     """
     found: list[Fill] = []
     for name in padded:
-        reduce = _reduced(bound, name)
+        reduce = _find_reduction(bound, name)
         if reduce is None:
             continue
-        values = _linear(bound, name) if reduce == "sum" else None
+        values = _zeros_of_linear_group(bound, name) if reduce == "sum" else None
         if values is None:
-            values = _known(rule, bound)
+            values = _find_known_values(rule, bound)
         if values is None:
             return None
         for i, value in values.items():
@@ -71,7 +71,7 @@ def fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[Fill] | None:
     return found
 
 
-def _reduced(bound: Bound, name: str) -> str | None:
+def _find_reduction(bound: Bound, name: str) -> str | None:
     """How an output that lacks `name` has reduced it; None if all have it."""
     for dims, term in zip(bound.outputs, bound.sentence.outputs, strict=True):
         if not any(name in dim.names for dim in dims):
@@ -79,7 +79,7 @@ def _reduced(bound: Bound, name: str) -> str | None:
     return None
 
 
-def _linear(bound: Bound, name: str) -> dict[int, Value] | None:
+def _zeros_of_linear_group(bound: Bound, name: str) -> dict[int, Value] | None:
     """Zeros for one factor of each product of a linear group; None where no such group has it.
 
     A function that is linear in a group is 0 where the group is.
@@ -94,42 +94,44 @@ def _linear(bound: Bound, name: str) -> dict[int, Value] | None:
             for product in group.products:
                 able = [i for i in product if has(i) and not bound.sentence.terms[i].index]
                 if able:
-                    values[min(able, key=lambda i: _numel(bound, i))] = 0
+                    values[min(able, key=lambda i: _numel_of_operand(bound, i))] = 0
                 elif any(map(has, product)):
                     return None
             return values
     return None
 
 
-def _numel(bound: Bound, i: int) -> int:
+def _numel_of_operand(bound: Bound, i: int) -> int:
     shape = bound.operands[i]
     return math.prod(shape) if isinstance(shape, tuple) else 0
 
 
-def _known(rule: Rule, bound: Bound) -> dict[int, Value] | None:
+def _find_known_values(rule: Rule, bound: Bound) -> dict[int, Value] | None:
     for function, values in _VALUES.items():
         if RULES.get(function) is rule:
             return values
     if RULES[_n.cross_entropy_loss] is rule and bound.inputs[0] != bound.inputs[1]:
-        return {1: _argument(4, "ignore_index", -100)}  # not of probabilities, which are smoothed
+        return {
+            1: _make_argument_getter(4, "ignore_index", -100)
+        }  # not of probabilities, which are smoothed
     return None
 
 
 # -- what is not linear ----------------------------------------------------------------------------
 
 
-def _argument(place: int, name: str, default: Any) -> Asked:
+def _make_argument_getter(place: int, name: str, default: Any) -> Asked:
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
 
 
-def _powers(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+def _identity_of_power_sum(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
     """|x|**p is 0 of 0, or of infinity where p is negative."""
-    return 0.0 if _argument(1, "p", 2)(args, kwargs) > 0 else math.inf
+    return 0.0 if _make_argument_getter(1, "p", 2)(args, kwargs) > 0 else math.inf
 
 
-def _rate(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+def _identity_of_poisson_loss(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
     """exp(x) - 0 * x is 0 far to the left, x - 0 * log(x) at 0."""
-    return -1e4 if _argument(2, "log_input", True)(args, kwargs) else 0.0
+    return -1e4 if _make_argument_getter(2, "log_input", True)(args, kwargs) else 0.0
 
 
 _n = torch._C._nn
@@ -141,8 +143,8 @@ _VALUES: dict[Callable[..., Any], dict[int, Value]] = {
     torch.any: {0: 0},
     torch.all: {0: 1},
     decompositions.pending_max: {0: EXTREME},
-    decompositions.power_sum: {0: _powers},
-    decompositions.target_weight: {0: _argument(2, "ignore_index", -100)},
+    decompositions.power_sum: {0: _identity_of_power_sum},
+    decompositions.target_weight: {0: _make_argument_getter(2, "ignore_index", -100)},
     _n.mse_loss: {0: 0, 1: 0},
     _n.l1_loss: {0: 0, 1: 0},
     _n.smooth_l1_loss: {0: 0, 1: 0},
@@ -151,7 +153,7 @@ _VALUES: dict[Callable[..., Any], dict[int, Value]] = {
     torch.hinge_embedding_loss: {0: 0, 1: 1},
     _n.binary_cross_entropy: {0: 0, 1: 0},
     torch.binary_cross_entropy_with_logits: {0: 1e4, 1: 1},
-    torch.poisson_nll_loss: {0: _rate, 1: 0},
+    torch.poisson_nll_loss: {0: _identity_of_poisson_loss, 1: 0},
     torch.margin_ranking_loss: {0: math.inf, 1: 0, 2: 1},
     torch.cosine_embedding_loss: {2: 0},  # neither alike nor unlike
     # What reads places by number reads no padding, and the first of equals is no copy.

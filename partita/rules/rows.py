@@ -58,21 +58,21 @@ def derive_rows(
             be counted once per rank.)
     """
     missing = frozenset(absent)
-    groups = [_present(group, missing) for group in sentence.groups]
+    groups = [_drop_absent_operands(group, missing) for group in sentence.groups]
     able = frozenset(
         i
         for i, (dims, term) in enumerate(zip(inputs, sentence.terms, strict=True))
         if dims is not None and not term.index
     )
 
-    def row(placed: Sequence[Placement], results: Sequence[Placement], name: str = "") -> Row:
+    def make_row(placed: Sequence[Placement], results: Sequence[Placement], name: str = "") -> Row:
         each = (None if d is None else p for d, p in zip(inputs, placed, strict=True))
         return Row(tuple(each), tuple(results), name)
 
     held = {n for dims in inputs if dims is not None for d in dims for n in d.names}
     for name in (n for n in sizes if n in held):
-        where = [None if dims is None else _find(name, dims, sizes) for dims in inputs]
-        into = [_find(name, dims, sizes) for dims in outputs]
+        where = [None if dims is None else _find_sharded_dim(name, dims, sizes) for dims in inputs]
+        into = [_find_sharded_dim(name, dims, sizes) for dims in outputs]
         if WHOLE in where or WHOLE in into:
             continue
         results = [
@@ -83,28 +83,30 @@ def derive_rows(
             d is None and out.reduce == "sum" and not out.said
             for d, out in zip(into, sentence.outputs, strict=True)
         )
-        for shares in _addends(groups, where, able) if contracted else [frozenset[int]()]:
+        for shares in (
+            _find_partial_addends(groups, where, able) if contracted else [frozenset[int]()]
+        ):
             placed = [
                 SHARD[d] if d is not None else SHARES if i in shares else REPLICATE
                 for i, d in enumerate(where)
             ]
-            yield row(placed, results, name)
+            yield make_row(placed, results, name)
     if all(out.reduce == "sum" for out in sentence.outputs):
         for group in groups:
             for shares in _one_of_each(group.products, able) if group.linear else ():
                 if shares:
                     placed = [SHARES if i in shares else REPLICATE for i in range(len(inputs))]
-                    yield row(placed, [SHARES] * len(outputs))
+                    yield make_row(placed, [SHARES] * len(outputs))
     for everywhere in (REPLICATE, INVARIANT):
-        yield row([everywhere] * len(inputs), [everywhere] * len(outputs))
+        yield make_row([everywhere] * len(inputs), [everywhere] * len(outputs))
 
 
-def _present(group: Products, absent: frozenset[int]) -> Products:
+def _drop_absent_operands(group: Products, absent: frozenset[int]) -> Products:
     products = (tuple(i for i in p if i not in absent) for p in group.products)
     return Products(tuple(p for p in products if p), group.linear)
 
 
-def _addends(
+def _find_partial_addends(
     groups: Sequence[Products], where: Sequence[int | None], able: frozenset[int]
 ) -> Iterator[frozenset[int]]:
     """Which operands must be shares when a split name is summed over.
@@ -128,7 +130,7 @@ def _one_of_each(
         yield frozenset(choice)
 
 
-def _find(name: str, dims: Dims, sizes: dict[str, int]) -> int | None:
+def _find_sharded_dim(name: str, dims: Dims, sizes: dict[str, int]) -> int | None:
     """The dimension that a split of `name` shards; None if none has it, WHOLE if it cannot be."""
     found: int | None = None
     for d, dim in enumerate(dims):

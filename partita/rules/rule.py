@@ -168,10 +168,10 @@ def rule(*what: Any) -> Any:
             _teach(f, Rule(_name_of(f), text))
         return None
 
-    def register(derive: Callable[..., Any]) -> Callable[..., Any]:
+    def register_derivation(derive: Callable[..., Any]) -> Callable[..., Any]:
         params = tuple(inspect.signature(derive).parameters.values())
         for f in what:
             _teach(f, Rule(_name_of(f), derive=derive, params=params))
         return derive
 
-    return register
+    return register_derivation

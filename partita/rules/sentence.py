@@ -115,7 +115,7 @@ def parse(text: str) -> Sentence:
             products.append(tuple(range(len(terms), len(terms) + len(factors))))
             for factor in map(str.strip, factors):
                 index = factor.startswith("[") and factor.endswith("]")
-                dims = _dims(factor[1:-1] if index else factor, text, sizes)
+                dims = _parse_dims(factor[1:-1] if index else factor, text, sizes)
                 terms.append(Term(dims, index=index))
         groups.append(Products(tuple(products), linear))
     outputs = []
@@ -124,11 +124,11 @@ def parse(text: str) -> Sentence:
         said = bool(words) and words[0] in ("max", "min", "sum")
         if said:
             part = words[1] if len(words) > 1 else ""
-        outputs.append(Term(_dims(part, text, sizes), words[0] if said else "sum", said))
+        outputs.append(Term(_parse_dims(part, text, sizes), words[0] if said else "sum", said))
     return Sentence(text, tuple(terms), tuple(groups), tuple(outputs), tuple(sizes.items()))
 
 
-def _dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, ...]:
+def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, ...]:
     """A term's dimensions; the sizes that it gives go into `sizes`."""
 
     def plain(name: str) -> str:

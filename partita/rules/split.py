@@ -20,7 +20,7 @@ SCALES = {2: ((3.7, 1.0), (-2.7, -1.0)), 3: ((3.7, 1.0), (-1.2, -2.0), (-1.5, 1.
 WHOLE_SCALES = {2: ((3, 1), (-2, -1)), 3: ((3, 1), (-1, -2), (-1, 1))}
 
 
-def _shares(x: torch.Tensor, n: int) -> list[torch.Tensor]:
+def _split_into_partials(x: torch.Tensor, n: int) -> list[torch.Tensor]:
     if x.dtype == torch.bool:
         return [x if r == n - 1 else torch.zeros_like(x) for r in range(n)]
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
@@ -34,7 +34,7 @@ def cut(x: Any, p: Placement | None, n: int) -> list[Any]:
         return [x] * n
     if isinstance(p, Shard):
         return [x.narrow(p.dim, *chunk(x.shape[p.dim], n, r)) for r in range(n)]
-    return _shares(x, n) if isinstance(p, Shares) else [x] * n
+    return _split_into_partials(x, n) if isinstance(p, Shares) else [x] * n
 
 
 def joined(parts: Sequence[torch.Tensor], p: Placement) -> torch.Tensor:

@@ -45,7 +45,7 @@ def views(before: Sequence[int], after: Sequence[int]) -> str:
     names = iter(Names.of(len(before) + len(after)))
     left: list[str] = []
     right: list[str] = []
-    for ins, outs in _sections(before, after):
+    for ins, outs in _split_into_sections(before, after):
         cuts = _cuts(ins, outs)
         if cuts is None:
             left += [f"{next(names)}!" for _ in ins]
@@ -57,7 +57,7 @@ def views(before: Sequence[int], after: Sequence[int]) -> str:
     return f"+ {' '.join(left)} -> {' '.join(right)}"
 
 
-def _sections(
+def _split_into_sections(
     before: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shortest runs of dimensions of both shapes that hold as many elements as each other."""

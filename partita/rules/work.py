@@ -42,17 +42,17 @@ def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
     products = [p for group in bound.sentence.groups for p in group.products if len(p) > 1]
     shown = [p for p in products if not any(terms[i].index for i in p)]  # else: looked up
     factors = [i for p in shown for i in p] or range(len(bound.inputs))
-    found = [_product(text.split(), bound, factors) for text in said]
+    found = [_count_operations(text.split(), bound, factors) for text in said]
     kept = {n for out in bound.outputs for dim in out for n in dim.names}
     for product in shown if not said else ():
         there = [dims for i in product if (dims := bound.inputs[i]) is not None]
         names = {n for dims in there for dim in dims for n in dim.names}
         if len(there) > 1 and not names <= kept:
-            found.append(_product(names, bound, product))
+            found.append(_count_operations(names, bound, product))
     return tuple(work for work in found if work.operations)
 
 
-def _product(words: Iterable[str], bound: Bound, factors: Iterable[int]) -> Work:
+def _count_operations(words: Iterable[str], bound: Bound, factors: Iterable[int]) -> Work:
     numbers, names, spread = [], set[str](), set[str]()
     for word in words:
         if word.startswith("["):

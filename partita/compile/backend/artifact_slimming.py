@@ -102,7 +102,7 @@ def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Itera
 
     whole = FxGraphCache.cache_hit_post_compile
 
-    def ready(code: Any, info: Any, constants: Any) -> Any:
+    def load_ready_code(code: Any, info: Any, constants: Any) -> Any:
         bundle = code._triton_bundle
         if bundle is not None and bundle.kernel_artifacts:
             found = whole(code, info, constants)
@@ -112,7 +112,7 @@ def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Itera
         loaded(code)
         return found
 
-    FxGraphCache.cache_hit_post_compile = staticmethod(ready)  # type: ignore[method-assign, assignment]
+    FxGraphCache.cache_hit_post_compile = staticmethod(load_ready_code)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -45,9 +45,9 @@ def build(
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
     begin_phase("compile")
-    cut = _cut(program, sections)
+    cut = _cut_into_sections(program, sections)
     if cut is None:
-        (built,) = have_all([Wanted(program, _facts(program, what))], wires)
+        (built,) = have_all([Wanted(program, _describe_build(program, what))], wires)
         built = replace(built, call=with_constants(built.call, program.graph))
     else:
         built = _built_of_sections(program, cut, what, wires)
@@ -55,7 +55,7 @@ def build(
     return built
 
 
-def _cut(program: Program, sections: bool | None) -> Sections | None:
+def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
     """A program's graph as sections, if it is to be compiled so.
 
     One that checks a value always is: the check stands between sections, where it is made in its
@@ -69,7 +69,7 @@ def _cut(program: Program, sections: bool | None) -> Sections | None:
 
 def _built_of_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:
     """Each section built as a program of its own, and the calls of them all."""
-    facts = _facts(program, what)
+    facts = _describe_build(program, what)
     wanted = []
     for i, section in enumerate(cut.different):
         mine: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
@@ -89,7 +89,7 @@ def _built_of_sections(program: Program, cut: Sections, what: str, wires: Sequen
     )
 
 
-def _facts(program: Program, what: str) -> dict[str, Any]:
+def _describe_build(program: Program, what: str) -> dict[str, Any]:
     meshes = dict.fromkeys(str(i.spec.wire.mesh) for i in program.inputs if i.spec is not None)
     return {
         "what": what,

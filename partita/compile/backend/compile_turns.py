@@ -42,7 +42,7 @@ def have_all(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> list[Built]:
     """
     for one in wanted:
         one.attempt(one.load)
-    turns = _turns(wanted, wires[0]) if wires else [0] * len(wanted)
+    turns = _assign_turns(wanted, wires[0]) if wires else [0] * len(wanted)
     for one, turn in zip(wanted, turns, strict=True):
         if turn == 0:
             one.attempt(one.compile)
@@ -55,13 +55,13 @@ def have_all(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> list[Built]:
     return [one.built for one in wanted if one.built is not None]
 
 
-def _turns(wanted: Sequence[Wanted], wire: Wire) -> list[int]:
+def _assign_turns(wanted: Sequence[Wanted], wire: Wire) -> list[int]:
     """Of each, which this rank is among those of its host that have it not; -1 if it is none.
 
     The first is another rank for the next: so they have each as many to compile.
     """
     keys = " ".join(one.key for one in wanted)
-    place = f"{_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
+    place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
     host = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
     told = wire.gather_ints((host, *(int(one.is_missing) for one in wanted)))
     found = []
@@ -77,7 +77,7 @@ def _raise_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> None:
     error = next((one.error for one in wanted if one.error is not None), None)
     text = ""
     if error is not None:
-        text = f"on rank {wires[0].rank if wires else 0}: {_said(error)}"
+        text = f"on rank {wires[0].rank if wires else 0}: {_describe_error(error)}"
     for wire in wires:
         text = next(filter(None, gather_texts(text, wire)), "")
     if text:
@@ -103,9 +103,9 @@ class Wanted:
         self.error: Exception | None = None
         self.key = ""
         self.store: Store | None = None
-        self.attempt(self._prepare)
+        self.attempt(self._find_key_and_store)
 
-    def _prepare(self) -> None:
+    def _find_key_and_store(self) -> None:
         devices = {x.device for x in self.program.example()}
         self.key = f"{self.program.key}-{made_for(devices)}"
         self.store = default_store()
@@ -184,7 +184,7 @@ class WantedSection(Wanted):
         self.program.metadata["code"] = code
 
 
-def _host() -> str:
+def _identify_host() -> str:
     """What ranks that share a machine and its files have in common, and no others."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -196,5 +196,5 @@ def _host() -> str:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"

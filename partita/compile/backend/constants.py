@@ -47,10 +47,10 @@ def with_constants(call: Call, graph: fx.GraphModule) -> Call:
     if not constants:
         return call
 
-    def run(*inputs: Any) -> Sequence[torch.Tensor]:
+    def call_with_constants(*inputs: Any) -> Sequence[torch.Tensor]:
         return call(*inputs, *constants)
 
-    return run
+    return call_with_constants
 
 
 def names_of_constants(graph: fx.GraphModule) -> list[str]:

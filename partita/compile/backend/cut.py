@@ -78,7 +78,7 @@ class _Cutting:
         self.program = program
         self.storages = storages_of(program)
         order = with_early_writes(program.graph.graph, self.storages)
-        self.order = [node for node in order if not self._shows(node)]
+        self.order = [node for node in order if not self._is_remakeable_view(node)]
         self.of: dict[fx.Node, int] = {}  # the part in which a call stands
         self.known: dict[tuple[str, frozenset[torch.device]], Section] = {}
         self.calls = 0
@@ -88,12 +88,12 @@ class _Cutting:
 
     def sections(self) -> Sections | None:
         try:
-            return self._cut()
+            return self._cut_graph()
         except _Uncut:
             return None
 
-    def _cut(self) -> Sections:
-        parts = [*self._parts()]
+    def _cut_graph(self) -> Sections:
+        parts = [*self._split_into_parts()]
         for i, part in enumerate(parts):
             self.of.update(dict.fromkeys(part, i))
         self._read = self._read_from_outside()
@@ -101,23 +101,23 @@ class _Cutting:
             raise _Uncut
         for node in self.program.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._values[node] = self._copy(node)
+                self._values[node] = self._copy_to_outer(node)
         starts = {part[0]: part for part in parts}
         for node in self.order:
             if node in starts:
-                self._call(starts[node])
+                self._call_section(starts[node])
             elif node not in self.of:
                 self._have_operands(node)
-                self._values[node] = self._copy(node)
+                self._values[node] = self._copy_to_outer(node)
         (end,) = self.program.graph.graph.find_nodes(op="output")
         self._have_operands(end)
-        self._copy(end)
+        self._copy_to_outer(end)
         outer = lazy_graph_module(self.program.graph, self._outer)
         return Sections(outer, [*self.known.values()], self.calls)
 
     # -- which calls are together ------------------------------------------------------------------
 
-    def _parts(self) -> Iterator[list[fx.Node]]:
+    def _split_into_parts(self) -> Iterator[list[fx.Node]]:
         """What stands between collectives; of what is long, or stands there once, each repeat."""
         runs: list[list[fx.Node]] = [[]]
         for node in self.order:
@@ -125,31 +125,31 @@ class _Cutting:
                 runs.append([])
             else:
                 runs[-1].append(node)
-        said = [tuple(map(_said, run)) for run in runs]
+        said = [tuple(map(_key_of_call, run)) for run in runs]
         times = Counter(said)
         for run, text in zip(runs, said, strict=True):
             if times[text] == 1 or len(run) > _LONG:
-                yield from self._repeats(run)
+                yield from self._split_repeats(run)
             elif run:
                 yield run
 
-    def _repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        found = repeats_of([*map(_said, run)], _LEAST) if len(run) >= 2 * _LEAST else None
+    def _split_repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
+        found = repeats_of([*map(_key_of_call, run)], _LEAST) if len(run) >= 2 * _LEAST else None
         if found is None:
             if run:
                 yield run
             return
         part, period = found
-        alive = self._alive(run)
+        alive = self._count_live_values(run)
         second = [i for i in part[period : 2 * period] if not _is_piece(run[i])]
         cut = min(second, key=lambda i: alive[i]) - period  # where the least is handed over
-        yield from self._repeats(run[:cut])
+        yield from self._split_repeats(run[:cut])
         while (end := cut + period) <= part.stop and not (run[end:] and _is_piece(run[end])):
             yield run[cut:end]
             cut = end
-        yield from self._repeats(run[cut:])
+        yield from self._split_repeats(run[cut:])
 
-    def _alive(self, run: list[fx.Node]) -> list[int]:
+    def _count_live_values(self, run: list[fx.Node]) -> list[int]:
         """Before each call of a run, how many values of earlier ones are read by later ones."""
         place = {node: i for i, node in enumerate(run)}
         change = [0] * (len(run) + 1)
@@ -163,19 +163,19 @@ class _Cutting:
 
     # -- what only shows memory --------------------------------------------------------------------
 
-    def _shows(self, node: fx.Node) -> bool:
+    def _is_remakeable_view(self, node: fx.Node) -> bool:
         """Does it only show memory, so that it can be made again? Not a piece of what one makes."""
         if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
         if node.target is operator.getitem:
-            return self._shows(node.args[0])  # type: ignore[arg-type]
+            return self._is_remakeable_view(node.args[0])  # type: ignore[arg-type]
         return not self.storages.made_by(node) and not has_effect(node)
 
-    def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
+    def _find_owners(self, node: fx.Node) -> Iterator[fx.Node]:
         """What is read where a node is: itself, or what those that it shows are made of."""
-        if self._shows(node):
+        if self._is_remakeable_view(node):
             for read in node.all_input_nodes:
-                yield from self._owners(read)
+                yield from self._find_owners(read)
         else:
             yield node
 
@@ -183,17 +183,17 @@ class _Cutting:
         """The values of parts that others read, or the graph gives."""
         found: dict[fx.Node, None] = {}
         for node in self.program.graph.graph.nodes:
-            if self._shows(node):
+            if self._is_remakeable_view(node):
                 continue
             for read in node.all_input_nodes:
-                for owner in self._owners(read):
+                for owner in self._find_owners(read):
                     if owner in self.of and self.of[owner] != self.of.get(node):
                         found[owner] = None
         return found
 
     # -- the outer graph ---------------------------------------------------------------------------
 
-    def _copy(self, node: fx.Node) -> fx.Node:
+    def _copy_to_outer(self, node: fx.Node) -> fx.Node:
         copy = self._outer.node_copy(node, lambda n: self._values[n])
         copy.meta = _meta_of(node)
         return copy
@@ -201,13 +201,13 @@ class _Cutting:
     def _have_operands(self, node: fx.Node) -> None:
         """Have the outer graph make what a call of its own reads, where that shows memory."""
         for read in node.all_input_nodes:
-            self._have(read)
+            self._ensure_value(read)
 
-    def _have(self, node: fx.Node) -> None:
+    def _ensure_value(self, node: fx.Node) -> None:
         if node not in self._values:
-            assert self._shows(node)
+            assert self._is_remakeable_view(node)
             self._have_operands(node)
-            self._values[node] = self._copy(node)
+            self._values[node] = self._copy_to_outer(node)
 
     def _check_owned(self, gives: Sequence[fx.Node]) -> None:
         """Raise _Uncut where what a part gives may be a view of what it takes, or of each other."""
@@ -216,7 +216,7 @@ class _Cutting:
         if len(set(shown)) < len(shown) or any(self.of.get(m) != self.of[gives[0]] for m in makers):
             raise _Uncut
 
-    def _call(self, part: Sequence[fx.Node]) -> None:
+    def _call_section(self, part: Sequence[fx.Node]) -> None:
         """Have the outer graph call the section that does what a part does."""
         made = _Part(self, part)
         if not made.does_something:
@@ -229,7 +229,7 @@ class _Cutting:
         self._check_owned(made.gives)
         self.calls += 1
         for node in made.takes:
-            self._have(node)
+            self._ensure_value(node)
         takes = [self._values[n] for n in made.takes]
         call = self._outer.call_function(call_section, (section, takes))  # type: ignore[arg-type]
         call.meta = {NOTE: part[0].meta.get(NOTE)}
@@ -253,12 +253,12 @@ class _Part:
         self._pieces = self._pieces_of_more(part)
         for node in part:
             self._have_operands(node)
-            self._of[node] = self._add(node)
+            self._of[node] = self._add_call(node)
         self.gives = [n for n in part if n in cutting._read]
         self.does_something = bool(self.gives) or any(has_effect(n) for n in part)
         self.graph.output([self._of[n] for n in self.gives])
 
-    def _add(self, node: fx.Node) -> fx.Node:
+    def _add_call(self, node: fx.Node) -> fx.Node:
         copy = self.graph.node_copy(node, lambda n: self._of[n])
         copy.meta = _meta_of(node)
         return copy
@@ -267,11 +267,11 @@ class _Part:
         for read in node.all_input_nodes:
             if read in self._of:
                 continue
-            if self._cutting._shows(read) and read not in self._pieces:
+            if self._cutting._is_remakeable_view(read) and read not in self._pieces:
                 self._have_operands(read)
-                self._of[read] = self._add(read)
+                self._of[read] = self._add_call(read)
             else:
-                self._of[read] = self._take(read)
+                self._of[read] = self._add_placeholder(read)
 
     def _pieces_of_more(self, part: Sequence[fx.Node]) -> set[fx.Node]:
         """What is taken as a piece of what others made, of which the part reads little.
@@ -284,10 +284,10 @@ class _Part:
         waiting = [read for node in part for read in node.all_input_nodes]
         while waiting:
             node = waiting.pop()
-            if node in seen or not self._cutting._shows(node):
+            if node in seen or not self._cutting._is_remakeable_view(node):
                 continue
             seen.add(node)
-            owners = [*self._cutting._owners(node)]
+            owners = [*self._cutting._find_owners(node)]
             if len(owners) == 1 and owners[0] not in inside and _size(node) < _size(owners[0]):
                 source = node
                 while _size(node := source.all_input_nodes[0]) < _size(owners[0]):  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ class _Part:
             for piece in found
         }
 
-    def _take(self, node: fx.Node) -> fx.Node:
+    def _add_placeholder(self, node: fx.Node) -> fx.Node:
         last = self._of[self.takes[-1]] if self.takes else None
         graph = self.graph
         with graph.inserting_after(last) if last is not None else graph.inserting_before():
@@ -348,6 +348,6 @@ def _is_piece(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _said(node: fx.Node) -> Hashable:
+def _key_of_call(node: fx.Node) -> Hashable:
     """What a call is, but for which values it reads."""
     return line_of(node, dict.fromkeys(node.all_input_nodes, "%"))

@@ -45,7 +45,7 @@ def run_with_places(written: Writing) -> Callable[..., Sequence[torch.Tensor]]:
     """The function that was written; an error of it says where it comes from."""
     run, nodes = written.function(), written.nodes
 
-    def call(*inputs: Any) -> Sequence[torch.Tensor]:
+    def call_noting_place(*inputs: Any) -> Sequence[torch.Tensor]:
         try:
             found: Sequence[torch.Tensor] = run(inputs)
             return found
@@ -53,7 +53,7 @@ def run_with_places(written: Writing) -> Callable[..., Sequence[torch.Tensor]]:
             _note_place(error, run.__code__, nodes)
             raise
 
-    return call
+    return call_noting_place
 
 
 def _note_place(error: BaseException, code: CodeType, nodes: Sequence[fx.Node]) -> None:
@@ -130,7 +130,11 @@ class Writing:
         if self.groups is not None:
             if target is _WAIT:  # what wires carry otherwise is there when they return
                 begun = node.args[0] in self._begun
-                return f"{name} = {self.bind(_wait)}({args[0]})" if begun else f"{name} = {args[0]}"
+                return (
+                    f"{name} = {self.bind(_wait_for_collective)}({args[0]})"
+                    if begun
+                    else f"{name} = {args[0]}"
+                )
             carry: Any = _COLLECTIVES.get(target)
             if carry is not None:
                 wire, axes = self.groups[str(node.args[-1])]
@@ -219,7 +223,7 @@ def _begin_all_reduce(
     return copy, wire._start_all_reduce(copy, axes, Ask("all_reduce", None, name))
 
 
-def _wait(begun: tuple[torch.Tensor, UnderWay]) -> torch.Tensor:
+def _wait_for_collective(begun: tuple[torch.Tensor, UnderWay]) -> torch.Tensor:
     out, under_way = begun
     under_way.wait()
     return out
@@ -242,7 +246,7 @@ def _even_all_to_all(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tens
     return out
 
 
-def _broadcast(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> torch.Tensor:
+def _broadcast_copy(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     flat = out.view(-1)
     wire._broadcast(flat, axes, src, Ask("broadcast", None, name))
@@ -256,6 +260,6 @@ _COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     _functional.reduce_scatter_tensor.default: _reduce_scatter,
     _functional.all_reduce.default: _all_reduce,
     _functional.all_to_all_single.default: _all_to_all,
-    _functional.broadcast.default: _broadcast,
+    _functional.broadcast.default: _broadcast_copy,
 }
 """What carries each collective that a graph may have: bound but for the tensor that it carries."""

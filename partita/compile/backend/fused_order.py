@@ -30,8 +30,8 @@ class InOrder(CustomSchedulerPass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         nodes = _as_in_graph(nodes)
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
-        needs = {node: _needs(node, makers) for node in nodes}
-        late = _late(nodes, needs)
+        needs = {node: _find_dependencies(node, makers) for node in nodes}
+        late = _find_late_kernels(nodes, needs)
         place = {node: i for i, node in enumerate(nodes)}
         ready: dict[Any, int] = {}
         for node in nodes:  # in an order in which what is needed comes first
@@ -60,17 +60,17 @@ def _as_in_graph(nodes: list[Any]) -> list[Any]:
     graph: Any = V.graph.module.graph
     index = {node: i for i, node in enumerate(graph.nodes)}
 
-    def place(node: Any) -> int:
+    def place_in_graph(node: Any) -> int:
         """Where the graph computes the last of what a kernel computes."""
         parts = [part.node for part in node.get_nodes() if part.node is not None]
         return max((index.get(o, -1) for p in parts for o in p.get_origins()), default=-1)
 
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
-    needs = {node: _needs(node, makers) for node in nodes}
-    return list(behind_needs(sorted(nodes, key=place), needs, set()))
+    needs = {node: _find_dependencies(node, makers) for node in nodes}
+    return list(behind_needs(sorted(nodes, key=place_in_graph), needs, set()))
 
 
-def _needs(node: Any, makers: dict[str, Any]) -> list[Any]:
+def _find_dependencies(node: Any, makers: dict[str, Any]) -> list[Any]:
     found = dict.fromkeys(makers[d.name] for d in node.unmet_dependencies if d.name in makers)
     return [n for n in found if n is not node]
 
@@ -82,7 +82,7 @@ def _writes_input(node: Any) -> bool:
     return any(name in inputs for b in node.get_outputs() for name in b.get_mutations())
 
 
-def _late(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
+def _find_late_kernels(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
     """What writes into inputs, and kernels that are there for nothing else."""
     users: dict[Any, list[Any]] = {}
     for node in nodes:

@@ -50,7 +50,7 @@ class Choices(InductorChoices):
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May two be one kernel, whether or not one needs the other?"""
-        marks = _marks(node1), _marks(node2)
+        marks = _marks_of_kernel(node1), _marks_of_kernel(node2)
         if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
             return False
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
@@ -59,7 +59,7 @@ class Choices(InductorChoices):
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May the second, which needs the first, be one kernel with it?"""
         if node1.is_reduction():
-            read, written = _read(scheduler, node1), _written(scheduler, node1)
+            read, written = _read(scheduler, node1), _count_written_bytes(scheduler, node1)
             if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
                 return False  # it lets go of more than it makes, and should do so when it can
         return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
@@ -67,25 +67,25 @@ class Choices(InductorChoices):
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May two that do not need each other be one kernel?"""
-        least = min(_nbytes(scheduler, node1), _nbytes(scheduler, node2))
+        least = min(_count_moved_bytes(scheduler, node1), _count_moved_bytes(scheduler, node2))
         if least > _SMALL and _SHARED * shared_data_score < least:
             return False
         return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
 
-def _nbytes(scheduler: Any, node: Any) -> int:
-    return _read(scheduler, node) + _written(scheduler, node)
+def _count_moved_bytes(scheduler: Any, node: Any) -> int:
+    return _read(scheduler, node) + _count_written_bytes(scheduler, node)
 
 
 def _read(scheduler: Any, node: Any) -> int:
     return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.reads)
 
 
-def _written(scheduler: Any, node: Any) -> int:
+def _count_written_bytes(scheduler: Any, node: Any) -> int:
     return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.writes)
 
 
-def _marks(node: Any) -> set[str]:
+def _marks_of_kernel(node: Any) -> set[str]:
     """Of the nodes of the graph that a kernel computes."""
     origins = (
         o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()

@@ -120,11 +120,11 @@ def compiled(
     examples += map(mode.from_tensor, constants_of(program.graph))
     _use_private_cache()
     with ExitStack() as stack:
-        _quiet(stack)
+        _silence_torch(stack)
         stack.enter_context(without_unfinished())
         stack.enter_context(tracing(TracingContext(mode)))
-        _configure(stack, program.key)
-        libraries = stack.enter_context(_recorded())
+        _configure_inductor(stack, program.key)
+        libraries = stack.enter_context(_record_libraries())
         code = stack.enter_context(code_of())
         # Private torch, though vLLM stands on it: the one way to a result that can be saved.
         artifact: Any = torch._inductor.standalone_compile(
@@ -162,7 +162,7 @@ def load_boxed(payload: bytes) -> SectionCall:
     Inductor generated is called itself, not by what would give outputs that are views of inputs,
     or inputs that are written, their places in autograd. Sections have none.
     """
-    _, code, _ = _loaded(payload)
+    _, code, _ = _load_payload(payload)
     call: SectionCall = code.current_callable
     return call
 
@@ -175,11 +175,11 @@ def load(payload: bytes) -> Call:
     Raises:
         Exception: any, where it is not for this torch or this machine.
     """
-    call, code, whole = _loaded(payload)
+    call, code, whole = _load_payload(payload)
     return (lambda *inputs: code.current_callable([*inputs])) if whole else call
 
 
-def _loaded(payload: bytes) -> tuple[Call, Any, bool]:
+def _load_payload(payload: bytes) -> tuple[Call, Any, bool]:
     """What torch has of a payload; Inductor's object within it; and whether its code is all."""
     number, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if number != _FORMAT:
@@ -187,8 +187,8 @@ def _loaded(payload: bytes) -> tuple[Call, Any, bool]:
     _use_private_cache()
     seen: list[Any] = []
     with ExitStack() as stack:
-        _quiet(stack)
-        stack.enter_context(_provided(libraries))
+        _silence_torch(stack)
+        stack.enter_context(_provide_libraries(libraries))
         stack.enter_context(without_compiler(seen.append))
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
@@ -208,7 +208,7 @@ def made_for(devices: set[torch.device]) -> str:
     lines = [
         f"format {_FORMAT}, torch {torch.__version__} {torch.version.git_version}",
         f"{sys.implementation.cache_tag} {sys.platform} {platform.machine()}",
-        f"processor {torch.backends.cpu.get_cpu_capability()} {_features()}",
+        f"processor {torch.backends.cpu.get_cpu_capability()} {_find_cpu_features()}",
         *(f"{name} = {value!r}" for name, value in sorted(CONFIG.items())),
         # As files: to import what has a part in compiling is to import the compiler.
         *(f"{name} {_digest_of_file(name)}" for name in _PARTS),
@@ -228,7 +228,7 @@ def _digest_of_file(name: str) -> str:
     return hashlib.sha256(pkgutil.get_data("partita.compile", name) or b"").hexdigest()
 
 
-def _features() -> str:
+def _find_cpu_features() -> str:
     """What the processor can do: C++ is compiled for all of it, not for its vector units alone."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -261,13 +261,13 @@ def _use_private_cache() -> None:
         warnings.warn(f"Inductor's files in {folder} are not used: {problem}", stacklevel=3)
 
 
-def _quiet(stack: ExitStack) -> None:
+def _silence_torch(stack: ExitStack) -> None:
     stack.enter_context(torch.no_grad())
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
 
 
-def _configure(stack: ExitStack, key: str) -> None:
+def _configure_inductor(stack: ExitStack, key: str) -> None:
     import torch._functorch.config as functorch
     from torch._inductor import config
 
@@ -289,7 +289,7 @@ def _configure(stack: ExitStack, key: str) -> None:
 
 
 @contextmanager
-def _recorded() -> Iterator[Callable[[], dict[str, bytes]]]:
+def _record_libraries() -> Iterator[Callable[[], dict[str, bytes]]]:
     """Within, the libraries that are compiled are noted; what is given reads them."""
     made: dict[str, Any] = {}
 
@@ -307,7 +307,7 @@ def _recorded() -> Iterator[Callable[[], dict[str, bytes]]]:
 
 
 @contextmanager
-def _provided(libraries: dict[str, bytes]) -> Iterator[None]:
+def _provide_libraries(libraries: dict[str, bytes]) -> Iterator[None]:
     """Within, these libraries are loaded where they would be compiled."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -28,7 +28,7 @@ def without_unfinished() -> Iterator[None]:
     folder = Path(cache_dir())
     folder.mkdir(parents=True, exist_ok=True)
     for note in folder.glob(_PREFIX + "*"):
-        _tidy(folder, note)
+        _delete_stale_halves(folder, note)
     fd, name = tempfile.mkstemp(dir=folder)
     file = Path(name)
     try:
@@ -44,7 +44,7 @@ def without_unfinished() -> Iterator[None]:
         os.close(fd)
 
 
-def _tidy(folder: Path, note: Path) -> None:
+def _delete_stale_halves(folder: Path, note: Path) -> None:
     with suppress(OSError), note.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

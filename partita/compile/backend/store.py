@@ -112,7 +112,7 @@ class Store:
         """
         path = self.path(key)
         metadata = json.dumps(artifact.metadata).encode()
-        digest = _digest(key, metadata, artifact.payload)
+        digest = _digest_artifact(key, metadata, artifact.payload)
         header = f"{key} {digest} {len(metadata)} {len(artifact.payload)}\n".encode()
         parts = (MAGIC, header, metadata, artifact.payload)
         nbytes = sum(map(len, parts))
@@ -125,7 +125,7 @@ class Store:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(self.folder)
-            _write(path, parts)
+            _write_atomically(path, parts)
         except Untrusted as problem:
             _warn_once(self.folder, f"{self.folder} is not written to: {problem}")
             return False
@@ -149,7 +149,7 @@ class Store:
         Args:
             check: read all of each file, to see whether it is as it was written.
         """
-        found = [_entry(path, check) for path in self._files(SUFFIX)]
+        found = [_read_entry(path, check) for path in self._list_files(SUFFIX)]
         return sorted((e for e in found if e is not None), key=lambda e: -e.used)
 
     def clear(self) -> tuple[int, int]:
@@ -159,14 +159,14 @@ class Store:
             OSError: a file cannot be removed.
         """
         count = nbytes = 0
-        for path in [*self._files(SUFFIX), *self._files(PART)]:
+        for path in [*self._list_files(SUFFIX), *self._list_files(PART)]:
             with suppress(FileNotFoundError):
                 size = path.stat().st_size
                 path.unlink()
                 count, nbytes = count + 1, nbytes + size
         return count, nbytes
 
-    def _files(self, suffix: str) -> list[Path]:
+    def _list_files(self, suffix: str) -> list[Path]:
         try:
             return sorted(p for p in self.folder.iterdir() if p.name.endswith(suffix))
         except OSError:
@@ -174,7 +174,7 @@ class Store:
 
     def _make_room(self, new: Path) -> None:
         sizes = {}
-        for path in self._files(SUFFIX):
+        for path in self._list_files(SUFFIX):
             with suppress(OSError):
                 stat = path.stat()
                 sizes[path] = (stat.st_mtime_ns, stat.st_size)
@@ -186,7 +186,7 @@ class Store:
                 with suppress(OSError):
                     path.unlink()
                 total -= sizes[path][1]
-        for path in self._files(PART):
+        for path in self._list_files(PART):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _PART_LIVES:
                     path.unlink()
@@ -227,14 +227,14 @@ class _Unusable(Exception):
     """Why a file is no artifact."""
 
 
-def _digest(key: str, metadata: bytes, payload: bytes) -> str:
+def _digest_artifact(key: str, metadata: bytes, payload: bytes) -> str:
     digest = hashlib.sha256(key.encode() + b"\n")
     digest.update(metadata)
     digest.update(payload)
     return digest.hexdigest()
 
 
-def _write(path: Path, parts: tuple[bytes, ...]) -> None:
+def _write_atomically(path: Path, parts: tuple[bytes, ...]) -> None:
     handle, name = tempfile.mkstemp(suffix=PART, prefix=path.stem[:16] + "-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -247,7 +247,7 @@ def _write(path: Path, parts: tuple[bytes, ...]) -> None:
         raise
 
 
-def _header(file: BinaryIO, key: str) -> tuple[str, int, int]:
+def _read_header(file: BinaryIO, key: str) -> tuple[str, int, int]:
     """The digest, and how many bytes of metadata and of payload follow."""
     magic = file.readline(_HEADER_BYTES)
     if magic != MAGIC:
@@ -265,17 +265,17 @@ def _header(file: BinaryIO, key: str) -> tuple[str, int, int]:
 
 
 def _read(file: BinaryIO, key: str) -> Artifact:
-    digest, length, size = _header(file, key)
+    digest, length, size = _read_header(file, key)
     rest = file.read()
     if len(rest) != length + size:
         raise _Unusable("it is cut short" if len(rest) < length + size else "it is too long")
     metadata, payload = rest[:length], rest[length:]
-    if _digest(key, metadata, payload) != digest:
+    if _digest_artifact(key, metadata, payload) != digest:
         raise _Unusable("its checksum is wrong: it was changed since it was written")
     return Artifact(payload, json.loads(metadata))
 
 
-def _entry(path: Path, check: bool) -> Entry | None:
+def _read_entry(path: Path, check: bool) -> Entry | None:
     key = path.name.removesuffix(SUFFIX)
     try:
         stat = path.lstat()
@@ -284,7 +284,7 @@ def _entry(path: Path, check: bool) -> Entry | None:
             if check:
                 metadata = _read(file, key).metadata
             else:
-                length = _header(file, key)[1]
+                length = _read_header(file, key)[1]
                 metadata = json.loads(file.read(length))
     except FileNotFoundError:
         return None

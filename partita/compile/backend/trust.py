@@ -32,7 +32,7 @@ def open_trusted(path: Path) -> BinaryIO:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise Untrusted("it is no file")
-        _check(found)
+        _check_owner_and_mode(found)
     except BaseException:
         file.close()
         raise
@@ -48,8 +48,8 @@ def check_folder(folder: Path) -> None:
     found = folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(20, "Not a directory", str(folder))
-    _check(found)
-    _check(folder.lstat(), link=True)
+    _check_owner_and_mode(found)
+    _check_owner_and_mode(folder.lstat(), link=True)
     for parent in folder.resolve().parents:
         above = parent.stat()
         # A sticky folder, such as /tmp, lets nobody rename what is another's.
@@ -57,7 +57,7 @@ def check_folder(folder: Path) -> None:
             raise Untrusted(f"anybody may write to {parent}, which it is in")
 
 
-def _check(found: os.stat_result, link: bool = False) -> None:
+def _check_owner_and_mode(found: os.stat_result, link: bool = False) -> None:
     if not hasattr(os, "geteuid"):  # Windows has no such modes
         return
     if found.st_uid not in (os.geteuid(), 0):

@@ -195,7 +195,7 @@ class BlockCalls:
         """The backward of a block, traced, for gradients like those given of its results."""
         try:
             tracing = _Tracing(self.recorder, self._mode.shape_env)
-            return _differentiated(trace, given, trains, tracing)
+            return _differentiate_block(trace, given, trains, tracing)
         except BlockNumberRead as error:
             raise NumbersRead(trace.kind) from error
 
@@ -434,7 +434,7 @@ class _Tracing:
         return trace
 
 
-def _differentiated(
+def _differentiate_block(
     trace: BlockTrace,
     given: Mapping[int, torch.Tensor],
     trains: Sequence[bool],

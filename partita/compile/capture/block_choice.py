@@ -90,35 +90,39 @@ class BlockChoice:
         """The blocks of these models."""
         found: set[nn.Module] = set()
         for model in models:
-            found.update(self._named(model) if self.named is not None else self._alike(model))
+            found.update(
+                self._find_named_blocks(model)
+                if self.named is not None
+                else self._find_repeated_blocks(model)
+            )
         return found
 
-    def _named(self, model: nn.Module) -> Iterator[nn.Module]:
+    def _find_named_blocks(self, model: nn.Module) -> Iterator[nn.Module]:
         assert self.named is not None
         kinds = tuple(k for k in self.named if isinstance(k, type))
         those = {id(m) for m in self.named if isinstance(m, nn.Module)}
         for module in model.modules():
-            if (isinstance(module, kinds) or id(module) in those) and self._may(module):
+            if (isinstance(module, kinds) or id(module) in those) and self._can_be_block(module):
                 yield module
 
-    def _alike(self, model: nn.Module) -> Iterator[nn.Module]:
-        kinds = {m: _kind(m) for m in model.modules()}
-        return self._outermost(model, kinds, Counter(kinds.values()))
+    def _find_repeated_blocks(self, model: nn.Module) -> Iterator[nn.Module]:
+        kinds = {m: _structure_of_module(m) for m in model.modules()}
+        return self._find_outermost_repeats(model, kinds, Counter(kinds.values()))
 
-    def _outermost(
+    def _find_outermost_repeats(
         self, module: nn.Module, kinds: Mapping[nn.Module, Any], counts: Mapping[Any, int]
     ) -> Iterator[nn.Module]:
         for child in module.children():
             kind = kinds[child]
-            if counts[kind] >= self.least and len(kind[1]) > _FEW and self._may(child):
+            if counts[kind] >= self.least and len(kind[1]) > _FEW and self._can_be_block(child):
                 yield child
             else:
-                yield from self._outermost(child, kinds, counts)
+                yield from self._find_outermost_repeats(child, kinds, counts)
 
-    def _may(self, module: nn.Module) -> bool:
+    def _can_be_block(self, module: nn.Module) -> bool:
         kind = type(module)
         return not isinstance(module, _LISTS) and all(kind is not k for k, _ in self.apart)
 
 
-def _kind(module: nn.Module) -> Any:
+def _structure_of_module(module: nn.Module) -> Any:
     return type(module), tuple((name, p.shape) for name, p in module.named_parameters())

@@ -359,19 +359,19 @@ class Follower(TorchFunctionMode):
     def _run_traced(self, call: TapedCall, values: dict[int, float]) -> Any:
         """What a call gives over what is traced, with numbers in the place of `values`."""
 
-        def operands(number: Callable[[int], Any]) -> Any:
+        def bind_operands(number: Callable[[int], Any]) -> Any:
             made, taken = self.inner_made.__getitem__, self.inner_taken.__getitem__
             return (with_tensors(o, made, taken, number) for o in call.operands)
 
         for value in values.values():
             self._trace.enter_number(value)
-        args, kwargs = operands(self._trace.symbols.__getitem__)
+        args, kwargs = bind_operands(self._trace.symbols.__getitem__)
         try:
             with self._trace.tracing():
                 return call.func(*args, **kwargs)
         except BlockNumberRead:
             self._trace.discard(self.kind)
-        args, kwargs = operands(values.__getitem__)
+        args, kwargs = bind_operands(values.__getitem__)
         with self._trace.tracing():
             out = call.func(*args, **kwargs)
         self._trace.pass_numbers(self.kind, call.func, out, values)

@@ -182,9 +182,9 @@ class _Copying:
                     continue
                 copy = self.graph.node_copy(node, lambda n: one.of.get(n, n))
                 one.of[node] = copy
-                copy.meta[NOTE] = self._note(note_of(node), one)
+                copy.meta[NOTE] = self._renumber_note(note_of(node), one)
 
-    def _note(self, note: Note, one: _Copy) -> Note:
+    def _renumber_note(self, note: Note, one: _Copy) -> Note:
         if not note.move and not note.region:
             return note
         if note.move and note.move not in one.moves:

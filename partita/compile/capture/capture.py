@@ -163,7 +163,7 @@ def capture(
                 except LayoutError as error:
                     _note_guards(error, run)
                     raise
-            _settle(run, program)
+            _attach_guards(run, program)
             return program
         run.undo()
         unmarked |= run.read_marks
@@ -200,7 +200,7 @@ def _check_repeats(run: _Capture, other: _Capture) -> None:
             raise run.lost(write)
 
 
-def _settle(run: _Capture, program: CapturedProgram) -> None:
+def _attach_guards(run: _Capture, program: CapturedProgram) -> None:
     """Note as guards of a program what its step has read, as it was before the step."""
     run.undo()
     program.guards = run.guards()
@@ -302,7 +302,7 @@ class _Capture:
             made = functional(made)
             if self.asked.values:
                 gate_writes(made.graph, self.asked.given.values)
-            program = self._trace().program(made)
+            program = self._make_trace().program(made)
         program.answers = self.asked.given
         program.blocks = BlocksTraced(structures, self._blocks.told)
         if not structures:
@@ -310,7 +310,7 @@ class _Capture:
         self.numbers.env.forget()
         return program
 
-    def _trace(self) -> Trace:
+    def _make_trace(self) -> Trace:
         return Trace(
             self.inputs,
             self.wires,
@@ -318,10 +318,10 @@ class _Capture:
             self.result,
             self.constants,
             self.cleared,
-            self._conditions(),
+            self._collect_conditions(),
         )
 
-    def _conditions(self) -> Conditions:
+    def _collect_conditions(self) -> Conditions:
         asked = self.numbers.conditions(), self.facts.conditions(), self._of_gradients()
         return Conditions((*asked[0], *asked[1], *asked[2]))
 
@@ -347,7 +347,7 @@ class _Capture:
             inputs = mode.tracer.graph.find_nodes(op="placeholder")
             pairs = zip(inputs, self.inputs.all, strict=True)
             self._known = {n: i.tensor for n, i in pairs if _is_whole(i)}
-            self._tag()
+            self._tag_stand_ins()
             stack.enter_context(stand_ins(dict(self.wires)))
             stack.enter_context(compiling())
             # A function that the user had `torch.compile` compile is captured as what it is.
@@ -358,10 +358,12 @@ class _Capture:
             stack.enter_context(calls.intercepting(mode.tracer))
             self.record.before_backward = calls.check_results
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(exclusive(self._holders()))
+            stack.enter_context(exclusive(self._find_tensor_holders()))
             stack.enter_context(self.attributes.restored())
             self._first = stack.enter_context(swapped(self.slots, stand_in))
-            stack.enter_context(self.stepping.traced(stand_in, self._number, recorder))
+            stack.enter_context(
+                self.stepping.traced(stand_in, self._make_symbolic_number, recorder)
+            )
             self._held = stack.enter_context(self._numbers_swapped())
             args, kwargs = self._arguments()
             stack.enter_context(self._undone_on_error())
@@ -386,8 +388,8 @@ class _Capture:
             with torch.no_grad():
                 out = self._read_out(result)
             if self.differentiable:
-                out += self._cotangents()
-            out += self._admitted()
+                out += self._output_input_gradients()
+            out += self._output_admitted_values()
             if self.asked.values:  # which become one
                 self.outputs.append(Output("answers", None))
                 out += self.asked.values  # type: ignore[arg-type]
@@ -406,7 +408,7 @@ class _Capture:
         node = get_proxy_slot(question, mode.tracer).force().node
         return bool(predict_answer(node, self._known.get))
 
-    def _number(
+    def _make_symbolic_number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
     ) -> Any:
         """What stands for a float."""
@@ -422,7 +424,7 @@ class _Capture:
         first = len(self.inputs.leaves) - len(leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, float):
-                leaves[i] = self._number(f"argument[{i}]", leaf, index=first + i)
+                leaves[i] = self._make_symbolic_number(f"argument[{i}]", leaf, index=first + i)
             else:
                 refuse_closed(f"argument[{i}]", leaf)
                 leaves[i] = self.inputs.stand_in(leaf)
@@ -437,7 +439,7 @@ class _Capture:
         try:
             held = []
             for slot, value in found:
-                slot.put(self._number(slot.name, value, slot.home, (slot.key,)))
+                slot.put(self._make_symbolic_number(slot.name, value, slot.home, (slot.key,)))
                 held.append((slot, slot.value))
             yield held
         finally:
@@ -451,7 +453,7 @@ class _Capture:
         named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
         return [*kinds, *((name, v) for name, v in named if not isinstance(v, torch.Tensor))]
 
-    def _holders(self) -> list[Any]:
+    def _find_tensor_holders(self) -> list[Any]:
         """The objects whose tensors are exchanged while the step runs."""
         return [part for module in self.modules for part in module.modules()]
 
@@ -538,7 +540,7 @@ class _Capture:
                 trace.repeating = self._repeated.carry
                 self.wires[wire] = trace
 
-    def _tag(self) -> None:
+    def _tag_stand_ins(self) -> None:
         """Make the stand-ins what they stand for: laid out, leaves, with their gradients."""
         for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
             spec = given.spec
@@ -588,7 +590,7 @@ class _Capture:
         values: list[torch.Tensor] = []
         places: dict[int, int] = {}
 
-        def out(kind: str, value: torch.Tensor, **more: Any) -> None:
+        def add_output(kind: str, value: torch.Tensor, **more: Any) -> None:
             more["tensor"] = places.setdefault(id(value), len(values))
             spec = more.pop("spec", None) or getattr(value, "_spec", None)
             if "gradient" not in kind and has_history(value):
@@ -597,14 +599,14 @@ class _Capture:
                 more["retains_grad"] = retains_gradient(value)
             elif "gradient" not in kind:
                 more["asks_gradient"] = asks_gradient(value)
-            self.outputs.append(Output(kind, self._real(spec), **more))
+            self.outputs.append(Output(kind, self._untraced_spec(spec), **more))
             values.append(value)
 
         def give_number(kind: str, value: Any, **more: Any) -> None:
             self.outputs.append(Output(kind, None, scalar=True, **more))
             values.append(value)
 
-        leaves, self.result = flatten_call(result, self._stays)
+        leaves, self.result = flatten_call(result, self._is_returned_as_itself)
         results: list[Any] = []
         for leaf in leaves:
             if is_symbolic(leaf):
@@ -612,7 +614,7 @@ class _Capture:
                 results.append(leaf)
                 give_number("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
-                if not self._stays(leaf):
+                if not self._is_returned_as_itself(leaf):
                     check_result(leaf)
                 self.constants.append(leaf)
             elif (place := self.inputs.place_of(leaf)) >= 0:
@@ -622,29 +624,31 @@ class _Capture:
                 self.constants.append(ResultPlace("result", number))
                 if number == len(results):
                     results.append(leaf)
-                    out("result", leaf)
+                    add_output("result", leaf)
         made = self.stepping.made(self.inputs.stood_for)
         for slot, first in zip(self.slots, self._first, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
                 self._check_slot(slot)
-                out("slot", slot.value, slot=slot)
+                add_output("slot", slot.value, slot=slot)
         for slot, value in made:
-            out("slot", value, slot=slot)
+            add_output("slot", value, slot=slot)
         for slot, first in self._held:
             if slot.value is not first:
                 give_number("slot", slot.value, slot=slot)
         for slot in self.attributes.left(self._places):
-            (give_number if is_symbolic(slot.value) else out)("slot", slot.value, slot=slot)
+            (give_number if is_symbolic(slot.value) else add_output)("slot", slot.value, slot=slot)
         for write in self._left:
             slot = Slot(write.name, "value", write.home, write.key)
-            (give_number if is_symbolic(write.after) else out)("slot", write.after, slot=slot)
+            (give_number if is_symbolic(write.after) else add_output)(
+                "slot", write.after, slot=slot
+            )
         for i, output in enumerate([*self.outputs]):
             is_first = not output.scalar and output.tensor == i
             if is_first and self.inputs.place_of(values[i]) < 0:
                 check_no_marks(values[i])
                 if (grad := left_gradient(values[i])) is not None:
                     spec = None if isinstance(grad, DTensor) else output.spec
-                    out("left gradient", grad, spec=spec and spec.gradient, index=i)
+                    add_output("left gradient", grad, spec=spec and spec.gradient, index=i)
         for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
             if given.kind in ("mark", "gradient") or not fake.requires_grad:
                 continue
@@ -661,19 +665,21 @@ class _Capture:
                 self.cleared.append(given.index)
             elif grad not in self.inputs.identities:
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
-                out("gradient", grad, spec=spec and spec.gradient, index=given.index)
+                add_output("gradient", grad, spec=spec and spec.gradient, index=given.index)
         return values
 
-    def _stays(self, leaf: Any) -> bool:
+    def _is_returned_as_itself(self, leaf: Any) -> bool:
         """Was this part of a result there before, to be returned as itself?"""
         return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
 
-    def _cotangents(self) -> list[torch.Tensor]:
+    def _output_input_gradients(self) -> list[torch.Tensor]:
         """The gradients that the graph gives for those of its results."""
         for hook in self._hooks:  # a gradient that is given on passes the tensors' own
             hook.remove()
         pairs = zip(self.inputs.all, self.inputs.fakes, strict=True)
-        wanted = [(i, t) for i, t in pairs if i.kind not in ("mark", "gradient") and _graded(t)]
+        wanted = [
+            (i, t) for i, t in pairs if i.kind not in ("mark", "gradient") and _is_differentiable(t)
+        ]
         if len(self.differentiable) > 1:
             self.record.before_backward(self.differentiable)
         values: list[torch.Tensor] = []
@@ -696,7 +702,7 @@ class _Capture:
                 return []
             seeds, grads = found
             for seed in seeds:
-                spec = self._real(seed.spec)
+                spec = self._untraced_spec(seed.spec)
                 self.seeds.append(replace(seed, spec=spec, number=part.results[seed.number]))
             places: list[dict[str, Any]] = [*({"number": n} for n in part.ancestors)]
             places += [{"index": given.index} for given, _ in wanted]
@@ -704,12 +710,12 @@ class _Capture:
             for place, taken, grad in zip(places, takes, grads, strict=True):
                 if grad is not None:
                     spec = getattr(taken, "_spec", None)
-                    real = self._real(spec and spec.gradient)
+                    real = self._untraced_spec(spec and spec.gradient)
                     self.outputs.append(Output("cotangent", real, part=number, **place))
                     values.append(grad)
         return values
 
-    def _admitted(self) -> list[torch.Tensor]:
+    def _output_admitted_values(self) -> list[torch.Tensor]:
         """The plain values that stood next to DTensors. They leave the graph: see `finished`."""
         values = [value for trace in self.wires.values() for value in trace.admitted]
         self.outputs += [Output("admitted", None) for _ in values]
@@ -721,7 +727,7 @@ class _Capture:
                 f"{slot.name} is no tensor after the step", "it would be one before the next step"
             )
 
-    def _real(self, spec: Spec | None) -> Spec | None:
+    def _untraced_spec(self, spec: Spec | None) -> Spec | None:
         if spec is None:
             return None
         wire = spec.wire
@@ -755,6 +761,6 @@ def _given_to(fake: torch.Tensor) -> list[str]:
     return [n for n in attributes_of(fake) if not n.endswith(("_memo", "_memo_vc", "_memo_epoch"))]
 
 
-def _graded(t: torch.Tensor) -> bool:
+def _is_differentiable(t: torch.Tensor) -> bool:
     with Local():
         return t.requires_grad

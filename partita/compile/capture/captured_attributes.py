@@ -58,7 +58,7 @@ class Attributes:
             yield
         finally:
             for (_, home), held in zip(self._homes, self._before, strict=True):
-                for key in _filled(home):
+                for key in _find_filled_keys(home):
                     home.pop(key)
                     if key in held:
                         home[key] = held[key]
@@ -94,7 +94,7 @@ class Attributes:
         """
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
-            for key in _filled(home):
+            for key in _find_filled_keys(home):
                 if (id(home), key) in known or _is_held(home[key], known):
                     continue
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
@@ -130,13 +130,13 @@ def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
     return all((id(value), key) in known or not is_filled(v) for key, v in items)
 
 
-def _filled(home: dict[str, Any]) -> list[str]:
+def _find_filled_keys(home: dict[str, Any]) -> list[str]:
     return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
 
 
 def is_filled(value: Any) -> bool:
     """Does it hold a tensor without memory, or refer to one?"""
-    return any(map(_stands_in, _reached(value, _in_container)))
+    return any(map(_stands_in, _walk_reachable(value, _in_container)))
 
 
 def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
@@ -145,13 +145,13 @@ def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
     Args:
         inputs: but for these, which stand for others.
     """
-    found = _reached(value, _in_object)
+    found = _walk_reachable(value, _in_object)
     return any(
         is_text_of_unknown(v) or (isinstance(v, FakeTensor) and v not in inputs) for v in found
     )
 
 
-def _reached(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
     """It, and what is within it, each once."""
     seen: dict[int, Any] = {}  # which keeps them: an id is one object's as long as that lives
     waiting = [value]

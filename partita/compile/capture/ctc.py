@@ -17,13 +17,13 @@ _aten = torch.ops.aten
 _library = torch.library.Library("partita", "FRAGMENT")
 
 
-def _loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
+def _compute_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
     """The loss of each sequence."""
     loss: torch.Tensor = _aten._ctc_loss(log_probs, *args)[0]
     return loss
 
 
-def _gradient(grad: torch.Tensor, log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
+def _compute_gradient(grad: torch.Tensor, log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
     """The gradient of `log_probs`; `grad` is that of each sequence's loss."""
     *operands, blank, zero_infinity = args
     made = _aten._ctc_loss(log_probs, *args)
@@ -40,12 +40,12 @@ def _shape_of_gradient(grad: torch.Tensor, log_probs: torch.Tensor, *args: Any) 
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
-def _defined(kind: str, overload: str) -> tuple[Any, Any]:
+def _define_operators(kind: str, overload: str) -> tuple[Any, Any]:
     operands = f"Tensor log_probs, Tensor targets, {kind} input_lengths, {kind} target_lengths"
     found = []
     for name, first, run, shape in (
-        ("ctc_loss", "", _loss, _shape_of_loss),
-        ("ctc_gradient", "Tensor grad, ", _gradient, _shape_of_gradient),
+        ("ctc_loss", "", _compute_loss, _shape_of_loss),
+        ("ctc_gradient", "Tensor grad, ", _compute_gradient, _shape_of_gradient),
     ):
         full = f"{name}.{overload}"
         _library.define(f"{full}({first}{operands}, int blank, bool zero_infinity) -> Tensor")
@@ -55,7 +55,7 @@ def _defined(kind: str, overload: str) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def _replacing(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _make_replacements(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What stands for torch's loss and for its backward."""
 
     def forward(*args: Any, blank: int = 0, zero_infinity: bool = False) -> Any:
@@ -75,6 +75,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {}
 
 for _kind, _overload in (("int[]", "default"), ("Tensor", "Tensor")):
     _name = "ints" if _overload == "default" else "tensors"
-    _forward, _backward = _replacing(*_defined(_kind, _name))
+    _forward, _backward = _make_replacements(*_define_operators(_kind, _name))
     REPLACED[getattr(_aten._ctc_loss, _overload)] = _forward
     REPLACED[getattr(_aten._ctc_loss_backward, _overload)] = _backward

@@ -99,7 +99,7 @@ def differentiate(
         for number, (result, as_given) in enumerate(pairs):
             spec = getattr(result, "_spec", None)
             with Local(), torch.no_grad():
-                value = _seed(as_given.detach(), like is not None)
+                value = _make_seed_gradient(as_given.detach(), like is not None)
             seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
             values.append(value if spec is None else tagged(value, spec.gradient))
         try:
@@ -114,7 +114,7 @@ def differentiate(
             return seeds, [None if g is None else g.detach() for g in found]
 
 
-def _seed(like: torch.Tensor, exactly: bool) -> torch.Tensor:
+def _make_seed_gradient(like: torch.Tensor, exactly: bool) -> torch.Tensor:
     if not exactly:
         return torch.empty_like(like)
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)

@@ -27,18 +27,18 @@ def _without_gaps(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
 
 
-def _shape(like: torch.Tensor, p: float) -> torch.Tensor:
+def _make_empty_draw(like: torch.Tensor, p: float) -> torch.Tensor:
     return _without_gaps(like)
 
 
-def _draw(like: torch.Tensor, p: float) -> torch.Tensor:
+def _draw_bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
     """Ones with probability `p`, else zeros, in memory that lies as that of `like`."""
     return _without_gaps(like).bernoulli_(p)
 
 
 _library.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=_TAGS)
-_library.impl("bernoulli_like", _draw, "CompositeExplicitAutograd")
-torch.library.register_fake("partita::bernoulli_like", _shape, lib=_library)
+_library.impl("bernoulli_like", _draw_bernoulli, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_library)
 
 
 def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:

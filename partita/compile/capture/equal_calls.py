@@ -48,19 +48,21 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     """
     mode = _mode_of((args, kwargs, like))
     if mode is None:
-        return _called(target, args, kwargs, None)
+        return _call_and_describe(target, args, kwargs, None)
     name = getattr(target, "_opname", None)
     key = None if name in _BY_MEMORY else key_of(target, args, kwargs)
     if key is None:
-        return _called(target, args, kwargs, mode)
+        return _call_and_describe(target, args, kwargs, mode)
     known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
     if known is None:
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
     made = known.get(key)
     if made is None:
         # Operands of their own: so which of them a view shows does not hang on where they lie.
-        own: Any = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, mode), (args, kwargs))
-        made = known[key] = _called(target, own[0], own[1], mode)
+        own: Any = pytree.tree_map_only(
+            torch.Tensor, lambda t: _make_empty_alike(t, mode), (args, kwargs)
+        )
+        made = known[key] = _call_and_describe(target, own[0], own[1], mode)
     return made
 
 
@@ -73,7 +75,9 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def _called(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None) -> MadeByCall:
+def _call_and_describe(
+    target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None
+) -> MadeByCall:
     with torch.no_grad():
         if mode is None:
             value = target(*args, **kwargs)
@@ -116,7 +120,7 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
     return values.untyped_storage()
 
 
-def _alike(t: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _make_empty_alike(t: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode, torch.no_grad():
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 

@@ -80,20 +80,32 @@ def pattern_of(
     Raises:
         UnsureOfWrites: it is not one of single calls.
     """
-    shapes = what, _said(args, _exactly), _said(kwargs, _exactly), _said(like, _exactly)
-    kinds = what, _said(args, _roughly), _said(kwargs, _roughly), _said(like, _roughly)
+    shapes = (
+        what,
+        _key_of_operand(args, _exact_tensor_key),
+        _key_of_operand(kwargs, _exact_tensor_key),
+        _key_of_operand(like, _exact_tensor_key),
+    )
+    kinds = (
+        what,
+        _key_of_operand(args, _rough_tensor_key),
+        _key_of_operand(kwargs, _rough_tensor_key),
+        _key_of_operand(like, _rough_tensor_key),
+    )
     found = _patterns.get(kinds) or _patterns.get(shapes)
     if found is None:
-        found = _traced(call, args, kwargs, like, mode)
+        found = _trace_pattern(call, args, kwargs, like, mode)
         if len(_patterns) >= _KEPT:
             _patterns.clear()
         _patterns[kinds if _is_general(found, args, kwargs) else shapes] = found
     return found
 
 
-def _traced(call: Callable[..., Any], args: Any, kwargs: Any, like: Any, mode: Any) -> Pattern:
+def _trace_pattern(
+    call: Callable[..., Any], args: Any, kwargs: Any, like: Any, mode: Any
+) -> Pattern:
     leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_scalar)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(_tensor(leaf), torch.Tensor)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(_unwrap_scalar(leaf), torch.Tensor)]
     trees: list[Any] = []
 
     def run(*operands: torch.Tensor) -> list[torch.Tensor]:
@@ -102,18 +114,18 @@ def _traced(call: Callable[..., Any], args: Any, kwargs: Any, like: Any, mode: A
             given[i] = Scalar(operand) if _is_scalar(leaves[i]) else operand
         found = call(*pytree.tree_unflatten(given, structure), like)
         flat, tree = pytree.tree_flatten(found, is_leaf=_is_scalar)
-        if not all(t is None or isinstance(_tensor(t), torch.Tensor) for t in flat):
+        if not all(t is None or isinstance(_unwrap_scalar(t), torch.Tensor) for t in flat):
             raise UnsureOfWrites
         trees[:] = [tree, [type(t) for t in flat]]
-        return [_tensor(t) for t in flat if t is not None]
+        return [_unwrap_scalar(t) for t in flat if t is not None]
 
     with mode, torch.no_grad(), lazy_graph_modules():
-        operands = [_without_memory(_tensor(leaves[i])) for i in places]
+        operands = [_without_memory(_unwrap_scalar(leaves[i])) for i in places]
         made = make_fx(functionalize(run, remove="mutations"))(*operands)
-    return _read(made.graph, *trees)
+    return _pattern_of_graph(made.graph, *trees)
 
 
-def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
+def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     """The pattern that a traced graph is.
 
     Args:
@@ -134,7 +146,7 @@ def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
         elif node.op == "call_function":
             if facts_of(node.target).writes:
                 raise UnsureOfWrites
-            calls.append((node.target, *_replaced((node.args, node.kwargs), of)))
+            calls.append((node.target, *_replace_nodes((node.args, node.kwargs), of)))
             of[node] = PatternResult(len(calls) - 1)
         elif node.op != "output":
             raise UnsureOfWrites
@@ -144,14 +156,14 @@ def _read(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     return Pattern(tuple(calls), pytree.tree_unflatten(flat, tree), writes)
 
 
-def _replaced(value: Any, of: dict[fx.Node, Any]) -> Any:
+def _replace_nodes(value: Any, of: dict[fx.Node, Any]) -> Any:
     if isinstance(value, fx.Node):
         return of[value]
     if isinstance(value, (list, tuple)):
-        found = [_replaced(v, of) for v in value]
+        found = [_replace_nodes(v, of) for v in value]
         return tuple(found) if isinstance(value, tuple) else found
     if isinstance(value, dict):
-        return {k: _replaced(v, of) for k, v in value.items()}
+        return {k: _replace_nodes(v, of) for k, v in value.items()}
     return value
 
 
@@ -181,7 +193,7 @@ def _is_scalar(value: Any) -> bool:
     return type(value) is Scalar
 
 
-def _tensor(value: Any) -> Any:
+def _unwrap_scalar(value: Any) -> Any:
     return value.tensor if type(value) is Scalar else value
 
 
@@ -192,23 +204,23 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
 # -- what calls are alike --------------------------------------------------------------------------
 
 
-def _exactly(t: torch.Tensor) -> Any:
+def _exact_tensor_key(t: torch.Tensor) -> Any:
     return tuple(t.shape), t.stride(), t.dtype, t.device
 
 
-def _roughly(t: torch.Tensor) -> Any:
+def _rough_tensor_key(t: torch.Tensor) -> Any:
     return t.dim(), t.dtype, t.device
 
 
-def _said(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
+def _key_of_operand(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return of_tensor(value)
     if type(value) is Scalar:
         return Scalar, of_tensor(value.tensor)
     if isinstance(value, (list, tuple)):
-        return tuple(_said(v, of_tensor) for v in value)
+        return tuple(_key_of_operand(v, of_tensor) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _said(v, of_tensor)) for k, v in value.items())
+        return tuple((k, _key_of_operand(v, of_tensor)) for k, v in value.items())
     if is_symbolic(value):
         return type(value)
     return type(value), value.hex() if isinstance(value, float) else value  # 0.0 is not -0.0

@@ -93,7 +93,7 @@ def _shown_by_call(
     if node.target in SHOW_UNSAID or schema is None:
         return _shown_by_memory(node, shown, numbers)
     found: list[int] = []
-    for value, told in zip(_values(node), schema.returns, strict=False):
+    for value, told in zip(_values_of_node(node), schema.returns, strict=False):
         operand = _shown_operand(node, schema, told)
         of_operand = shown[operand] if operand is not None else []
         for i, _ in enumerate(tensors_in(value)):
@@ -125,7 +125,7 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
     return operand, operand is not None and told.alias_info.is_write
 
 
-def _values(node: fx.Node) -> Sequence[Any]:
+def _values_of_node(node: fx.Node) -> Sequence[Any]:
     value = node.meta["val"]
     several = len(node.target._schema.returns) > 1  # type: ignore[union-attr]
     return value if several else (value,)

@@ -101,12 +101,12 @@ class _Rewrite:
             if node in self.memory:
                 self.made_at[node] = self.written[self.memory[node]]
             if node.op == "placeholder":
-                taken.append(self._take(node))
+                taken.append(self._copy_placeholder(node))
             elif node.op == "get_attr":
                 self.of[node] = new = self.graph.get_attr(str(node.target))
                 new.meta = dict(node.meta)
             elif node.op == "call_function":
-                self._call(node)
+                self._rewrite_call(node)
             elif node.op == "output":
                 values = [_node_of(v) for v in fx.node.map_arg(node.args[0], self.now)]
                 for maker in self.makers:
@@ -118,7 +118,7 @@ class _Rewrite:
                 raise UnsureOfWrites
         return self.graph
 
-    def _take(self, node: fx.Node) -> fx.Node:
+    def _copy_placeholder(self, node: fx.Node) -> fx.Node:
         new = self.graph.placeholder(str(node.target))
         new.meta = {k: v for k, v in node.meta.items() if not is_symbolic(v)}
         if is_symbolic(node.meta["val"]):
@@ -137,7 +137,7 @@ class _Rewrite:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _call(self, node: fx.Node) -> None:
+    def _rewrite_call(self, node: fx.Node) -> None:
         target: Any = node.target
         if target is operator.getitem:
             whole = self.of[node.args[0]]  # type: ignore[index]
@@ -154,7 +154,7 @@ class _Rewrite:
         if changes_without_writes(target, args, kwargs) or writes(target):
             if writes(target) and not is_plain_write(target):
                 raise UnsureOfWrites
-            call = _calling(call_without_writes, target)
+            call = _bind_call(call_without_writes, target)
             given = node.args, node.kwargs
             self.of[node] = self._fill_in(call, target, given, node.meta.get("val"))
             if node in self.memory:  # it gives what it has written
@@ -162,13 +162,13 @@ class _Rewrite:
         elif target is not operator.getitem and not isinstance(target, torch._ops.OpOverload):
             raise UnsureOfWrites
         else:
-            self.of[node] = self._add(target, args, kwargs, node)
+            self.of[node] = self._add_call(target, args, kwargs, node)
 
     def _call_list(self, node: fx.Node) -> None:
         target, made = node.target, node.meta.get("val")
         found = []
         for name, args, kwargs, like in calls_of_list(target, node.args, node.kwargs, made):
-            call = _calling(call_in_list, name)
+            call = _bind_call(call_in_list, name)
             found.append(self._fill_in(call, ("each", name), (args, kwargs), like))
         self.of[node] = found
 
@@ -177,7 +177,7 @@ class _Rewrite:
         olds: list[fx.Node] = []
         operands: list[fx.Node] = []
 
-        def entered(node: fx.Node) -> Any:
+        def enter_operand(node: fx.Node) -> Any:
             value = self.now(node)
             if not isinstance(value, (fx.Node, Scalar)):
                 raise UnsureOfWrites
@@ -186,23 +186,23 @@ class _Rewrite:
             shown = operands[-1].meta["val"]
             return Scalar(shown) if isinstance(value, Scalar) else shown
 
-        args, kwargs = fx.node.map_arg(given, entered)
+        args, kwargs = fx.node.map_arg(given, enter_operand)
         pattern = pattern_of(call, what, args, kwargs, like, self.mode)
         made: list[fx.Node] = []
 
-        def part(value: Any) -> Any:
+        def resolve_part(value: Any) -> Any:
             if isinstance(value, PatternOperand):
                 return operands[value.number]
             return made[value.number] if isinstance(value, PatternResult) else value
 
         for target, its_args, its_kwargs in pattern.calls:
-            filled: tuple[Any, Any] = _filled((its_args, its_kwargs), part)
-            made.append(self._add(target, *filled, None))
+            filled: tuple[Any, Any] = _fill_parts((its_args, its_kwargs), resolve_part)
+            made.append(self._add_call(target, *filled, None))
         for number, value in pattern.writes.items():
-            self._write(olds[number], part(value))
-        return _filled(pattern.gives, part)
+            self._record_write(olds[number], resolve_part(value))
+        return _fill_parts(pattern.gives, resolve_part)
 
-    def _add(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
+    def _add_call(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
         """A call more. It gives what `old` gave, unless it reads what lies otherwise."""
         name = getattr(target, "_opname", None)  # as a trace would call it
         new = self.graph.create_node("call_function", target, args, kwargs, name)
@@ -230,11 +230,11 @@ class _Rewrite:
         memory = self.memory.get(node)
         if memory is None or self.made_at[node] == self.written[memory]:
             return self.of[node]
-        value = self._again(node, memory)
+        value = self._remake_view(node, memory)
         self.of[node], self.made_at[node] = value, self.written[memory]
         return value
 
-    def _again(self, node: fx.Node, memory: int) -> fx.Node:
+    def _remake_view(self, node: fx.Node, memory: int) -> fx.Node:
         """What a node shows of memory that was written since it was made."""
         part, count = part_of(node.meta["val"]), self.written[memory]
         latest = {p: value for p, (at, value) in self.latest[memory].items() if at == count}
@@ -243,13 +243,13 @@ class _Rewrite:
         source = view_of(node)
         if source is not None and self.memory.get(source) == memory:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.now)
-            return self._add(node.target, args, kwargs, node)
+            return self._add_call(node.target, args, kwargs, node)
         for other, value in latest.items():
             if is_reshaped(other, part):
-                return self._add(_aten.view.default, (value, list(part[0])), {}, node)
+                return self._add_call(_aten.view.default, (value, list(part[0])), {}, node)
         raise UnsureOfWrites
 
-    def _write(self, old: fx.Node, value: Any) -> None:
+    def _record_write(self, old: fx.Node, value: Any) -> None:
         """Have what a node shows be another value, and so what it is a view of."""
         memory = self.memory.get(old)
         if memory is None or not isinstance(value, fx.Node):
@@ -273,25 +273,25 @@ class _Rewrite:
             if part_of(source.meta["val"]) != part_of(node.meta["val"]):
                 try:
                     call = without_view(node, value, self.now(source))
-                    value = self._add(*call, {}, None)
+                    value = self._add_call(*call, {}, None)
                 except UnsureOfWrites:
                     return
             yield source, value
             node = source
 
 
-def _calling(call: Callable[..., Any], what: Any) -> Callable[..., Any]:
+def _bind_call(call: Callable[..., Any], what: Any) -> Callable[..., Any]:
     return lambda args, kwargs, like: call(what, args, kwargs, like)
 
 
-def _filled(value: Any, part: Callable[[Any], Any]) -> Any:
+def _fill_parts(value: Any, part: Callable[[Any], Any]) -> Any:
     if isinstance(value, Scalar):
         return Scalar(part(value.tensor))
     if isinstance(value, (list, tuple)):
-        filled = [_filled(v, part) for v in value]
+        filled = [_fill_parts(v, part) for v in value]
         return filled if isinstance(value, list) else tuple(filled)
     if isinstance(value, dict):
-        return {k: _filled(v, part) for k, v in value.items()}
+        return {k: _fill_parts(v, part) for k, v in value.items()}
     return part(value)
 
 

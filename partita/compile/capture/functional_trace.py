@@ -44,13 +44,13 @@ def trace_without_writes(
         And for makers what their memory holds at the end.
     """
 
-    def run(*inputs: torch.Tensor) -> Any:
+    def run_noting_graph(*inputs: torch.Tensor) -> Any:
         return _Noting(graph, makers).run(*inputs)
 
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [entering(n.meta["val"]) for n in inputs]
     with torch.no_grad(), lazy_graph_modules():
-        made: fx.GraphModule = make_fx(functionalize(run, remove="mutations"))(*fakes)
+        made: fx.GraphModule = make_fx(functionalize(run_noting_graph, remove="mutations"))(*fakes)
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
@@ -162,21 +162,26 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
         args, kwargs = args[:3], dict(kwargs, value=args[3])
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
 
-    def at(value: Any, i: int) -> Any:
+    def item_at(value: Any, i: int) -> Any:
         return value[i] if isinstance(value, (list, tuple)) else value
 
     for i in range(len(lists[0])):
-        yield name, [at(a, i) for a in args], {k: at(v, i) for k, v in kwargs.items()}, at(made, i)
+        yield (
+            name,
+            [item_at(a, i) for a in args],
+            {k: item_at(v, i) for k, v in kwargs.items()},
+            item_at(made, i),
+        )
 
 
 def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
     """One of the calls that a call over lists is."""
     if has_scalars(args, kwargs):
         return call_with_scalars(name, args, kwargs, like)
-    return _single(name)(*args, **kwargs)
+    return _find_single_op(name)(*args, **kwargs)
 
 
-def _single(name: str) -> Any:
+def _find_single_op(name: str) -> Any:
     if name == "norm":
         return torch.ops.aten.linalg_vector_norm
     if hasattr(torch.ops.aten, name):

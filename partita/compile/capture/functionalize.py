@@ -37,7 +37,7 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
         made, shared = trace_without_writes(graph, makers)
     share_memory_of_results(graph.graph, made.graph, memory, shared)
     overlapping = overlapping_results(made.graph)
-    _simplify(made.graph)
+    _remove_redundant_nodes(made.graph)
     keep_apart(made.graph, overlapping)  # a gradient is a copy of what came, where others have that
     return made
 
@@ -45,7 +45,7 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
 
 
-def _simplify(graph: fx.Graph) -> None:
+def _remove_redundant_nodes(graph: fx.Graph) -> None:
     """Drop what functionalization and autograd leave: aliases, and copies into fresh memory."""
     for node in list(graph.nodes):
         if node.target in _SAME:
@@ -55,7 +55,7 @@ def _simplify(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is _aten.copy.default:
             into, value = node.args[0], node.args[1]
-            if _alike(into, value) and not node.args[2:]:
+            if _has_same_metadata(into, value) and not node.args[2:]:
                 node.replace_all_uses_with(value)
                 graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
@@ -64,7 +64,7 @@ def _simplify(graph: fx.Graph) -> None:
     drop_unused(graph)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _has_same_metadata(a: Any, b: Any) -> bool:
     one, other = a.meta.get("val"), b.meta.get("val")
     return (
         isinstance(one, torch.Tensor)

@@ -55,7 +55,7 @@ class Trace:
     def program(self, made: fx.GraphModule) -> CapturedProgram:
         """The program whose graph `made` is; that is changed in place."""
         cleared = list(self.cleared)
-        kept, admitted = self._kept(made.graph, cleared)
+        kept, admitted = self._select_outputs(made.graph, cleared)
         cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
         if cut:
             refuse_cut_views(made.graph, cut)
@@ -84,7 +84,9 @@ class Trace:
             conditions=self.conditions,
         )
 
-    def _kept(self, graph: fx.Graph, cleared: list[int]) -> tuple[list[Output], list[Any]]:
+    def _select_outputs(
+        self, graph: fx.Graph, cleared: list[int]
+    ) -> tuple[list[Output], list[Any]]:
         """The outputs that stay, and the values that were admitted. Others leave the graph."""
         (end,) = graph.find_nodes(op="output")
         updated = self._updated_by_gradients(graph, end.args[0])

@@ -125,7 +125,7 @@ class Numbers:
             )
         asked = self._asked()
         if asked:
-            found.append(_finite(asked, [values[id(given)] for given in asked]))
+            found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
         for given, value in self._values:
             if id(given) not in symbolic:
                 text = f"a Python number is read ({self.plain.why or f'{value} cannot be traced'})"
@@ -133,7 +133,7 @@ class Numbers:
         return found
 
 
-def _finite(numbers: list[Input], values: list[float]) -> Condition:
+def _make_finite_condition(numbers: list[Input], values: list[float]) -> Condition:
     """What the tracing of numbers takes for granted: that `x == x`, and that x is not infinite."""
     symbols = tuple(f"n{i}" for i in range(len(numbers)))
     total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite

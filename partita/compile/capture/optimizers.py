@@ -167,19 +167,22 @@ class Stepping:
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
 
         # Hooks of all optimizers hear those of other threads too.
-        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.updating = True
                 self._widen_counts(optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
 
-        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def end_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.exact = None
                 self._narrow_counts()
                 recorder.updating = False
 
-        hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+        hooks = [
+            register_optimizer_step_pre_hook(begin_update),
+            register_optimizer_step_post_hook(end_update),
+        ]
         # Private torch, which has no way to be first: partita's own hook, which is there already,
         # does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
@@ -192,7 +195,8 @@ class Stepping:
                     self._held[optimizer][stand_in(p)] = dict(entries)
                 optimizer.state = standing
                 optimizer.param_groups = [
-                    self._group(name, i, group, stand_in, number) for i, group in enumerate(groups)
+                    self._stand_in_group(name, i, group, stand_in, number)
+                    for i, group in enumerate(groups)
                 ]
             yield
         finally:
@@ -223,7 +227,7 @@ class Stepping:
             entries["step"] = number.copy_(entries["step"])
         self._counts.clear()
 
-    def _group(
+    def _stand_in_group(
         self,
         name: str,
         index: int,

@@ -30,10 +30,10 @@ the input."""
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
     """Which results of a graph overlap, or show an input."""
-    return frozenset(_pairs(graph))
+    return frozenset(_find_overlapping_pairs(graph))
 
 
-def _pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
+def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
     (end,) = graph.find_nodes(op="output")
     inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     together: dict[fx.Node, list[tuple[int, fx.Node]]] = defaultdict(list)
@@ -44,22 +44,24 @@ def _pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
         if first in inputs:
             yield from (frozenset((i, -1 - inputs[first])) for i, _ in results)
         if len(results) > 1:
-            yield from _overlapping(first, results)
+            yield from _find_overlaps_within(first, results)
 
 
-def _overlapping(first: fx.Node, results: list[tuple[int, fx.Node]]) -> Iterator[frozenset[int]]:
+def _find_overlaps_within(
+    first: fx.Node, results: list[tuple[int, fx.Node]]
+) -> Iterator[frozenset[int]]:
     """The pairs of results, all in the memory that `first` made, that overlap."""
-    shown = _shown([node for _, node in results], first)
-    ordered = sorted(zip(shown, (i for i, _ in results), strict=True), key=_begin)
+    shown = _replay_views([node for _, node in results], first)
+    ordered = sorted(zip(shown, (i for i, _ in results), strict=True), key=_begin_of_view)
     for at, (one, i) in enumerate(ordered):
         for other, j in ordered[at + 1 :]:
-            if other.storage_offset() > _last(one):  # and so do all behind it
+            if other.storage_offset() > _last_element_offset(one):  # and so do all behind it
                 break
-            if _overlap(one, other):
+            if _has_common_elements(one, other):
                 yield frozenset((i, j))
 
 
-def _begin(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
+def _begin_of_view(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
     return shown[0].storage_offset(), shown[1]  # type: ignore[return-value]
 
 
@@ -85,34 +87,39 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
 def overlap(one: fx.Node, other: fx.Node) -> bool:
     """Do two nodes show an element of the same memory?"""
     first = views_of(one)[0]
-    return first is views_of(other)[0] and _overlap(*_shown([one, other], first))
+    return first is views_of(other)[0] and _has_common_elements(*_replay_views([one, other], first))
 
 
-def _shown(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
+def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
     """The parts that nodes show of the memory that `first` made, where they lie in it."""
     value = first.meta["val"]
     with _disable_current_modes(), torch.no_grad():
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         like = like.conj() if value.is_conj() else like  # of which some views are others
         like = torch._neg_view(like) if value.is_neg() else like
-        return [_view(like, views_of(node)[1]) for node in nodes]
+        return [_apply_view_calls(like, views_of(node)[1]) for node in nodes]
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _has_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not (a.numel() and b.numel()):
         return False
     if a.itemsize != b.itemsize:  # not told: elements of one lie across those of the other
         return True
-    begin, end = max(a.storage_offset(), b.storage_offset()), min(_last(a), _last(b))
+    begin, end = (
+        max(a.storage_offset(), b.storage_offset()),
+        min(_last_element_offset(a), _last_element_offset(b)),
+    )
     if begin > end:
         return False
     with _disable_current_modes(), torch.no_grad():
-        marks = torch.zeros(max(_last(a), _last(b)) + 1, dtype=torch.bool)
+        marks = torch.zeros(
+            max(_last_element_offset(a), _last_element_offset(b)) + 1, dtype=torch.bool
+        )
         marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
         return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
-def _last(t: torch.Tensor) -> int:
+def _last_element_offset(t: torch.Tensor) -> int:
     steps = ((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return t.storage_offset() + sum(steps)  # type: ignore[return-value]
 
@@ -135,7 +142,7 @@ def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, li
         node = source
 
 
-def _view(shown: Any, calls: list[fx.Node]) -> Any:
+def _apply_view_calls(shown: Any, calls: list[fx.Node]) -> Any:
     for call in calls:
         target: Any = call.target
         if target is operator.getitem:

@@ -37,7 +37,7 @@ def predict_answer(
     known: dict[fx.Node, Any] = {}
     try:
         with _disable_current_modes(), Local(), torch.no_grad():
-            return bool(_value(question, value_of, known))
+            return bool(_predict_value(question, value_of, known))
     except Exception:  # a guess raises nothing
         return None
 
@@ -46,19 +46,19 @@ class _Unknown(Exception):
     pass
 
 
-def _value(
+def _predict_value(
     node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
 ) -> Any:
     if node not in known:
         if len(known) > _DEEP or any(facts_of(u.target).writes for u in node.users):
             raise _Unknown
-        known[node] = found = _computed(node, value_of, known)
+        known[node] = found = _compute_node(node, value_of, known)
         if found is None or (isinstance(found, torch.Tensor) and found.numel() > _SMALL):
             raise _Unknown
     return known[node]
 
 
-def _computed(
+def _compute_node(
     node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
 ) -> Any:
     if node.op == "placeholder":
@@ -72,5 +72,7 @@ def _computed(
     sent = getattr(target, "namespace", "aten") not in ("aten", "prims")
     if node.op != "call_function" or facts.draws or facts.writes or sent:
         raise _Unknown
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _value(n, value_of, known))
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: _predict_value(n, value_of, known)
+    )
     return target(*args, **kwargs)

@@ -59,7 +59,7 @@ class RepeatedMoves:
             key = (id(wire), id(move), wire.zeros, x.shape, x.stride(), x.dtype, x.device)
         known = self._known.get(key)
         if known is not None:
-            return self._repeat(known, given)
+            return self._copy_move(known, given)
         first = self._recorder.newest()
         out = run()
         if key not in self._known:
@@ -81,7 +81,7 @@ class RepeatedMoves:
             return None  # it is an alias of what it takes
         return _Traced(move, given, made, nodes, made.meta["val"])
 
-    def _repeat(self, known: _Traced, given: fx.Node) -> torch.Tensor:
+    def _copy_move(self, known: _Traced, given: fx.Node) -> torch.Tensor:
         graph = self._recorder.graph
         of = {known.given: given}
         for node in known.nodes:

@@ -38,8 +38,8 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     each before those of its ancestors."""
     edges = [edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
-    histories = [_history(edge, at) for edge in edges]
-    levels = _levels(histories)
+    histories = [_find_history(edge, at) for edge in edges]
+    levels = _compute_levels(histories)
     parts: list[tuple[set[Any], ResultPart]] = []
     for number in sorted(range(len(results)), key=lambda n: (levels[n], n)):
         whole, part = set(histories[number].nodes), ResultPart([number], [])
@@ -68,7 +68,7 @@ def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     with Local():
         for t in results:
             node, place = edge_of(t)
-            handles.append(node.register_prehook(lambda grads, at=place: _without(grads, at)))
+            handles.append(node.register_prehook(lambda grads, at=place: _drop_gradient(grads, at)))
             if t._backward_hooks:  # they hear of the whole, when its own part runs
                 hidden.append((t._backward_hooks, dict(t._backward_hooks)))
                 t._backward_hooks.clear()
@@ -81,7 +81,7 @@ def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-def _without(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
+def _drop_gradient(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
     return (*grads[:place], None, *grads[place + 1 :])
 
 
@@ -98,7 +98,7 @@ class _History:
     ancestors: set[int] = field(default_factory=set)
 
 
-def _history(edge: Edge, results: dict[Edge, int]) -> _History:
+def _find_history(edge: Edge, results: dict[Edge, int]) -> _History:
     found = _History({edge[0]})  # two results of one call share it
     ahead = [edge[0]]
     while ahead:
@@ -112,7 +112,7 @@ def _history(edge: Edge, results: dict[Edge, int]) -> _History:
     return found
 
 
-def _levels(histories: Sequence[_History]) -> list[int]:
+def _compute_levels(histories: Sequence[_History]) -> list[int]:
     """For each result how many are made of it, one of the other, at most."""
     levels = [0] * len(histories)
     ahead = [*range(len(histories))]

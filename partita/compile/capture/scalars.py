@@ -49,9 +49,9 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     That a value is read becomes a condition of the program; where there is none yet, it raises.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    if not any(map(is_symbolic, leaves)) or _base(func) in _CALLS:
+    if not any(map(is_symbolic, leaves)) or _base_op_name(func) in _CALLS:
         return args, kwargs
-    found: tuple[Any, Any] = pytree.tree_unflatten(list(map(_value, leaves)), structure)
+    found: tuple[Any, Any] = pytree.tree_unflatten(list(map(_value_of_number, leaves)), structure)
     return found
 
 
@@ -70,17 +70,17 @@ def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tup
     if not any(id(t) in held for t in pytree.tree_leaves(args)):
         return args, kwargs
 
-    def read(t: Any) -> Any:
+    def widen_held(t: Any) -> Any:
         return t.double() if id(t) in held else t
 
-    def narrow(t: Any) -> Any:
+    def narrow_number(t: Any) -> Any:
         number = isinstance(t, torch.Tensor) and t.ndim == 0 and t.dtype is torch.float64
         return t.float() if number else t
 
-    return pytree.tree_map(narrow if func._schema.is_mutable else read, args), kwargs
+    return pytree.tree_map(narrow_number if func._schema.is_mutable else widen_held, args), kwargs
 
 
-def _value(leaf: Any) -> Any:
+def _value_of_number(leaf: Any) -> Any:
     if isinstance(leaf, torch.SymFloat):
         return float(leaf)
     if isinstance(leaf, torch.SymInt):
@@ -88,7 +88,7 @@ def _value(leaf: Any) -> Any:
     return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
 
 
-def _base(func: Any) -> str:
+def _base_op_name(func: Any) -> str:
     name: str = func._opname
     return name.removeprefix("_foreach_").removesuffix("_")
 
@@ -96,7 +96,7 @@ def _base(func: Any) -> str:
 # -- what Python reckons ---------------------------------------------------------------------------
 
 
-def _power(one: Any, other: Any) -> Any:
+def _compute_power(one: Any, other: Any) -> Any:
     return torch.pow(one, other)
 
 
@@ -105,7 +105,7 @@ _RECKONED: dict[str, Callable[..., Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
     "truediv": operator.truediv,
-    "pow": _power,
+    "pow": _compute_power,
     "neg": operator.neg,
     "pos": lambda one: one,
     "abs": torch.abs,
@@ -154,7 +154,7 @@ def reckon(target: Any, args: Sequence[Any], like: Any) -> Scalar:
         whole and not any(_is_float(a) for a in map(_tensor_of, args))
     )
     dtype = torch.int64 if exact and _name_of(target) != "truediv" else torch.float64
-    given = [_as(a, dtype) for a in args]
+    given = [_cast_to_tensor(a, dtype) for a in args]
     return Scalar(_RECKONED[_name_of(target)](*given))
 
 
@@ -166,7 +166,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-def _as(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _cast_to_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, Scalar):
         return value.tensor.to(dtype)
     return torch.full((), value, dtype=dtype)
@@ -201,7 +201,7 @@ def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], li
     return out
 
 
-def _beside(value: Any, *others: Any) -> Any:
+def _promote_scalar(value: Any, *others: Any) -> Any:
     """A number as a tensor that gives its dtype to no tensor beside it, as a number would not."""
     if not isinstance(value, Scalar):
         return value
@@ -218,8 +218,8 @@ def _beside(value: Any, *others: Any) -> Any:
     return t.to(torch.result_type(found, kinds[t.dtype]))
 
 
-def _elementwise(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    return getattr(_aten, base)(*[_beside(a, *args) for a in args], **kwargs)
+def _run_elementwise(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+    return getattr(_aten, base)(*[_promote_scalar(a, *args) for a in args], **kwargs)
 
 
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -235,10 +235,10 @@ def _is_reduced(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _REDUCED
 
 
-def _add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+def _run_add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     x, y = args[:2]
     alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
-    x, y = _beside(x, y), _beside(y, x)
+    x, y = _promote_scalar(x, y), _promote_scalar(y, x)
     if base == "rsub":
         x, y = y, x
     if isinstance(alpha, Scalar) or alpha != 1:
@@ -247,7 +247,7 @@ def _add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> A
         if _is_reduced(y) and y.device.type == "cpu" and isinstance(alpha, Scalar):
             alpha = Scalar(alpha.tensor.to(y.dtype))  # as the kernels there take it
         x, y = _as_kernels(x, y)
-        y = y * _beside(alpha, y)
+        y = y * _promote_scalar(alpha, y)
     return _aten.add(x, y) if base == "add" else _aten.sub(x, y)
 
 
@@ -256,17 +256,17 @@ def _add_product(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: A
     value = args[3] if len(args) > 3 else kwargs["value"]
     one, other = (y.to(torch.promote_types(x.dtype, y.dtype)) for y in (one, other))
     x, one, other = _as_kernels(x, one, other)
-    made = one * _beside(value, one)
+    made = one * _promote_scalar(value, one)
     return x + (made * other if base == "addcmul" else made / other)
 
 
-def _lerp(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+def _run_lerp(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     *given, weight = args
     x, end = _as_kernels(*given)
     return _aten.lerp(x, end, weight.tensor.to(x.device, x.dtype))
 
 
-def _clamp(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+def _run_clamp(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     x, *bounds = args
     low = bounds[0] if bounds else kwargs.get("min")
     high = bounds[1] if len(bounds) > 1 else kwargs.get("max")
@@ -274,37 +274,37 @@ def _clamp(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) ->
         low, high = None, low if bounds else kwargs["max"]
     for bound, call in ((low, _aten.clamp_min), (high, _aten.clamp_max)):
         if bound is not None:
-            x = call(x, _beside(bound, x))
+            x = call(x, _promote_scalar(bound, x))
     return x
 
 
-def _where(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+def _run_where(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     condition, *values = args
     made = [
-        v if isinstance(v, torch.Tensor) else _spread(v, like.dtype, condition.device)
+        v if isinstance(v, torch.Tensor) else _make_scalar_tensor(v, like.dtype, condition.device)
         for v in values
     ]
     return _aten.where(condition, *made)
 
 
-def _spread(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _make_scalar_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if isinstance(value, Scalar):
         return value.tensor.to(device, dtype)
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def _fill(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+def _run_fill(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     *given, value = args
     return getattr(_aten, base)(*given, value.tensor.to(given[0].device, given[0].dtype))
 
 
-def _full(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
+def _run_full_like(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     values = [a for a in (*args, *kwargs.values()) if isinstance(a, Scalar)]
     value = values[0].tensor.to(like.device, like.dtype)
     return value.expand(like.shape).clone(memory_format=torch.contiguous_format)
 
 
-def _read(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Scalar:
+def _read_scalar(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Scalar:
     (x,) = args
     if x.dtype.is_floating_point:
         dtype = torch.float64
@@ -317,15 +317,15 @@ _CALLS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], Any], Any]] = {
     **dict.fromkeys(
         """mul div true_divide pow eq ne lt le gt ge remainder fmod floor_divide maximum minimum
         xlogy""".split(),
-        _elementwise,
+        _run_elementwise,
     ),
-    **dict.fromkeys(("add", "sub", "rsub"), _add),
+    **dict.fromkeys(("add", "sub", "rsub"), _run_add),
     **dict.fromkeys(("addcmul", "addcdiv"), _add_product),
-    "lerp": _lerp,
-    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp),
-    "where": _where,
-    **dict.fromkeys(("fill", "masked_fill", "index_fill"), _fill),
-    **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _full),
-    "_local_scalar_dense": _read,
+    "lerp": _run_lerp,
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _run_clamp),
+    "where": _run_where,
+    **dict.fromkeys(("fill", "masked_fill", "index_fill"), _run_fill),
+    **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _run_full_like),
+    "_local_scalar_dense": _read_scalar,
 }
 """Of each call that can take a tensor in place of a number, how."""

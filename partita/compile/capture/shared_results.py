@@ -115,7 +115,7 @@ def _make_views_of_each_other(
             _make_views(results, makers, values)
             return
         else:
-            bases[_written(node)] = values[i]
+            bases[_find_written_operand(node)] = values[i]
             kept.append(node)
 
 
@@ -128,11 +128,11 @@ def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list
     for i, node in results:
         base, calls = views_of(node, bases)
         if base not in bases:
-            raise _refuse(node)
+            raise _make_view_error(node)
         values[i] = _call_again(calls, bases[base])
 
 
-def _written(node: fx.Node) -> fx.Node:
+def _find_written_operand(node: fx.Node) -> fx.Node:
     """What a node gives back having written it, or itself."""
     while (found := shown_operand(node))[1]:
         assert found[0] is not None
@@ -142,37 +142,37 @@ def _written(node: fx.Node) -> fx.Node:
 
 def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
     """The views that `calls` made, made of `value`."""
-    if calls and not lie_alike(value.meta["val"], _viewed(calls[0]).meta["val"]):
-        raise _refuse(calls[0])
+    if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
+        raise _make_view_error(calls[0])
     for call in calls:
         if call.target in _SAME:
             continue
-        if call.all_input_nodes != [_viewed(call)]:
-            raise _refuse(call)
+        if call.all_input_nodes != [_find_viewed_operand(call)]:
+            raise _make_view_error(call)
         target: Any = call.target
         given: Any = (call.args, call.kwargs)
         args, kwargs = fx.node.map_arg(given, lambda _, value=value: value)  # type: ignore[misc]
         value = value.graph.call_function(target, args, kwargs)
-        value.meta["val"] = _value(call, args[0].meta["val"])
+        value.meta["val"] = _call_view(call, args[0].meta["val"])
         if NOTE in call.meta:
             value.meta[NOTE] = call.meta[NOTE]
     return value
 
 
-def _viewed(call: fx.Node) -> fx.Node:
+def _find_viewed_operand(call: fx.Node) -> fx.Node:
     found = shown_operand(call)[0]
     assert found is not None
     return found
 
 
-def _value(call: fx.Node, shown: Any) -> Any:
+def _call_view(call: fx.Node, shown: Any) -> Any:
     """What the call of a view gives of `shown`, over tensors without memory."""
     if call.target is operator.getitem:
         return shown[call.args[1]]
     return call_without_memory(call.target, (shown, *call.args[1:]), call.kwargs).value
 
 
-def _refuse(node: fx.Node) -> CaptureError:
+def _make_view_error(node: fx.Node) -> CaptureError:
     return not_captured(
         "the step returns a view of what it writes",
         "a graph has values: this view cannot be told as one of what the memory holds at its end",

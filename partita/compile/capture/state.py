@@ -331,11 +331,11 @@ class _Search:
                 self.value(f"partial[{i}]", value, None)
             return self.function(f.func)
         if isinstance(f, types.MethodType):
-            self._object(f.__self__)
+            self._search_object(f.__self__)
             return self.function(f.__func__)
         if not isinstance(f, types.FunctionType):
             if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
-                self._object(f)
+                self._search_object(f)
                 return self.function(type(f).__call__)
             return None
         library = (f.__module__ or "").split(".")[0] in _NOT_USERS
@@ -388,7 +388,7 @@ class _Search:
         """How much was found."""
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 
-    def _object(self, owner: Any) -> None:
+    def _search_object(self, owner: Any) -> None:
         if isinstance(owner, (nn.Module, Optimizer)):
             self.value(type(owner).__name__.lower(), owner, None)
         elif hasattr(owner, "__dict__") and self._first_time(owner):
@@ -406,7 +406,7 @@ class _Search:
         if isinstance(value, (nn.Module, Optimizer, list, dict)):
             self.value(name, value, None)
         else:
-            self._object(value)
+            self._search_object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
         """`slot` is where it stands, where it can be exchanged."""
@@ -450,9 +450,9 @@ class _Search:
         elif callable(value) and not isinstance(value, type):
             self.function(value)
         else:
-            self._holder(name, value)
+            self._search_holder(name, value)
 
-    def _holder(self, name: str, value: Any) -> None:
+    def _search_holder(self, name: str, value: Any) -> None:
         """An object of the user's, for what it holds of tensors, modules and floats."""
         package = type(value).__module__.split(".")[0]
         if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
@@ -460,7 +460,7 @@ class _Search:
         library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
         if library and not isinstance(value, _NAMESPACES):
             if package == "torch" and hasattr(value, "load_state_dict"):
-                self._keeper(name, value)
+                self._search_state_keeper(name, value)
             return
         if id(value) in self._named or not self._first_time(value):
             return
@@ -470,7 +470,7 @@ class _Search:
             if isinstance(v, float) or not (many or isinstance(v, _SIMPLE)):
                 self.value(at.name, v, at)
 
-    def _keeper(self, name: str, value: Any) -> None:
+    def _search_state_keeper(self, name: str, value: Any) -> None:
         """The tensors of an object of torch's that keeps a state: a GradScaler, say."""
         if self._first_time(value):
             for key, held in list(vars(value).items()):

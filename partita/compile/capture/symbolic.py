@@ -233,7 +233,7 @@ class Substitutes:
             self._mine.clear()
 
 
-def _plain(value: Any) -> Any:
+def _to_torch_symbol(value: Any) -> Any:
     """What torch's methods of symbolic numbers know, who take a float for a constant."""
     torchs = _OF_TORCH.get(type(value))
     return value if torchs is None else torchs(value.node)
@@ -255,7 +255,11 @@ def _has_value(number: Any) -> bool:
 
 def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) -> None:
     for divisor in (self,) if name in _DIVIDE_BY_SELF else others if name in _DIVIDE else ():
-        if is_symbolic(divisor) and _has_value(divisor) and not bool(_plain(divisor) != 0):
+        if (
+            is_symbolic(divisor)
+            and _has_value(divisor)
+            and not bool(_to_torch_symbol(divisor) != 0)
+        ):
             raise ZeroDivisionError("float division by zero")
 
 
@@ -295,7 +299,7 @@ def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
     return None
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _make_symbolic_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         if name in _ASKS:
             self.node.shape_env.asked.update(map(str, self.node.expr.free_symbols))
@@ -305,7 +309,7 @@ def _method(name: str) -> Callable[..., Any]:
         for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
             if found is not None:
                 return found
-        found = getattr(_plain(self), name)(*map(_plain, others))
+        found = getattr(_to_torch_symbol(self), name)(*map(_to_torch_symbol, others))
         # A comparison is True or False itself, for `is` and for who writes it down: a condition.
         if type(found) is torch.SymBool and found.node.has_hint():
             return bool(found)
@@ -314,7 +318,7 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _itself(self: Any, *_: Any) -> Any:
+def _return_self(self: Any, *_: Any) -> Any:
     return self  # a copy of its node would be of another graph
 
 
@@ -326,10 +330,10 @@ def is_text_of_unknown(value: Any) -> bool:
     return isinstance(value, str) and ("FakeTensor(" in value or _UNKNOWN in value)
 
 
-def _text(name: str) -> Callable[..., Any]:
+def _make_text_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *spec: str) -> Any:
         if any(spec) or self.node.has_hint():  # that it is written down is a condition
-            return getattr(_BUILTIN[type(self)](_plain(self)), name)(*spec)
+            return getattr(_BUILTIN[type(self)](_to_torch_symbol(self)), name)(*spec)
         return _UNKNOWN
 
     return method
@@ -337,7 +341,7 @@ def _text(name: str) -> Callable[..., Any]:
 
 def _is_true(self: Any) -> bool:
     """Torch's own would ask a float for its value."""
-    return bool(_plain(self) if type(self) is SymbolicBool else self != 0)
+    return bool(_to_torch_symbol(self) if type(self) is SymbolicBool else self != 0)
 
 
 _BUILTIN = {SymbolicFloat: float, SymbolicInt: int, SymbolicBool: bool}
@@ -345,8 +349,8 @@ _OWN = ("__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "
 for _ours, _torchs in _OF_TORCH.items():
     for _name, _found in list(vars(_torchs).items()):
         if _name.startswith("__") and callable(_found) and _name not in _OWN:
-            setattr(_ours, _name, _method(_name))
+            setattr(_ours, _name, _make_symbolic_method(_name))
     for _name in ("__str__", "__repr__", "__format__"):
-        setattr(_ours, _name, _text(_name))
+        setattr(_ours, _name, _make_text_method(_name))
     _ours.__bool__ = _is_true  # type: ignore[attr-defined]
-    _ours.__copy__ = _ours.__deepcopy__ = _itself  # type: ignore[attr-defined]
+    _ours.__copy__ = _ours.__deepcopy__ = _return_self  # type: ignore[attr-defined]

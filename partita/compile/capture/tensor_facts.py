@@ -65,11 +65,11 @@ class FactCondition:
     line: str
 
     def holds(self, tensors: Sequence[Any]) -> bool:
-        found: bool = _read(tensors[self.index], self.fact) == self.value
+        found: bool = _read_fact(tensors[self.index], self.fact) == self.value
         return found
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        now = _read(tensors[self.index], self.fact)
+        now = _read_fact(tensors[self.index], self.fact)
         return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
@@ -132,7 +132,7 @@ class Facts:
             if found is not None and id(found) not in self._grads:
                 return ()  # the step's own
             untouched = self._grads.get(id(found)) == (True, _count_writes(found))
-        value = _read(given, name)
+        value = _read_fact(given, name)
         named = self._inputs.name_of(index)
         condition = FactCondition(named, index, name, value, user_line())
         self._found.setdefault((index, name), condition)
@@ -160,7 +160,7 @@ def _count_writes(t: Any) -> int:
     return 0 if t is None else count_writes(t)
 
 
-def _read(t: torch.Tensor, name: str) -> Any:
+def _read_fact(t: torch.Tensor, name: str) -> Any:
     if name == "id":
         return id(t)
     with Local():

@@ -45,14 +45,14 @@ def tensors_of(
 ) -> list[FakeTensor]:
     """Tensors without memory that the nodes make; what they are like, `likes` say."""
     with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
-        made = [_like(t, mode) for t in likes]
+        made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
         node.meta.setdefault("val", like)
         stands_for(fake, node)
     return made
 
 
-def _like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     if offset := t.storage_offset():
         last = offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
         meta = torch.empty(last + 1 if t.numel() else offset, dtype=t.dtype, device="meta")

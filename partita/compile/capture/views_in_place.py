@@ -50,10 +50,10 @@ def _view_like(target: Any) -> Any:
     packet = getattr(_aten, target._opname.removesuffix("_"), None)
     for name in packet.overloads() if packet is not None else ():
         found = getattr(packet, name)
-        if _arguments(found) == _arguments(target):
+        if _arguments_of_schema(found) == _arguments_of_schema(target):
             return found
     return None
 
 
-def _arguments(target: Any) -> list[tuple[str, str]]:
+def _arguments_of_schema(target: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in target._schema.arguments]

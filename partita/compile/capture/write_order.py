@@ -31,7 +31,7 @@ def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     used: dict[int, int] = {}  # of each storage where it is read or written last
     for node in calls:
         if node.target is not _COPY:
-            _use(used, storages, node.all_input_nodes, place[node])
+            _record_last_use(used, storages, node.all_input_nodes, place[node])
     written: dict[int, int] = {}
     checked = -1
     for node in calls:
@@ -43,12 +43,14 @@ def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
             places += [place.get(n, -1) for n in node.all_input_nodes]
             places += [written.get(s, -1) for s in storages.of[value]]  # type: ignore[index]
             place[node] = max(places)
-            _use(written, storages, [into], place[node])  # type: ignore[list-item]
-            _use(used, storages, node.all_input_nodes, place[node])
+            _record_last_use(written, storages, [into], place[node])  # type: ignore[list-item]
+            _record_last_use(used, storages, node.all_input_nodes, place[node])
     return sorted(calls, key=lambda n: place[n])  # which keeps the order of those of one place
 
 
-def _use(used: dict[int, int], storages: Storages, nodes: Sequence[fx.Node], place: int) -> None:
+def _record_last_use(
+    used: dict[int, int], storages: Storages, nodes: Sequence[fx.Node], place: int
+) -> None:
     for node in nodes:
         for s in storages.of[node]:
             used[s] = max(used.get(s, -1), place)

@@ -124,7 +124,7 @@ def _is_between(code: CodeType, called: CodeType) -> bool:
     return code.co_filename == called.co_filename or code.co_filename.endswith(_BETWEEN)
 
 
-def _states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
+def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
     """The state of each generator that a program has by itself, and what sets it."""
     found: dict[str, tuple[Any, Callable[[Any], None]]] = {
         "random": (random.getstate(), random.setstate)
@@ -158,13 +158,13 @@ class Calls:
         if not listen:
             yield
             return
-        states = _states()
+        states = _find_generator_states()
         with self._collections_unheard(), heard_by(self._event):
             yield
         for name, (state, put) in states.items():
-            if _states()[name][0] != state and self._record.error is None:
+            if _find_generator_states()[name][0] != state and self._record.error is None:
                 put(state)
-                self._random(name)
+                self._refuse_random_draw(name)
 
     @contextmanager
     def _collections_unheard(self) -> Iterator[None]:
@@ -234,11 +234,11 @@ class Calls:
         if code in _ENVIRONMENT:
             read_environment(self._record, frame.f_locals.get("key"))
         elif code in _SHARED:
-            self._shared(_SHARED[code])
+            self._refuse_shared_state(_SHARED[code])
         elif code in _SEEDS:
-            self._seed(_SEEDS[code])
+            self._refuse_seeding(_SEEDS[code])
         else:
-            self._random(f"random.{code.co_name}")
+            self._refuse_random_draw(f"random.{code.co_name}")
 
     def _of_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _SETTING:
@@ -267,11 +267,11 @@ class Calls:
         if owner is None:
             return
         if isinstance(owner, torch._C.Generator) and name in _SEEDS_OF_C:
-            self._seed(f"torch.Generator.{name}")
+            self._refuse_seeding(f"torch.Generator.{name}")
         if isinstance(owner, random.Random):
-            self._random(f"random.{name}")
+            self._refuse_random_draw(f"random.{name}")
         if type(owner).__module__.startswith("numpy.random"):
-            self._random(f"numpy.random.{name}")
+            self._refuse_random_draw(f"numpy.random.{name}")
 
     def _of_pythons(self, function: Any, frame: FrameType) -> None:
         """Python's own library calls a function of C, perhaps since the step asks it to."""
@@ -292,7 +292,7 @@ class Calls:
                 "a graph would always have the time of its capture",
             )
         else:
-            self._shared(name.removeprefix("io."))
+            self._refuse_shared_state(name.removeprefix("io."))
 
     def reached(self, value: Any, name: str) -> None:
         """`value` is reached, of which the calls may not be heard."""
@@ -307,24 +307,24 @@ class Calls:
         numpy = sys.modules.get("numpy")
         kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
         if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
-            self._random(f"{name}, a generator")
+            self._refuse_random_draw(f"{name}, a generator")
         bound = type(value).__name__ == "cython_function_or_method"
         if bound and kinds and isinstance(value.__self__, kinds):
-            self._random(f"numpy.random.{value.__name__}")
+            self._refuse_random_draw(f"numpy.random.{value.__name__}")
 
-    def _seed(self, name: str) -> None:
+    def _refuse_seeding(self, name: str) -> None:
         self._record.refuse(
             f"the step seeds ({name})",
             "a graph draws from the generator as it finds it: it would be seeded once, at capture",
         )
 
-    def _random(self, name: str) -> None:
+    def _refuse_random_draw(self, name: str) -> None:
         self._record.refuse(
             f"the step draws a number of Python's or numpy's ({name})",
             "a graph would always have the number of its capture",
         )
 
-    def _shared(self, name: str) -> None:
+    def _refuse_shared_state(self, name: str) -> None:
         self._record.refuse(
             f"the step calls {name}",
             "what other threads and files hold is no part of a graph: it would be read or written "

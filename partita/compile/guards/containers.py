@@ -57,11 +57,11 @@ def reach_container(record: StateReader, value: Any, name: str) -> None:
 
 
 def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any], name: str) -> None:
-    def put(factory: Any) -> None:
+    def set_factory(factory: Any) -> None:
         value.default_factory = factory
 
     called, key = f"{name}.default_factory", ("default_factory",)
-    place = Place(called, value, key, lambda: value.default_factory, put)
+    place = Place(called, value, key, lambda: value.default_factory, set_factory)
     record.read_at(place, value.default_factory)
 
 

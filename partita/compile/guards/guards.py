@@ -70,7 +70,7 @@ class Guards:
         self._variables = [held for _, held, _ in spaces]
         self._named = [vars(kind) for kind in classes]
         self._counts = [*map(own_attributes, classes)]
-        self._arm()
+        self._arm_guards()
 
     def __len__(self) -> int:
         return len(self._guards)
@@ -86,7 +86,7 @@ class Guards:
             return True
         if self.differences(1):
             return False
-        self._arm()
+        self._arm_guards()
         return True
 
     def differences(self, most: int = 3) -> list[str]:
@@ -118,16 +118,16 @@ class Guards:
             and [*map(len, self._named)] == self._counts
             and [*map(len, self._variables)] == self._sizes
             and [*map(len, self._containers)] == self._lengths
-            and all(map(is_, chain.from_iterable(self._iterables()), self._contents))
+            and all(map(is_, chain.from_iterable(self._iterate_containers()), self._contents))
             and all(was.difference(value) is None for was, value in self._contained)
             and all(was.difference(place.value) is None for was, place in self._loose)
             and all(len(value) == length for value, length in self._sized)
         )
 
-    def _iterables(self) -> Any:
+    def _iterate_containers(self) -> Any:
         return chain(self._containers, map(dict.values, self._dicts))
 
-    def _arm(self) -> None:
+    def _arm_guards(self) -> None:
         """Note which objects are there now."""
         self._homes, self._keys, self._values = [], [], []
         self._sized: list[tuple[Any, int]] = []
@@ -159,12 +159,12 @@ class Guards:
             for expected, part in guard.expected.parts(value):
                 if id(part) not in seen:
                     seen.add(id(part))
-                    self._watch(expected, part)
+                    self._watch_contents(expected, part)
         self._sizes = [*map(len, self._variables)]
         self._lengths = [*map(len, self._containers)]
-        self._contents = [*chain.from_iterable(self._iterables())]
+        self._contents = [*chain.from_iterable(self._iterate_containers())]
 
-    def _watch(self, expected: Expected, part: Any) -> None:
+    def _watch_contents(self, expected: Expected, part: Any) -> None:
         if isinstance(part, SimpleNamespace):
             part = vars(part)
         one_by_one = isinstance(part, (MappingProxyType, functools.partial))

@@ -68,7 +68,7 @@ def copier(value: Any) -> Any:
     if isinstance(value, _FILES):
         text, at = value.getvalue(), value.tell()
 
-        def rewrite() -> None:
+        def restore_stream() -> None:
             if value.closed:  # for good
                 return
             value.seek(0)
@@ -76,39 +76,39 @@ def copier(value: Any) -> Any:
             value.write(text)  # type: ignore[arg-type]
             value.seek(at)
 
-        return rewrite
+        return restore_stream
     if isinstance(value, decimal.Context):
         before = value.copy()
 
-        def reset() -> None:
+        def restore_decimal_context() -> None:
             for key in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
                 setattr(value, key, getattr(before, key))
 
-        return reset
+        return restore_decimal_context
     if hasattr(value, "dtype"):
         array, shape = value.copy(), value.shape
 
-        def copy() -> None:
+        def restore_array() -> None:
             if value.shape != shape:
                 value.resize(shape, refcheck=False)
             value[...] = array
 
-        return copy
+        return restore_array
     if isinstance(value, bytearray) or type(value).__module__ == "array":
         items = value[:]
 
-        def refill() -> None:
+        def restore_items() -> None:
             value[:] = items
 
-        return refill
+        return restore_items
     if memoryview(value).readonly:
         return lambda: None
     held = bytes(value)
 
-    def write() -> None:
+    def restore_bytes() -> None:
         memoryview(value).cast("B")[:] = held
 
-    return write
+    return restore_bytes
 
 
 def dict_under(value: Any) -> Any:

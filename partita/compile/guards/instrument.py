@@ -47,7 +47,7 @@ def instrument(kind: type) -> bool:
     with _LOCK:
         if kind not in _INSTALLED:
             try:
-                kind.__getattribute__ = _reading(kind)  # type: ignore[assignment]
+                kind.__getattribute__ = _make_recording_getter(kind)  # type: ignore[assignment]
             except TypeError:
                 return False
             _INSTALLED[kind] = 0
@@ -72,7 +72,7 @@ def release(kinds: Iterable[type]) -> None:
                 kind.__getattribute__ = installed._partita_own  # type: ignore[method-assign]
 
 
-def _reading(kind: type) -> Callable[[Any, str], Any]:
+def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
     own = kind.__dict__.get("__getattribute__")
     usual: Any = own or kind.__getattribute__
     while hasattr(usual, "_partita_usual"):  # of a base that is instrumented, too
@@ -104,7 +104,7 @@ def reads_by_itself(kind: type) -> bool:
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
 
 
-_READERS = frozenset((nn.Module.__getattr__.__code__, _reading(nn.Module).__code__))
+_READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.Module).__code__))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def modes() -> tuple[Any, ...]:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
-        *map(_key, function_modes()),
+        *map(_key_of_mode, function_modes()),
     )
 
 
@@ -73,5 +73,5 @@ class _Mode:
         return id(self._mode)
 
 
-def _key(mode: Any) -> Any:
+def _key_of_mode(mode: Any) -> Any:
     return mode.device if isinstance(mode, _Device) else _Mode(mode)

@@ -80,62 +80,62 @@ def item(name: str, home: Any, key: Any) -> Place:
     if isinstance(home, dict):
         return entry(name, home, key)
 
-    def put(value: Any) -> None:
+    def set_item(value: Any) -> None:
         home[key] = value
 
-    return Place(name, home, key, lambda: home[key], put)
+    return Place(name, home, key, lambda: home[key], set_item)
 
 
 def cell(name: str, where: types.CellType) -> Place:
-    def get() -> Any:
+    def get_cell() -> Any:
         try:
             return where.cell_contents
         except ValueError:  # not assigned yet
             return MISSING
 
-    def put(value: Any) -> None:
+    def set_cell(value: Any) -> None:
         if value is MISSING:
             del where.cell_contents
         else:
             where.cell_contents = value
 
-    return Place(name, where, 0, get, put)
+    return Place(name, where, 0, get_cell, set_cell)
 
 
 def slot(name: str, owner: Any, descriptor: Any) -> Place:
     """An attribute in a `__slots__`."""
 
-    def get() -> Any:
+    def get_slot() -> Any:
         try:
             return descriptor.__get__(owner, type(owner))
         except AttributeError:
             return MISSING
 
-    def put(value: Any) -> None:
+    def set_slot(value: Any) -> None:
         if value is MISSING:
             descriptor.__delete__(owner)
         else:
             descriptor.__set__(owner, value)
 
-    return Place(name, owner, descriptor.__name__, get, put)
+    return Place(name, owner, descriptor.__name__, get_slot, set_slot)
 
 
 def attribute_of_class(name: str, kind: type, key: str) -> Place:
     """What a class or its bases have under a name, as it stands there."""
 
-    def get() -> Any:
+    def get_class_attribute() -> Any:
         for base in kind.__mro__:
             if key in base.__dict__:
                 return base.__dict__[key]
         return MISSING
 
-    def put(value: Any) -> None:
+    def set_class_attribute(value: Any) -> None:
         if value is MISSING:
             type.__delattr__(kind, key)
         else:
             type.__setattr__(kind, key, value)
 
-    return Place(name, kind, key, get, put)
+    return Place(name, kind, key, get_class_attribute, set_class_attribute)
 
 
 _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
@@ -144,13 +144,13 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 def of_tensor(key: str) -> Place:
     """What torch.Tensor has under a name, a method say: a program may put its own there."""
 
-    def put(value: Any) -> None:
+    def set_tensor_attribute(value: Any) -> None:
         if value is MISSING:
             delattr(torch.Tensor, key)
         else:
             setattr(torch.Tensor, key, value)
 
-    return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
+    return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, set_tensor_attribute)
 
 
 def function_part(name: str, function: Any, key: str) -> Place:
@@ -159,13 +159,13 @@ def function_part(name: str, function: Any, key: str) -> Place:
 
 
 def context(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    def get() -> Any:
+    def get_context_variable() -> Any:
         try:
             return variable.get()  # given another default, it would not tell of its own
         except LookupError:
             return MISSING
 
-    return Place(name, variable, "value", get, variable.set)
+    return Place(name, variable, "value", get_context_variable, variable.set)
 
 
 def answer(name: str, function: Callable[[], Any]) -> Place:
@@ -176,17 +176,17 @@ def answer(name: str, function: Callable[[], Any]) -> Place:
 def level(name: str, logger: logging.Logger) -> Place:
     """What a logger tells of: by its own level, those above it and that of all."""
 
-    def get() -> tuple[int, bool, int]:
+    def get_logger_level() -> tuple[int, bool, int]:
         return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
 
-    return Place(f"the level of {name}", logger, "()", get)
+    return Place(f"the level of {name}", logger, "()", get_logger_level)
 
 
 def hidden_builtin(variables: dict[str, Any], name: str) -> Place:
     """A global of the user's that hides one of Python's, beside which one of ours is none."""
 
-    def get() -> Any:
+    def get_hiding_variable() -> Any:
         found = variables.get(name, MISSING)
         return MISSING if Substitutes.has(found) else found
 
-    return Place(name, variables, name, get)
+    return Place(name, variables, name, get_hiding_variable)

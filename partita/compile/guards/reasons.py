@@ -38,7 +38,7 @@ def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: 
     first: dict[int, str] = {}
     for name, value in zip(names, tensors, strict=True):
         if isinstance(value, torch.Tensor):
-            found[name] = _tensor(value, first.setdefault(id(value), name), name)
+            found[name] = _describe_tensor(value, first.setdefault(id(value), name), name)
         else:
             found[name] = {"value": text_of(value)}
     for name, value in state.settings():
@@ -58,7 +58,7 @@ def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: 
     return found
 
 
-def _tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
+def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
     said = {"shape": str(tuple(t.shape))}
     with Local():
         if isinstance(t, DTensor):
@@ -77,11 +77,13 @@ def _tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
 
 def reason_of(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
     """How a call differs from the nearest of those for which there is a program, the latest."""
-    nearest = min(reversed([*known]), key=lambda other: _distance(now, other[0]), default=None)
+    nearest = min(
+        reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
+    )
     if nearest is None:
         return "the first call"
     was, guards = nearest
-    told = _differences(now, was)
+    told = _list_differences(now, was)
     if guards is not None and len(told) < _SHOWN:
         said = {text.split(":")[0] for text in told}
         told += [t for t in guards.differences(_SHOWN) if t.split(":")[0] not in said]
@@ -89,31 +91,31 @@ def reason_of(now: Description, known: Iterable[tuple[Description, Guards | None
     return text if len(told) <= _SHOWN else f"{text}; and {len(told) - _SHOWN} more"
 
 
-def _distance(now: Description, was: Description) -> int:
+def _count_differences(now: Description, was: Description) -> int:
     return sum(
         len(now.get(name, {}).items() ^ was.get(name, {}).items()) for name in {**now, **was}
     )
 
 
-def _differences(now: Description, was: Description) -> list[str]:
+def _list_differences(now: Description, was: Description) -> list[str]:
     found = []
     for name in dict.fromkeys([*now, *was]):
         one, other = was.get(name, {}), now.get(name, {})
         if not one or not other:
             found.append(f"{name} is {'new' if other else 'gone'}")
         elif one != other:
-            found.append(f"{name}: {_changed(one, other)}")
+            found.append(f"{name}: {_describe_change(one, other)}")
     return found
 
 
-def _changed(one: dict[str, str], other: dict[str, str]) -> str:
+def _describe_change(one: dict[str, str], other: dict[str, str]) -> str:
     """The first respect in which they differ: a layout's change is told by its shape, too."""
     for what in dict.fromkeys([*one, *other]):
         before, after = one.get(what), other.get(what)
         if before == after:
             continue
         if what == "value":
-            return f"{_short(str(before))} became {_short(str(after))}"
+            return f"{_shorten_text(str(before))} became {_shorten_text(str(after))}"
         if what == "structure":
             return "put together in another way"
         if what == "mesh" or (what == "layout" and None in (before, after)):
@@ -124,7 +126,7 @@ def _changed(one: dict[str, str], other: dict[str, str]) -> str:
     raise AssertionError("they are equal")
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
@@ -160,7 +162,7 @@ class History:
         self._look_for_counters(reason, description)
         if hash(key[0]) in self._dropped:
             reason += " (captured before, and dropped)"
-            self._warn(reason, keep)
+            self._warn_of_recapture(reason, keep)
         self._kept[key] = description, guards
         self.reasons.append(reason)
         del self.reasons[:-_REMEMBERED]
@@ -190,7 +192,7 @@ class History:
             self._dropped.clear()
         self._dropped.add(hash(key[0]))
 
-    def _warn(self, reason: str, keep: int) -> None:
+    def _warn_of_recapture(self, reason: str, keep: int) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -133,7 +133,7 @@ class ReadRecord:
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
         """Within, what this thread reads is recorded; `step` is what is going to run."""
         try:
-            self._instrument(nn.Module)
+            self._instrument_type(nn.Module)
             # Where a profiler listens to calls, what functions name is read before they run.
             self.functions.all_at_once = sys.getprofile() is not None
             with self.quietly():
@@ -196,7 +196,7 @@ class ReadRecord:
             extra: places to be guarded beside those that were read.
         """
 
-        def number(home: Any, key: Any) -> bool:
+        def is_symbolic_number(home: Any, key: Any) -> bool:
             try:
                 return (id(home), key) in self.numbers or floats(home, key)
             except TypeError:  # an unhashable key
@@ -205,7 +205,7 @@ class ReadRecord:
         return Guards(
             [*self.places.values(), *extra],
             [*self.types.values()],
-            number,
+            is_symbolic_number,
             [*self.huge.values()],
             slots,
             self.functions.classes,
@@ -250,11 +250,11 @@ class ReadRecord:
         before, self._by_library = self._by_library, not by_user
         try:
             with self.quietly():
-                self._read(known, name)
+                self._record_read(known, name)
         finally:
             self._by_library = before
 
-    def _read(self, known: _Known, name: str) -> None:
+    def _record_read(self, known: _Known, name: str) -> None:
         owner, called = known.value, f"{known.name}.{name}"
         if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
             return
@@ -455,7 +455,7 @@ class ReadRecord:
         kind = type(value)
         if not kind.__flags__ & (1 << 9) or not has_settings(kind):  # made in C, or not looked into
             return
-        if not self._instrument(kind):
+        if not self._instrument_type(kind):
             return
         held = dict_of(value)
         name = self._names.get(id(value), name)
@@ -471,7 +471,7 @@ class ReadRecord:
             for key, v in known.held.items():
                 self.reach(v, f"{name}.{key}")
 
-    def _instrument(self, kind: type) -> bool:
+    def _instrument_type(self, kind: type) -> bool:
         if kind in self._instrumented:
             return True
         if instrument(kind):

@@ -162,16 +162,16 @@ class _Registered:
     def __call__(self) -> frozenset[Any]:
         token = abc.get_cache_token()
         if token != self._token:
-            found = frozenset(_registered(self._kind))
+            found = frozenset(_find_abc_registrations(self._kind))
             if found != self._found:
                 self._found = found
             self._token = token  # type: ignore[assignment]
         return self._found
 
 
-def _registered(kind: Any) -> list[Any]:
+def _find_abc_registrations(kind: Any) -> list[Any]:
     # Private Python: what `ABCMeta.register` was given, which nothing else shows.
     found = list(_abc._get_dump(kind)[0]) if isinstance(kind, abc.ABCMeta) else []
     for part in type.__subclasses__(kind):
-        found += _registered(part)
+        found += _find_abc_registrations(part)
     return found

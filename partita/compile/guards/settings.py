@@ -115,19 +115,19 @@ def read_environment_of(record: StateReader, names: Iterable[str]) -> None:
             record.read_at(places.entry(f"os.environ[{text!r}]", data, key), value)
 
 
-def _decimals() -> str:
+def _read_decimal_context() -> str:
     return repr(decimal.getcontext())
 
 
-def _locale() -> str:
+def _read_locale() -> str:
     return locale.setlocale(locale.LC_ALL)
 
 
-def _filters() -> list[Any]:
+def _read_warning_filters() -> list[Any]:
     return warnings.filters  # type: ignore[return-value]
 
 
-def _nodes() -> int:
+def _count_pytree_nodes() -> int:
     return len(pytree.SUPPORTED_NODES)
 
 
@@ -137,10 +137,10 @@ def _of_numpy(name: str) -> Callable[[], Any]:
 
 # What functions of these modules heed without being given it.
 _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
-    "decimal": [("decimal.getcontext()", _decimals)],
-    "locale": [("the locale", _locale)],
-    "torch.utils._pytree": [("the classes known to torch.utils._pytree", _nodes)],
-    "warnings": [("warnings.filters", _filters)],
+    "decimal": [("decimal.getcontext()", _read_decimal_context)],
+    "locale": [("the locale", _read_locale)],
+    "torch.utils._pytree": [("the classes known to torch.utils._pytree", _count_pytree_nodes)],
+    "warnings": [("warnings.filters", _read_warning_filters)],
     "numpy": [(f"numpy.{n}()", _of_numpy(n)) for n in "geterr get_printoptions geterrcall".split()],
 }
 

@@ -38,12 +38,12 @@ def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]
         same = first.setdefault(id(t), i)
         parts.append((f"tensor {i}", same, kind_of_tensor(t)))
     parts += [(name, argument_key(value)) for name, value in state.settings()]
-    parts.append(("strides", *_strides(tensors, len(tensors) - len(arguments))))
+    parts.append(("strides", *_strides_of_tensors(tensors, len(tensors) - len(arguments))))
     parts.append(("modes", *modes()))
     return tuple(parts)
 
 
-def _strides(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
+def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
     """Of what another program makes, and may make otherwise the next time; and of what a step
     reaches where it does not lie as usual."""
     with Local():

@@ -19,10 +19,10 @@ _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     """What a graph is made for, of a tensor, beside its strides."""
     with Local():
-        return _kind(t)
+        return _key_of_tensor(t)
 
 
-def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+def _key_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     attributes = t.__dict__
     spec = attributes.get("_spec")
     own: tuple[Any, ...] = ()

@@ -36,7 +36,7 @@ class TensorGuard:
         self._keys = [slot.key for slot in slots]
         self._found = tensors
         self._each = [*{id(t): t for t in tensors}.values()]
-        self._were = self._now()
+        self._were = self._read_tensor_state()
 
     def same(self) -> bool:
         """Are the same tensors there, and are they what they were?
@@ -46,11 +46,11 @@ class TensorGuard:
         """
         if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
             return False
-        *now, specs = self._now()
+        *now, specs = self._read_tensor_state()
         *were, known = self._were
         return now == were and all(map(is_, specs, known))
 
-    def _now(self) -> tuple[list[Any], ...]:
+    def _read_tensor_state(self) -> tuple[list[Any], ...]:
         each = self._each
         with Local():
             return (

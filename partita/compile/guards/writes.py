@@ -114,7 +114,7 @@ class Snapshots:
             if place.key == "__dict__":
                 continue
             after = place.value
-            if not _alike(before, after):
+            if not _is_same_value(before, after):
                 yield _of_place(place, before, after)
         replaced = set()
         for owner, name, before, held, _ in self._owners.values():
@@ -133,7 +133,7 @@ class Snapshots:
         for value, name, before, put_back in self._arrays.values():
             if content_of(value) != before:
                 said = f"a {type(value).__name__}", "another content"
-                yield Write(name, (id(value), "content"), *said, put_back, _nothing, again=False)
+                yield Write(name, (id(value), "content"), *said, put_back, _do_nothing, again=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is it another container with the content that the one before it had?
@@ -149,10 +149,10 @@ class Snapshots:
         one, other = known[2], _copy(after)
         if isinstance(one, dict):
             same = list(one) == list(other)
-            return same and all(map(_alike, one.values(), other.values()))
+            return same and all(map(_is_same_value, one.values(), other.values()))
         if isinstance(one, set):
             return bool(one == other)
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(_is_same_value, one, other))
 
 
 def _is_of_torch(owner: Any) -> bool:
@@ -168,7 +168,7 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, set) else list(value)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is type(b) and isinstance(a, _PLAIN):
@@ -179,17 +179,17 @@ def _alike(a: Any, b: Any) -> bool:
         one, other = items_of(a), items_of(b)
         return (
             len(one[1]) == len(other[1])
-            and all(map(_alike, one[1], other[1]))
+            and all(map(_is_same_value, one[1], other[1]))
             and (one[0] == other[0])
         )
     return False
 
 
 def _of_place(place: Place, before: Any, after: Any, attribute: bool = False) -> Write:
-    def undo() -> None:
+    def undo_write() -> None:
         place.write(before)
 
-    def redo() -> None:
+    def redo_write() -> None:
         place.write(after)
 
     return Write(
@@ -197,8 +197,8 @@ def _of_place(place: Place, before: Any, after: Any, attribute: bool = False) ->
         place.identity,
         before,
         after,
-        undo,
-        redo,
+        undo_write,
+        redo_write,
         home=place.home,
         key=place.key,
         attribute=attribute,
@@ -208,7 +208,7 @@ def _of_place(place: Place, before: Any, after: Any, attribute: bool = False) ->
 def _of_dict(name: str, held: Any, before: dict[Any, Any], dotted: bool) -> Iterator[Write]:
     for key in dict.fromkeys([*before, *held]):
         was, now = before.get(key, MISSING), dict.get(held, key, MISSING)
-        if not _alike(was, now) and not (dotted and key in _INSIDE):
+        if not _is_same_value(was, now) and not (dotted and key in _INSIDE):
             called = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
             yield _of_place(places.entry(called, held, key), was, now, attribute=dotted)
 
@@ -221,22 +221,24 @@ def _of_container(value: Any, name: str, before: Any) -> Iterator[Write]:
     elif isinstance(value, set):
         if value != before:
             yield _of_whole(name, value, before, again=before <= value)
-    elif len(value) != len(before) or not all(map(_alike, before, value)):
+    elif len(value) != len(before) or not all(map(_is_same_value, before, value)):
         yield _of_whole(name, value, before, again=len(value) == len(before))
 
 
 def _of_whole(name: str, value: Any, before: Any, again: bool) -> Write:
     after = _copy(value)
 
-    def put(content: Any) -> Callable[[], None]:
+    def make_refill(content: Any) -> Callable[[], None]:
         def run() -> None:
             value.clear()
             (value.update if isinstance(value, set) else value.extend)(content)
 
         return run
 
-    return Write(name, (id(value), "content"), before, after, put(before), put(after), again)
+    return Write(
+        name, (id(value), "content"), before, after, make_refill(before), make_refill(after), again
+    )
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

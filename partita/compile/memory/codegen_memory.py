@@ -302,8 +302,8 @@ class _Names(dict[str, Any]):
             __builtins__=__builtins__,
         )
         for kind in ("cpu", "cuda", "xpu", "mtia"):
-            self[f"empty_strided_{kind}"] = _empty(kind)
-        self["empty_strided_cpu_pinned"] = _empty("cpu")
+            self[f"empty_strided_{kind}"] = _make_empty_allocator(kind)
+        self["empty_strided_cpu_pinned"] = _make_empty_allocator("cpu")
 
     def __missing__(self, name: str) -> Any:
         if hasattr(__import__("builtins"), name):
@@ -331,7 +331,7 @@ class _Extern:
         return call
 
 
-def _empty(kind: str) -> Callable[..., torch.Tensor]:
+def _make_empty_allocator(kind: str) -> Callable[..., torch.Tensor]:
     def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=kind)
 

@@ -44,10 +44,14 @@ def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
     step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
-    taken = _knapsack([(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step)
+    taken = _solve_knapsack(
+        [(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step
+    )
     kept = [heavy[i] for i in taken]
     room -= sum(candidates[i].nbytes for i in kept)
-    taken = _knapsack([(candidates[i].nbytes, candidates[i].written) for i in light], room, step)
+    taken = _solve_knapsack(
+        [(candidates[i].nbytes, candidates[i].written) for i in light], room, step
+    )
     return sorted(kept + [light[i] for i in taken])
 
 
@@ -64,7 +68,7 @@ def too_small(error: type[LayoutError], budget: int, title: str, peak: int) -> L
     )
 
 
-def _knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
+def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
     """Of `(bytes, worth)`, the numbers of those that fit and are worth the most together."""
     if sum(size for size, _ in items) <= room:
         return list(range(len(items)))

@@ -134,7 +134,7 @@ class Memory:
             f"({place + 1} of {len(self.places)})"
         ]
         here = self.at(place)
-        rows = [_row(buffer) for buffer in here[:_SHOWN]]
+        rows = [_make_row(buffer) for buffer in here[:_SHOWN]]
         if rows:
             widths = [max(len(row[i]) for row in rows) for i in range(5)]
             for row in rows:
@@ -166,7 +166,7 @@ class Memory:
             raise ValueError(f"no schedule of memory: {error}") from error
 
 
-def _row(buffer: Buffer) -> tuple[str, ...]:
+def _make_row(buffer: Buffer) -> tuple[str, ...]:
     why = " ".join(filter(None, (buffer.phase, buffer.reason)))
     if buffer.passing:
         why += " (within the kernel)"

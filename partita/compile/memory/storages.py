@@ -63,7 +63,7 @@ def storages_of(program: Program) -> Storages:
         if node.op == "call_function":
             shows[node] = _shown_by_call(program, node, shows, found)
         else:
-            value = node.meta["val"] if node.op == "placeholder" else _constant(program, node)
+            value = node.meta["val"] if node.op == "placeholder" else _find_constant(program, node)
             shows[node] = [_number_of(t, node, known, found) for t in tensors_in(value)]
         found.of[node] = tuple(dict.fromkeys(shows[node]))
     return found
@@ -86,7 +86,7 @@ def _shown_by_call(
 
     def value_of(read: fx.Node) -> Any:
         operands.extend(shows[read])
-        return read.meta["val"] if read.op != "get_attr" else _constant(program, read)
+        return read.meta["val"] if read.op != "get_attr" else _find_constant(program, read)
 
     given: Any = (node.args, node.kwargs)
     args, kwargs = fx.node.map_arg(given, value_of)
@@ -104,7 +104,7 @@ def _shown_by_call(
     return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
 
 
-def _constant(program: Program, node: fx.Node) -> Any:
+def _find_constant(program: Program, node: fx.Node) -> Any:
     return getattr(program.graph, str(node.target))
 
 

@@ -42,7 +42,7 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
         return _cast_operands(packet, args, made)
     if sum(t.nbytes for t in tensors) > _LARGEST:
         return 0
-    return _measured(target, tuple(map(_signature, args)))
+    return _measure_workspace(target, tuple(map(_signature_of_argument, args)))
 
 
 _LARGEST = 1 << 29
@@ -114,7 +114,7 @@ _OF_TWO = {
 
 def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
     """Bytes of operands that an elementwise kernel of two casts."""
-    common = _common(*args[:2])
+    common = _find_common_dtype(*args[:2])
     if packet is _aten.div and not (common.is_floating_point or common.is_complex):
         common = made.dtype
     extra = 0
@@ -129,7 +129,7 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
     return extra
 
 
-def _common(one: Any, other: Any) -> torch.dtype:
+def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
     """`torch.result_type`, which takes long of tensors without memory."""
     if isinstance(one, torch.Tensor):
         if isinstance(other, torch.Tensor):
@@ -149,11 +149,11 @@ _DTYPES = {
 
 
 @functools.lru_cache(maxsize=1024)
-def _measured(target: Any, signature: tuple[Any, ...]) -> int:
+def _measure_workspace(target: Any, signature: tuple[Any, ...]) -> int:
     """What a call with such arguments takes above what it gives, seen by making one."""
     # Private torch: whoever asks does so while tensors have no memory, and these must have some.
     with _disable_current_modes(), torch.no_grad():
-        args = [_real(s) for s in signature]
+        args = [_make_real_argument(s) for s in signature]
         try:
             target(*args)
         except RuntimeError:
@@ -190,7 +190,7 @@ def _legacy_config() -> Any:
     return torch.autograd.ProfilerConfig(state, False, True, False, False, False, inner)  # type: ignore[attr-defined]
 
 
-def _signature(value: Any) -> Any:
+def _signature_of_argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _Like(tuple(value.shape), value.stride(), value.dtype)
     return tuple(value) if isinstance(value, list) else value
@@ -205,7 +205,7 @@ class _Like:
     dtype: torch.dtype
 
 
-def _real(value: Any) -> Any:
+def _make_real_argument(value: Any) -> Any:
     if isinstance(value, _Like):
         return torch.empty_strided(value.shape, value.strides, dtype=value.dtype).fill_(0.5)
     return list(value) if isinstance(value, tuple) else value

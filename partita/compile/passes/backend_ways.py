@@ -37,7 +37,7 @@ def backend_ways(program: Program) -> str:
     """
     graph = program.graph.graph
     changed = 0
-    waiting = _waiting(graph)
+    waiting = _find_late_read(graph)
     for node in list(graph.nodes):
         if node.target not in (_GATHER, _SCATTER, _REDUCE):
             continue
@@ -52,7 +52,7 @@ def backend_ways(program: Program) -> str:
         elif node.target is _SCATTER:
             if not backend.sums_in_rank_order:
                 continue
-            _exchange(graph, node, n, node in waiting)
+            _lower_to_all_to_all(graph, node, n, node in waiting)
         elif (way := backend.way_of_sum(node.meta["val"], n)) != "own":
             _all_reduce(graph, node, n, way)
         else:
@@ -61,7 +61,7 @@ def backend_ways(program: Program) -> str:
     return f"{changed} collectives travel another way"
 
 
-def _waiting(graph: fx.Graph) -> set[fx.Node]:
+def _find_late_read(graph: fx.Graph) -> set[fx.Node]:
     """The collectives whose result is read behind others: for a norm, or a later micro-batch."""
     number, count = {}, 0
     for node in graph.nodes:
@@ -78,7 +78,7 @@ def _waiting(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _exchange(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
+def _lower_to_all_to_all(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
     (wait,) = node.users
     x, name = node.args[0], node.args[-1]
     dtype = node.meta["val"].dtype
@@ -87,9 +87,11 @@ def _exchange(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
         shares = make(_WAIT, begun)
-        whole = make(sum_of_shares, shares, n) if waits else _sum(make, shares, n, dtype)
+        whole = (
+            make(sum_of_shares, shares, n) if waits else _add_partial_sums(make, shares, n, dtype)
+        )
         wait.replace_all_uses_with(whole)
-    _erase(graph, wait, node)
+    _erase_nodes(graph, wait, node)
 
 
 def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
@@ -108,16 +110,16 @@ def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
             begun = make(all_to_all, flat, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
-        whole = _sum(make, make(_WAIT, begun), n, value.dtype)
+        whole = _add_partial_sums(make, make(_WAIT, begun), n, value.dtype)
         if not small:
             whole = make(_WAIT, make(all_gather, whole, n, name))
             if size % n:
                 whole = make(_aten.slice.Tensor, whole, 0, 0, size)
         wait.replace_all_uses_with(make(_aten.reshape.default, whole, shape))
-    _erase(graph, wait, node)
+    _erase_nodes(graph, wait, node)
 
 
-def _sum(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
+def _add_partial_sums(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
     """The sum of n shares that lie end to end, in rank order, in at least 32 bits."""
     if n > _ADDED:
         return make(sum_of_shares, shares, n)
@@ -132,6 +134,6 @@ def _sum(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
     return make(_aten._to_copy.default, total, dtype=dtype) if narrow else total
 
 
-def _erase(graph: fx.Graph, *nodes: fx.Node) -> None:
+def _erase_nodes(graph: fx.Graph, *nodes: fx.Node) -> None:
     for node in nodes:
         graph.erase_node(node)

@@ -69,7 +69,7 @@ def bucket(program: Program) -> str:
     least = _least_bytes(groups.values())
     joined = made = 0
     for members in groups.values():
-        for part in _joinable(members, least):
+        for part in _split_joinable(members, least):
             if len(part) > 1:
                 _JOIN[part[0].target](graph, part)  # type: ignore[index]
                 joined, made = joined + len(part), made + 1
@@ -97,11 +97,11 @@ def _reduce_where_ready(graph: fx.Graph) -> None:
 def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
     """Of what a collective carries for an optimizer's step: an eighth of all, within bounds."""
     settled = [m for members in groups for m in members if note_of(m).reason == "settle"]
-    total = sum(_operand(m).meta["val"].nbytes for m in settled)
+    total = sum(_operand_of_collective(m).meta["val"].nbytes for m in settled)
     return min(max(total // _PARTS, _LEAST_BYTES), _MOST_BYTES)
 
 
-def _joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
+def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
     """Members that can run at one place: none needs what another gives.
 
     Gathers run where the first of them does, reductions where the last does. What an optimizer's
@@ -111,7 +111,7 @@ def _joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
         parts = _by_size(members, least)
     else:
         parts = [members]
-    together = _ready_together if members[0].target is _GATHER else _independent
+    together = _ready_together if members[0].target is _GATHER else _split_independent
     return [found for part in parts for found in together(part)]
 
 
@@ -124,7 +124,7 @@ def _by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
             parts.append([])
             size = 0
         parts[-1].append(node)
-        size += max(node.meta["val"].nbytes, _operand(node).meta["val"].nbytes)
+        size += max(node.meta["val"].nbytes, _operand_of_collective(node).meta["val"].nbytes)
     return parts
 
 
@@ -132,31 +132,31 @@ def _ready_together(members: list[fx.Node]) -> list[list[fx.Node]]:
     """Gathers, in order, in parts whose operands are there where the first of the part runs."""
     parts: list[list[fx.Node]] = []
     for node in members:
-        if parts and _ready(_operand(node), parts[-1][0]):
+        if parts and _is_ready_before(_operand_of_collective(node), parts[-1][0]):
             parts[-1].append(node)
         else:
             parts.append([node])
     return parts
 
 
-def _independent(members: list[fx.Node]) -> list[list[fx.Node]]:
+def _split_independent(members: list[fx.Node]) -> list[list[fx.Node]]:
     """Members, from behind, in parts of which none needs what another of the part gives."""
     parts: list[list[fx.Node]] = []
     for node in reversed(members):
-        if parts and _reached(node, parts[-1][-1]).isdisjoint(parts[-1]):
+        if parts and _find_dependents(node, parts[-1][-1]).isdisjoint(parts[-1]):
             parts[-1].insert(0, node)
         else:
             parts.append([node])
     return parts
 
 
-def _operand(node: fx.Node) -> fx.Node:
+def _operand_of_collective(node: fx.Node) -> fx.Node:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     return operand
 
 
-def _ready(operand: fx.Node, place: fx.Node) -> bool:
+def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
     """Is `operand` there before the node `place`, or what it is a view or a cast of?"""
     while operand > place and operand.target is not _WAIT:
         facts = facts_of(operand.target)
@@ -166,7 +166,7 @@ def _ready(operand: fx.Node, place: fx.Node) -> bool:
     return operand < place
 
 
-def _reached(node: fx.Node, last: fx.Node) -> set[fx.Node]:
+def _find_dependents(node: fx.Node, last: fx.Node) -> set[fx.Node]:
     """What depends on `node`, as far as the node `last`."""
     found: set[fx.Node] = set()
     waiting = [node]
@@ -178,7 +178,7 @@ def _reached(node: fx.Node, last: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
     size, name = members[0].args[1:]
     sizes = [m.args[0].meta["val"].numel() for m in members]  # type: ignore[union-attr]
     note = note_of(members[0])
@@ -194,7 +194,9 @@ def _gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
             assert isinstance(source, fx.Node)
             return make(node.target, brought(source), *rest, **node.kwargs)
 
-        flats = [make(_aten.reshape.default, brought(_operand(m)), [-1]) for m in members]
+        flats = [
+            make(_aten.reshape.default, brought(_operand_of_collective(m)), [-1]) for m in members
+        ]
         whole = make(_GATHER, make(_aten.cat.default, flats), size, name)
         rows = make(_aten.view.default, make(_WAIT, whole), [size, -1])
         at, pieces = 0, []
@@ -202,10 +204,10 @@ def _gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
             piece = make(_aten.slice.Tensor, rows, 1, at, at + n)
             pieces.append(make(_aten.reshape.default, piece, [-1]))
             at += n
-    _replace(graph, members, pieces)
+    _replace_members(graph, members, pieces)
 
 
-def _scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
     op, size, name = members[0].args[1:]
     sizes = [m.meta["val"].numel() for m in members]
     note = note_of(members[-1])
@@ -220,8 +222,8 @@ def _scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
             pieces.append(make(_aten.slice.Tensor, part, 0, at, at + n))
             at += n
         end = pieces[-1]
-    _replace(graph, members, pieces)
-    _sink(pieces, end)
+    _replace_members(graph, members, pieces)
+    _sink_users(pieces, end)
 
 
 def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
@@ -230,7 +232,7 @@ def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
     with graph.inserting_before(members[-1].next):
         make = Making(graph, note)
-        flats = [make(_aten.reshape.default, _unpacked(m), [-1]) for m in members]
+        flats = [make(_aten.reshape.default, _skip_packing_copy(m), [-1]) for m in members]
         whole = make(_WAIT, make(_REDUCE, make(_aten.cat.default, flats), op, name))
         at, pieces = 0, []
         for m in members:
@@ -239,22 +241,22 @@ def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
             pieces.append(make(_aten.reshape.default, piece, shape))
             at += n
         end = pieces[-1]
-    _replace(graph, members, pieces)
-    _sink(pieces, end)
+    _replace_members(graph, members, pieces)
+    _sink_users(pieces, end)
 
 
-def _unpacked(node: fx.Node) -> fx.Node:
+def _skip_packing_copy(node: fx.Node) -> fx.Node:
     """What is reduced, without the copy of it that only one collective would need."""
-    operand = _operand(node)
+    operand = _operand_of_collective(node)
     if operand.target is _aten.clone.default and len(operand.users) == 1:
         (operand,) = operand.all_input_nodes
     return operand
 
 
-_JOIN = {_GATHER: _gathers, _SCATTER: _scatters, _REDUCE: _all_reduces}
+_JOIN = {_GATHER: _join_gathers, _SCATTER: _join_scatters, _REDUCE: _all_reduces}
 
 
-def _replace(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:
+def _replace_members(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:
     for member, piece in zip(members, pieces, strict=True):
         for wait in list(member.users):
             assert math.prod(wait.meta["val"].shape) == piece.meta["val"].numel()
@@ -263,7 +265,7 @@ def _replace(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> 
         graph.erase_node(member)
 
 
-def _sink(pieces: list[fx.Node], end: fx.Node) -> None:
+def _sink_users(pieces: list[fx.Node], end: fx.Node) -> None:
     """Bring what was made of an earlier collective behind the common one, in its order."""
     late: set[fx.Node] = set()
     waiting = list(pieces)

@@ -27,31 +27,31 @@ def cancel(program: Program) -> str:
     cancelled = 0
     for move, nodes in parts.items():
         note = note_of(nodes[0])
-        taken = _taken(nodes)
+        taken = _find_move_input(nodes)
         if taken is None:
             continue
         before = note_of(taken)
         first = parts.get(before.move, [])
         if before.move == move or (before.kind, note.kind) not in _UNDONE_BY:
             continue
-        source = _taken(first)
+        source = _find_move_input(first)
         if source is None or (before.before, before.after) != (note.after, note.before):
             continue
         end = nodes[-1]
-        if _alike(source, end):
+        if _has_same_metadata(source, end):
             end.replace_all_uses_with(source)
             cancelled += 1
     return f"{cancelled} pairs of moves cancelled"
 
 
-def _taken(nodes: list[fx.Node]) -> fx.Node | None:
+def _find_move_input(nodes: list[fx.Node]) -> fx.Node | None:
     """The one tensor that a move takes: what its nodes read and do not make."""
     outside = {a for n in nodes for a in n.all_input_nodes if a not in nodes}
     outside = {a for a in outside if a.meta.get("val") is None or a.meta["val"].ndim}
     return outside.pop() if len(outside) == 1 else None
 
 
-def _alike(a: fx.Node, b: fx.Node) -> bool:
+def _has_same_metadata(a: fx.Node, b: fx.Node) -> bool:
     one, other = a.meta["val"], b.meta["val"]
     return bool(
         one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()

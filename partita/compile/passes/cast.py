@@ -33,7 +33,7 @@ def cast(program: Program) -> str:
     for gather in [n for n in order if is_collective(n) and note_of(n).kind == "all_gather"]:
         chain = _moved_from(gather, order)
         readers = {user for node in chain for user in node.users if user not in chain}
-        dtype = _narrower(gather, readers)
+        dtype = _find_narrower_dtype(gather, readers)
         if dtype is not None:
             _cast_first(gather, chain, sorted(readers, key=order.__getitem__), dtype)
             done += 1
@@ -48,13 +48,13 @@ def _moved_from(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         for user in sorted(waiting.pop().users, key=order.__getitem__):
             # Where elements are only put elsewhere a cast before is a cast behind.
             moves = facts_of(user.target).moves
-            if user not in found and moves and _of(user, gather) <= found:
+            if user not in found and moves and _tensors_read_by(user, gather) <= found:
                 found.add(user)
                 waiting.append(user)
     return sorted(found, key=order.__getitem__)
 
 
-def _of(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
+def _tensors_read_by(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
     """The tensors that a node reads, but not the places in them that it is told."""
     dtype = gather.meta["val"].dtype
     return {
@@ -64,7 +64,7 @@ def _of(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
     }
 
 
-def _narrower(gather: fx.Node, readers: set[fx.Node]) -> torch.dtype | None:
+def _find_narrower_dtype(gather: fx.Node, readers: set[fx.Node]) -> torch.dtype | None:
     """The one dtype to which all readers cast, if it has fewer bytes."""
     wide = gather.meta["val"].dtype
     dtypes = set()

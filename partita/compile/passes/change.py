@@ -108,7 +108,7 @@ class Seen:
             promise,
             did,
             **pairs,
-            diff=_diff(self.lines, now.lines),
+            diff=_diff_calls(self.lines, now.lines),
             digest=now.digest,
             changed=now.digest != self.digest,
         )
@@ -128,7 +128,7 @@ def _saved(nodes: list[fx.Node]) -> int:
     return total
 
 
-def _diff(before: list[str], after: list[str]) -> tuple[str, ...]:
+def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
     """What is called more or less often, those that send first."""
 
     def called(lines: list[str]) -> dict[str, int]:

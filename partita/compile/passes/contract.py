@@ -57,7 +57,7 @@ class Promised:
         return cls(
             tuple(id(given) for given in program.inputs),
             tuple((id(o), o.kind, o.spec, o.slot, o.index) for o in program.outputs),
-            tuple(_said(node) for node in end.args[0]),
+            tuple(_describe_value(node) for node in end.args[0]),
             tuple(written_inputs(program.graph.graph)),
             overlapping_results(program.graph.graph),
         )
@@ -80,7 +80,11 @@ class Promised:
         for pair in sorted(self.overlapping - now.overlapping, key=sorted):
             raise IllegalGraph(
                 f"after {name}: output {max(pair)} does not lie any more in the memory of "
-                + (f"output {min(pair)}" if min(pair) >= 0 else self._input(program, min(pair))),
+                + (
+                    f"output {min(pair)}"
+                    if min(pair) >= 0
+                    else self._name_of_input(program, min(pair))
+                ),
                 reason="who writes one of them after the step writes the other, as in eager",
             )
         for i in sorted(set(now.written) ^ set(self.written)):
@@ -88,11 +92,11 @@ class Promised:
             raise IllegalGraph(f"after {name}: {program.inputs[i].name} is {how}")
 
     @staticmethod
-    def _input(program: Program, number: int) -> str:
+    def _name_of_input(program: Program, number: int) -> str:
         return program.inputs[-1 - number].name
 
 
-def _said(node: Any) -> str:
+def _describe_value(node: Any) -> str:
     value = node.meta.get("val") if isinstance(node, fx.Node) else node
     if not isinstance(value, torch.Tensor):
         return repr(value)
@@ -109,7 +113,7 @@ def work_out(program: Program, name: str) -> None:
         if node.op != "call_function":
             continue
         if NOTE not in node.meta:
-            node.meta[NOTE] = _note(program, node, name)
+            node.meta[NOTE] = _make_note(program, node, name)
         if node.target is torch.ops.aten.copy_.default:
             continue  # it makes what it writes into
         try:
@@ -122,7 +126,7 @@ def work_out(program: Program, name: str) -> None:
             ) from error
 
 
-def _note(program: Program, node: fx.Node, name: str) -> Note:
+def _make_note(program: Program, node: fx.Node, name: str) -> Note:
     """Of a node that a pass made without one: as the latest of what it reads, for the pass."""
     read = [note_of(n) for n in node.all_input_nodes]
     phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])

@@ -27,7 +27,12 @@ def dedupe(program: Program) -> str:
         is_view = node.op == "call_function" and facts_of(node.target).is_view
         if not (is_view or is_collective(node)):
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs), note_of(node).phase)
+        key = (
+            node.target,
+            _freeze_value(node.args),
+            _freeze_value(node.kwargs),
+            note_of(node).phase,
+        )
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -36,9 +41,9 @@ def dedupe(program: Program) -> str:
     return f"{merged} collectives merged"
 
 
-def _frozen(value: Any) -> Any:
+def _freeze_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in value)
+        return tuple(_freeze_value(v) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _frozen(v)) for k, v in value.items())
+        return tuple((k, _freeze_value(v)) for k, v in value.items())
     return (type(value), value) if isinstance(value, (bool, int, float)) else value

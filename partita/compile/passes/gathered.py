@@ -51,7 +51,7 @@ class Runs:
 
     def __init__(self, graph: fx.Graph):
         self.place = {node: i for i, node in enumerate(graph.nodes)}
-        self.found = [self._gathered(n) for n in self.place if _is_gather(n)]
+        self.found = [self._make_gathered_parameter(n) for n in self.place if _is_gather(n)]
         uses = sorted(
             {(self.place[user], one.block, user) for one in self.found for user in one.users},
             key=lambda use: use[:2],
@@ -83,10 +83,10 @@ class Runs:
         """The call with which a run begins."""
         return self._first[number]
 
-    def _gathered(self, gather: fx.Node) -> GatheredParameter:
+    def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
         chain = [gather]
         reached = {gather}
-        for node in sorted(_after(gather), key=self.place.__getitem__):
+        for node in sorted(_find_moved_views(gather), key=self.place.__getitem__):
             if only_moves(node) and reached.issuperset(node.all_input_nodes):
                 chain.append(node)
                 reached.add(node)
@@ -112,7 +112,7 @@ def _is_gather(node: fx.Node) -> bool:
     )
 
 
-def _after(node: fx.Node) -> set[fx.Node]:
+def _find_moved_views(node: fx.Node) -> set[fx.Node]:
     """What can be reached from `node` through what only moves."""
     found: set[fx.Node] = set()
     waiting = [node]

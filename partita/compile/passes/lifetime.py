@@ -29,11 +29,11 @@ def lifetime(program: Program) -> str:
     place = {node: i for i, node in enumerate(nodes)}
     late: set[fx.Node] = set()
     for n in nodes:
-        if n.op == "call_function" and (_updates(n) or not late.isdisjoint(n.all_input_nodes)):
+        if n.op == "call_function" and (_is_update(n) or not late.isdisjoint(n.all_input_nodes)):
             late.add(n)
-    needs = {n: _needs(n, late) for n in late}
+    needs = {n: _find_prerequisites(n, late) for n in late}
     floor = max((place[n] for n in nodes if n.op in ("placeholder", "get_attr")), default=0)
-    ready = _ready(nodes, late, needs, place, floor)
+    ready = _find_ready_places(nodes, late, needs, place, floor)
     behind: dict[int, list[fx.Node]] = {}
     for node in nodes:
         returned = any(user.op == "output" for user in node.users)
@@ -54,11 +54,11 @@ def lifetime(program: Program) -> str:
     return f"{moved} tensors are updated before backward ends"
 
 
-def _updates(node: fx.Node) -> bool:
+def _is_update(node: fx.Node) -> bool:
     return note_of(node).phase == "update" or node.target is _COPY
 
 
-def _needs(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
+def _find_prerequisites(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
     """What must run before `node`: what it reads and, before an input is written, who reads it."""
     found = list(node.all_input_nodes)
     if node.target is _COPY:
@@ -74,7 +74,7 @@ def _needs(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _ready(
+def _find_ready_places(
     nodes: list[fx.Node],
     late: set[fx.Node],
     needs: dict[fx.Node, list[fx.Node]],

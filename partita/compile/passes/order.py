@@ -113,11 +113,11 @@ def _one_by_one(
     promised = Promised.by(program)
     each, last = verifies_each_pass(), ""
     for name, change in in_order(passes, without).items():
-        did = _did(program, name, change)
+        did = _run_pass(program, name, change)
         keep_apart(program.graph.graph, promised.overlapping)
         drop_unused(program.graph.graph)
         if name not in PASSES:
-            _lint(program, name)
+            _lint_graph(program, name)
             work_out(program, name)
         if each or name not in PASSES:
             verify(program, name)
@@ -130,7 +130,7 @@ def _one_by_one(
         promised.check(program, "the passes")
 
 
-def _did(program: Program, name: str, change: Pass) -> str:
+def _run_pass(program: Program, name: str, change: Pass) -> str:
     try:
         did = change(program)
     except IllegalGraph:
@@ -142,7 +142,7 @@ def _did(program: Program, name: str, change: Pass) -> str:
     return did if isinstance(did, str) and did else "(it does not say what it did)"
 
 
-def _lint(program: Program, name: str) -> None:
+def _lint_graph(program: Program, name: str) -> None:
     try:
         program.graph.graph.lint()
     except RuntimeError as error:

@@ -63,7 +63,7 @@ class _Order:
         self._storages = storages_of(program)
         self.reads = {node: self._read_by(node) for node in self.nodes}
         self._last = {s: node for node in self.nodes for s in self.reads[node]}
-        self._live, self._peak = self._run(self.nodes, 0, self._last)
+        self._live, self._peak = self._simulate_memory(self.nodes, 0, self._last)
 
     def _read_by(self, node: fx.Node) -> set[int]:
         """The storages that must be there when a node runs."""
@@ -81,7 +81,7 @@ class _Order:
         """Bytes at the fullest place, the inputs' among them."""
         return self._peak
 
-    def _run(
+    def _simulate_memory(
         self, nodes: Sequence[fx.Node], live: int, last: Mapping[int, fx.Node]
     ) -> tuple[list[int], int]:
         """Bytes that are there before each of `nodes`, `live` of them before the first; the most.
@@ -120,7 +120,7 @@ class _Order:
             for s in self.reads[node]:
                 if self.place[last[s]] < end:
                     last[s] = node
-        live, peak = self._run(new, self._live[first], last)
+        live, peak = self._simulate_memory(new, self._live[first], last)
         if peak > limit:
             return False
         self.nodes[first:end], self._live[first:end] = new, live

@@ -42,12 +42,12 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Have backward read copies of `chosen`, each made where it is first read; these copies."""
     copies: dict[fx.Node, fx.Node] = {}
 
-    def again(node: fx.Node) -> fx.Node:
+    def copy_for_backward(node: fx.Node) -> fx.Node:
         if node not in chosen:
             return node
         if node not in copies:
             for read in node.all_input_nodes:
-                again(read)
+                copy_for_backward(read)
             copies[node] = made = graph.node_copy(node, lambda n: copies.get(n, n))
             note = note_of(node)
             reason = "regather" if note.reason == "gather" else note.reason
@@ -59,7 +59,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             for read in node.all_input_nodes:
                 if read in chosen:
                     with graph.inserting_before(node):
-                        node.replace_input_with(read, again(read))
+                        node.replace_input_with(read, copy_for_backward(read))
     return copies
 
 

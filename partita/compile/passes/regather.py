@@ -29,17 +29,17 @@ def regather(program: Program) -> str:
     runs = Runs(graph)
     again = backward = 0
     for one in runs.found:
-        uses = _apart(one, runs)
+        uses = _group_users(one, runs)
         for users in uses[1:]:
             _gather_again(graph, one, users)
             again += 1
             backward += is_backward(users[0])
         if uses:
-            _bring(one, uses[0][0])
+            _sink_to_first_use(one, uses[0][0])
     return f"{backward} parameters are gathered again for backward, {again - backward} for forward"
 
 
-def _apart(one: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
+def _group_users(one: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
     """Its users, in groups between which it is let go."""
     groups: list[list[fx.Node]] = []
     for user in one.users:
@@ -71,7 +71,7 @@ def _gather_again(graph: fx.Graph, one: GatheredParameter, users: list[fx.Node])
                 user.replace_input_with(node, copies[node])
 
 
-def _bring(one: GatheredParameter, first: fx.Node) -> None:
+def _sink_to_first_use(one: GatheredParameter, first: fx.Node) -> None:
     """Have it gathered right before it is first used, however early its block was entered."""
     moved = [*_from_shard(one.gather), *one.chain]
     together = set(one.chain)

@@ -40,14 +40,14 @@ def of_regions(program: Program) -> set[fx.Node]:
             for user in node.users
         ):
             kept.update(storages.of[node])
-    again = _without(inside, storages, kept)
+    again = _drop_kept(inside, storages, kept)
     budgets = {note.budget for n in again if (note := note_of(n)).budget is not None}
     for budget in sorted(budgets):
         kept |= _worth_keeping(program, again, storages, budget)
-    return _without(again, storages, kept)
+    return _drop_kept(again, storages, kept)
 
 
-def _without(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
+def _drop_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
     # A view of what stays costs nothing to make again.
     return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
 

@@ -60,7 +60,7 @@ def _keep_within(program: Program, budget: int, behind: Mapping[str, Pass]) -> i
     """
     text = "\n".join([*canonical(program), *program.without])
     least = None
-    for names in _levels(program):
+    for names in _make_levels(program):
         key = hashlib.sha256(f"{text} {sorted(names)}".encode()).hexdigest()
         if key not in _tried_before:
             _tried_before[key] = _predict_peak(program, names, behind)
@@ -89,7 +89,7 @@ def _predict_peak(program: Program, names: frozenset[str], behind: Mapping[str, 
     return memory_of(trial).peak
 
 
-def _levels(program: Program) -> list[frozenset[str]]:
+def _make_levels(program: Program) -> list[frozenset[str]]:
     """Choices, each with more recomputed than the one before; the first with nothing.
 
     First go what is cheap for its bytes. What all of forward passes through stays, so that no
@@ -98,8 +98,8 @@ def _levels(program: Program) -> list[frozenset[str]]:
     """
     graph = program.graph.graph
     storages = storages_of(program)
-    saved = _saved(graph, storages)
-    narrow = _narrow(graph, storages, saved)
+    saved = _find_saved_storages(graph, storages)
+    narrow = _find_narrow_points(graph, storages, saved)
     ranked = [s for s in saved if s not in narrow]
     ranked.sort(key=lambda s: (_cost(storages.maker[s]) / storages.nbytes[s], s))
     step = max(1, -(-len(ranked) // _LEVELS))
@@ -111,11 +111,11 @@ def _levels(program: Program) -> list[frozenset[str]]:
     levels = [frozenset[str]()]
     for some in dropped:
         held = set(saved).difference(some)
-        levels.append(frozenset(_closed(graph, storages, set(some), held)))
+        levels.append(frozenset(_close_over_inputs(graph, storages, set(some), held)))
     return list(dict.fromkeys(levels))
 
 
-def _narrow(graph: fx.Graph, storages: Storages, saved: list[int]) -> list[int]:
+def _find_narrow_points(graph: fx.Graph, storages: Storages, saved: list[int]) -> list[int]:
     """Of what is saved, that beside which the rest of forward needs next to nothing else."""
     forward = [n for n in graph.nodes if n.op == "call_function" and note_of(n).phase == "forward"]
     last = {s: n for n in forward for read in n.all_input_nodes for s in storages.of[read]}
@@ -132,7 +132,7 @@ def _narrow(graph: fx.Graph, storages: Storages, saved: list[int]) -> list[int]:
     return found
 
 
-def _saved(graph: fx.Graph, storages: Storages) -> list[int]:
+def _find_saved_storages(graph: fx.Graph, storages: Storages) -> list[int]:
     """What forward makes, that can be made again, and backward reads."""
     found: dict[int, None] = {}
     for node in graph.nodes:
@@ -144,7 +144,9 @@ def _saved(graph: fx.Graph, storages: Storages) -> list[int]:
     return list(found)
 
 
-def _closed(graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]) -> set[str]:
+def _close_over_inputs(
+    graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
+) -> set[str]:
     """The nodes that show what is dropped, and those that must run for them to be made again."""
     chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
     chosen = {n for n in chosen if storages.of[n]}

@@ -30,14 +30,14 @@ def find(program: Program, *targets: Any, **said: Any) -> list[fx.Node]:
     """
     found = []
     for node in program.graph.graph.nodes:
-        if node.op == "call_function" and (not targets or _calls(node, targets)):
+        if node.op == "call_function" and (not targets or _is_call_of(node, targets)):
             note = note_of(node)
             if all(getattr(note, name) == value for name, value in said.items()):
                 found.append(node)
     return found
 
 
-def _calls(node: fx.Node, targets: tuple[Any, ...]) -> bool:
+def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
     target: Any = node.target
     return target in targets or getattr(target, "overloadpacket", None) in targets
 

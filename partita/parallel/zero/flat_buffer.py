@@ -92,12 +92,12 @@ _LARGE = 1 << 20  # bytes
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
-def _padded(shape: Sequence[int], n: int) -> int:
+def _padded_numel(shape: Sequence[int], n: int) -> int:
     """The elements of the largest of n pieces of a tensor of `shape`, split along dimension 0."""
     return -(-shape[0] // n) * math.prod(shape[1:])
 
 
-def _spans(
+def _find_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> tuple[tuple[int, int], ...] | None:
     """`Piece.spans`. Axes that cut one after the other cut unevenly in the middle, too."""
@@ -159,13 +159,13 @@ class FlatBuffer:
         start = place = longest = 0
         for whole, shard in zip(wholes, shards, strict=True):
             shape = whole.local_shape
-            length = _padded(shape, self.n)
+            length = _padded_numel(shape, self.n)
             strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-            spans = _spans(whole, shard, axes, length)
+            spans = _find_spans(whole, shard, axes, length)
             self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
-            longest += _padded(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
+            longest += _padded_numel(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
         self.length, self._room = start, place
         # Ranks along other axes hold other numbers: to the flat buffer they are pieces too, and
         # all are described as the first rank's, which no rank's exceeds.
@@ -207,7 +207,7 @@ class FlatBuffer:
             return False
         with Local(), torch.no_grad():
             if self._arrives_in_place:
-                self._allocate()
+                self._allocate_storage()
                 out = self._full[: self.n * self.length]
             else:
                 out = torch.empty(self.n * self.length, dtype=self.dtype, device=self.device)
@@ -249,9 +249,9 @@ class FlatBuffer:
         """Wait until everything is here."""
         if self._arriving is None:
             return
-        out = self._arrived()
+        out = self._wait_for_gather()
         if not self._arrives_in_place:
-            self._allocate()
+            self._allocate_storage()
             with torch.no_grad():
                 torch._foreach_copy_(*self._in_full(out))
         del out
@@ -263,7 +263,7 @@ class FlatBuffer:
 
     def finish_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Wait, and write each parameter into memory of the caller's; nothing is kept here."""
-        out = self._arrived()
+        out = self._wait_for_gather()
         pairs = [
             pair
             for w, p in zip(wholes, self.pieces, strict=True)
@@ -273,7 +273,7 @@ class FlatBuffer:
         del out, pairs  # views of what is released
         self.release()
 
-    def _arrived(self) -> torch.Tensor:
+    def _wait_for_gather(self) -> torch.Tensor:
         assert self._arriving is not None
         work, _, out = self._arriving
         work.wait()
@@ -297,7 +297,7 @@ class FlatBuffer:
     def release(self) -> None:
         """Free what was gathered; or leave it, for good, to whoever keeps a plain view of it."""
         if self._arriving is not None:
-            self._arrived()
+            self._wait_for_gather()
         held, self.alive = self.alive, 0
         self.here, self.span = False, (0, 0)
         if not held or not self._full.untyped_storage().nbytes():
@@ -319,7 +319,7 @@ class FlatBuffer:
         view = torch.empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
-    def _allocate(self) -> None:
+    def _allocate_storage(self) -> None:
         storage = self._full.untyped_storage()
         storage.resize_(self.nbytes)
         self.alive = self.nbytes
@@ -387,12 +387,12 @@ class FlatBuffer:
         flat = self._end_to_end_of(grads)
         work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
 
-        def wait() -> list[torch.Tensor]:
+        def wait_for_all_reduce() -> list[torch.Tensor]:
             work.wait()
             pieces = flat.split([g.numel() for g in grads])
             return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
 
-        return wait
+        return wait_for_all_reduce
 
     def _end_to_end_of(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """All gradients, copied one after the other.
@@ -426,7 +426,7 @@ class FlatBuffer:
         ]
         del sums
 
-        def wait() -> list[torch.Tensor]:
+        def wait_for_reduce_scatter() -> list[torch.Tensor]:
             if on_the_way:
                 on_the_way[0].wait()
                 on_the_way.clear()
@@ -436,4 +436,4 @@ class FlatBuffer:
                 parts = [g[: s.numel()] for g, s in zip(parts, shapes, strict=True)]
             return [g.view(shape) for g, shape in zip(parts, shapes, strict=True)]
 
-        return wait
+        return wait_for_reduce_scatter

@@ -99,9 +99,9 @@ class ForwardCall:
             self._reduce_with_history(grads)
         else:
             with torch.no_grad():
-                self._reduce(grads)
+                self._reduce_gradients(grads)
 
-    def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _reduce_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         group, zero, at = self.group, self.group.zero, 0
         for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]

@@ -97,7 +97,7 @@ class FsdpGroup:
 
     def __init__(self, zero: GroupOwner, block: Block):
         self._begin_with(zero, block)
-        self._fit()
+        self._rebuild_buffers()
 
     def _begin_with(self, zero: GroupOwner, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
@@ -128,7 +128,7 @@ class FsdpGroup:
     def __setstate__(self, state: Any) -> None:
         self._begin_with(*state)
 
-    def _fit(self) -> None:
+    def _rebuild_buffers(self) -> None:
         """Make room for the parameters as they are now: `model.to(dtype)` changes them."""
         shards = self.shards()
         with Local():
@@ -226,7 +226,7 @@ class FsdpGroup:
             return
         shards = self.shards()
         if not self.depth and not self.busy:
-            self._fit()
+            self._rebuild_buffers()
         versions = count_writes_of(shards)
         if versions != self.versions and not self.depth and not self.busy:
             for flat in self.flats:  # what is persistent is out of date

@@ -53,10 +53,10 @@ class _BlockHooks:
         if HERE.capturing:
             HERE.unfinished.append(self._in_graph.end)
             self._in_graph.begin()
-            return self._prepared(args, kwargs, None)
+            return self._prepare_inputs(args, kwargs, None)
         group = self.group
         group.open_forwards.append(None)
-        HERE.unfinished.append(self._finish)
+        HERE.unfinished.append(self._finish_forward)
         # Within: a tied weight's other module, or the same module again.
         if group.depth or not group.holds_its_own:
             group.depth += 1
@@ -73,12 +73,12 @@ class _BlockHooks:
             show_gathered(group, call)
         if call is not None:
             group.open_forwards[-1] = Saving(call)
-        prepared = self._prepared(args, kwargs, call)
+        prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
             call.since = next_node()
         return prepared
 
-    def _prepared(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
+    def _prepare_inputs(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
         """The inputs of a forward, cast and marked; None where they stay as they are."""
         precision = self.group.zero.precision
         dtype = precision.param_dtype
@@ -105,14 +105,14 @@ class _BlockHooks:
             return
         forward = self.group.open_forwards[-1]
         HERE.unfinished.pop()
-        self._finish()
+        self._finish_forward()
         if forward is not None:
             with Unheard():
                 for t in tensors_in(output):
                     if t.requires_grad and forward.call.made(t):
                         t.register_hook(forward.call.begin_backward)
 
-    def _finish(self) -> None:
+    def _finish_forward(self) -> None:
         """A forward of one of the block's modules has ended, or broken off."""
         group = self.group
         if not group.open_forwards:

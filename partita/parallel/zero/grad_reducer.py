@@ -109,7 +109,7 @@ class Early:
         self._buckets: list[_Bucket] = []
         self._specs: dict[Spec, Spec] = {}
         self._under_way: _Bucket | None = None
-        for name, params in self._blocks if stage == 2 else _joined(self._blocks):
+        for name, params in self._blocks if stage == 2 else _join_small_blocks(self._blocks):
             groups: dict[torch.dtype, list[DTensor]] = {}
             for p in params:
                 groups.setdefault(p.dtype, []).append(p)
@@ -125,7 +125,7 @@ class Early:
                         name=name,
                     )
                     own_state(p).rest = rest
-                    hook = p.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                    hook = p.register_post_accumulate_grad_hook(self._make_ready_hook(bucket, i))
                     self._handles.append(hook)
 
     # A copy of the model has a state of its own, over its own parameters.
@@ -152,20 +152,20 @@ class Early:
                     for _, params in self._blocks:
                         params[:] = [new if q is old else q for q in params]
                     own_state(new).rest = state_of(old).rest
-                    hook = new.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                    hook = new.register_post_accumulate_grad_hook(self._make_ready_hook(bucket, i))
                     self._handles.append(hook)
 
-    def _hook(self, bucket: _Bucket, i: int) -> Any:
+    def _make_ready_hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
             grads = bucket.came(i)
             if grads is not None and not self.waits:
-                self._send(bucket, grads)
+                self._send_bucket(bucket, grads)
 
         return ready
 
     # -- on their way ------------------------------------------------------------------------------
 
-    def _send(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
+    def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
         with Local(), torch.no_grad():
             self.finish()
             bucket.sent = [(g, g._version) for g in grads]
@@ -198,7 +198,7 @@ class Early:
                         g.copy_(total)
                 sums = grads
             for p, g in zip(bucket.params, sums, strict=True):
-                after = self._after(p)
+                after = self._spec_after_reduction(p)
                 if self.stage < 2:  # it is p's gradient
                     tagged(g, after)
                 else:
@@ -208,7 +208,7 @@ class Early:
     def show_gradient(self) -> None:
         """The program reads a gradient: what is kept here is in it."""
 
-    def _after(self, p: DTensor) -> Spec:
+    def _spec_after_reduction(self, p: DTensor) -> Spec:
         """The spec of a gradient that is summed over our axes; others may be pending yet."""
         known = self._specs.get(p._spec)
         if known is None:
@@ -230,7 +230,10 @@ class Early:
                 flat = bucket.flat
                 whole = [p.detach() for p in bucket.params]
                 flat.start(
-                    [w.narrow(0, *_rows(p)) for w, p in zip(whole, bucket.params, strict=True)],
+                    [
+                        w.narrow(0, *_find_updated_rows(p))
+                        for w, p in zip(whole, bucket.params, strict=True)
+                    ],
                     "update",
                 )
                 if before is not None:
@@ -249,7 +252,9 @@ class Early:
             self.waits = before
 
 
-def _joined(blocks: Iterable[tuple[str, list[DTensor]]]) -> Iterator[tuple[str, list[DTensor]]]:
+def _join_small_blocks(
+    blocks: Iterable[tuple[str, list[DTensor]]],
+) -> Iterator[tuple[str, list[DTensor]]]:
     names: list[str] = []
     together: list[DTensor] = []
     size = 0
@@ -266,7 +271,7 @@ def _joined(blocks: Iterable[tuple[str, list[DTensor]]]) -> Iterator[tuple[str, 
         yield " ".join(names), together
 
 
-def _rows(p: DTensor) -> tuple[int, int]:
+def _find_updated_rows(p: DTensor) -> tuple[int, int]:
     """Which rows of its own piece of `p` this rank updates: (first, count)."""
     mine, whole = update_spec(p).region[0], p._spec.region[0]
     return mine[0] - whole[0], mine[1]

@@ -65,9 +65,9 @@ class InGraph:
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
         with HERE.outside_block():
-            self._begin()
+            self._begin_forward()
 
-    def _begin(self) -> None:
+    def _begin_forward(self) -> None:
         self.depth += 1
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
@@ -80,7 +80,9 @@ class InGraph:
             if not isinstance(p, FakeTensor):  # of a module that the block has no more
                 continue
             after = group.zero.whole(p._spec)
-            whole = tagged(_gathered(p, after, group.zero.precision, group.name, reason), after)
+            whole = tagged(
+                _gather_parameter(p, after, group.zero.precision, group.name, reason), after
+            )
             own_state(whole).gathered_from = (p, 0)  # what it stands for
             given = stand_for(whole, p)
             self._shown.append(_Shown(places, p, whole, count_writes(whole), given))
@@ -90,9 +92,9 @@ class InGraph:
     def end(self) -> None:
         """It has ended, or broken off."""
         with HERE.outside_block():
-            self._end()
+            self._end_forward()
 
-    def _end(self) -> None:
+    def _end_forward(self) -> None:
         self.depth -= 1
         if self.depth:
             return
@@ -121,7 +123,7 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 # -- in which dtypes -------------------------------------------------------------------------------
 
 
-def _gathered(
+def _gather_parameter(
     p: DTensor, after: Spec, precision: MixedPrecision, name: str, reason: str
 ) -> torch.Tensor:
     """`p` gathered as `after`, with a history."""
@@ -190,14 +192,14 @@ def in_parts(
                 part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
     settle(p for p in params if parts[p] is p)
     groups = optimizer.param_groups
-    _rename(optimizer, parts)
+    _rekey_optimizer_state(optimizer, parts)
     optimizer.param_groups = [
         dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
     ]
     try:
         yield list(parts.values())
     finally:
-        _rename(optimizer, {part: p for p, part in parts.items()})
+        _rekey_optimizer_state(optimizer, {part: p for p, part in parts.items()})
         optimizer.param_groups = groups
     with torch.no_grad():
         for p in cut:
@@ -211,7 +213,7 @@ def _block_of(p: DTensor) -> str:
     return "" if rest is None else rest.name
 
 
-def _rename(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
+def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
     """Put each entry of the optimizer's state under another tensor, in its order."""
     entries = list(optimizer.state.items())
     optimizer.state.clear()

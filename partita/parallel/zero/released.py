@@ -35,7 +35,7 @@ class _Released:
     def __init__(self, name: str):
         self._name = name
 
-    def _refuse(self) -> NoReturn:
+    def _raise_released(self) -> NoReturn:
         raise LayoutError(
             f"{self._name} is released: this view of it was kept beyond the forward of its block",
             place=user_line(),
@@ -50,10 +50,10 @@ class _Released:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse()
+        self._raise_released()
 
     def __hash__(self) -> int:
-        self._refuse()
+        self._raise_released()
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -30,7 +30,7 @@ class Saving:
         self._flats = call.group.flats
         self._dtypes = {flat.dtype for flat in self._flats}
         self._other = saving_hooks()
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack_saved_tensor)
         self._hooks.__enter__()
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Saving:
         return _Other(self._other, t)
 
     @staticmethod
-    def _unpack(packed: _Stood | _Cast | _Other) -> torch.Tensor:
+    def _unpack_saved_tensor(packed: _Stood | _Cast | _Other) -> torch.Tensor:
         return packed.tensor()
 
 
@@ -86,7 +86,7 @@ class _Stood:
                         self.flat, i, self.versions, self.call.written, self.version
                     )
         with Local():
-            return _typed(self.flat.view(*self.place), self.spec)
+            return _restore_tensor_class(self.flat.view(*self.place), self.spec)
 
 
 _VIEWS = tuple(
@@ -128,7 +128,7 @@ class _Cast:
                 i -= len(flat.pieces)
         with Local(), torch.no_grad():
             cast = self.group.views()[self.number].to(self.dtype)
-            return _typed(cast.as_strided(*self.place), self.spec)
+            return _restore_tensor_class(cast.as_strided(*self.place), self.spec)
 
 
 class _Other:
@@ -143,7 +143,7 @@ class _Other:
         if self.hooks is not None:  # which may run a part of the program again
             kept = self.hooks[1](self.kept)
             with Local():
-                return _typed(kept, self.spec)
+                return _restore_tensor_class(kept, self.spec)
         with Local():
             if self.kept._version != self.version:  # with hooks, autograd does not look
                 raise RuntimeError(
@@ -151,14 +151,14 @@ class _Other:
                     f"an inplace operation: {tuple(self.kept.shape)} is at version "
                     f"{self.kept._version}; expected version {self.version}"
                 )
-            return _typed(self.kept, self.spec)
+            return _restore_tensor_class(self.kept, self.spec)
 
 
 def _spec(t: torch.Tensor) -> Spec | None:
     return t._spec if isinstance(t, DTensor) else None
 
 
-def _typed(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+def _restore_tensor_class(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
     """`t` as autograd will hand it on: of the class that it has here only if nobody shares it."""
     if spec is None:
         return t

@@ -115,7 +115,7 @@ def zero(
         for block in found:
             params: list[Any] = [s[0].owner._parameters[s[0].attr] for s in block.slots]
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
-        state = Early(parts, axes, stage, partial(_sharded, axes=axes))
+        state = Early(parts, axes, stage, partial(_shard_spec, axes=axes))
     model.__dict__["_zero"] = state
     state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
     for p, grad in grads.items():
@@ -174,7 +174,7 @@ def _take_over(
             raise LayoutError(
                 f"zero: a {type(module).__name__} in the model was sharded otherwise",
                 place=user_line(),
-                operands=(_options(state.options), _options(wanted)),
+                operands=(_format_options(state.options), _format_options(wanted)),
                 reason="the blocks of one model are gathered and reduced in one way",
                 fixes=(Fix("zero(..., blocks=[...])", "once, for the whole model"),),
             )
@@ -185,7 +185,7 @@ def _take_over(
     return applied
 
 
-def _options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str:
+def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str:
     axes, stage, precision = options
     return f"stage {stage} over {' '.join(axes)}, {precision}"
 
@@ -234,7 +234,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _sharded(spec: Spec, axes: tuple[str, ...]) -> Spec:
+def _shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
     layout = spec.layout
     for a in axes:
         if not (layout.placement(a).is_replicate() or layout.placement(a).is_invariant()):
@@ -251,6 +251,6 @@ def _sharded(spec: Spec, axes: tuple[str, ...]) -> Spec:
 def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
     value: Any = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
     spec = value._spec
-    after = _sharded(spec, axes)
+    after = _shard_spec(spec, axes)
     local = moved(value, spec, after, "zero", "explicit")
     return tagged(with_room(local, after), after)

@@ -71,7 +71,7 @@ class Zero:
 
     def register_hooks(self) -> None:
         """Hear of the model's forwards: around the blocks, of which it may be one itself."""
-        self.model.register_forward_pre_hook(self._begin, prepend=True)
+        self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.model.register_forward_hook(self._end, always_call=True)
 
     def _begin_with(
@@ -148,7 +148,7 @@ class Zero:
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def _begin(self, *_: Any) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         if not self._forwards and not in_backward():
             self.settle()
         self._forwards += 1
@@ -177,7 +177,7 @@ class Zero:
             self._next[self._last] = group
             self._before[group] = self._last
         self._last = group
-        self._prefetch(self._next.get(group), group)
+        self._prefetch_group(self._next.get(group), group)
 
     def enter_backward(self, group: FsdpGroup) -> None:
         """Gather `group`; what came before it in forward may be on its way meanwhile."""
@@ -185,9 +185,9 @@ class Zero:
         before = self._before.get(group)
         while before is not None and not before.needed:
             before = self._before.get(before)
-        self._prefetch(before, group)
+        self._prefetch_group(before, group)
 
-    def _prefetch(self, group: FsdpGroup | None, beside: FsdpGroup) -> None:
+    def _prefetch_group(self, group: FsdpGroup | None, beside: FsdpGroup) -> None:
         if group is None:
             return
         for other in self.groups:
@@ -246,7 +246,7 @@ class Zero:
     def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
         """Each parameter's gradient, plain and local, once what is being reduced is here."""
         if not self.keeps_shares:
-            self._send(groups)
+            self._reduce_held_gradients(groups)
         found: dict[DTensor, torch.Tensor] = {}
         ready = [one for one in self._under_way if one.group in groups]
         self._under_way = [one for one in self._under_way if one.group not in groups]
@@ -286,7 +286,7 @@ class Zero:
     def finish(self) -> None:
         """Reduce the shares that were kept, and add them to the parameters' gradients."""
         with Local(), torch.no_grad():
-            self._send(self.groups)
+            self._reduce_held_gradients(self.groups)
             for p, g in self.collect(self.groups).items():
                 held = torch._C.TensorBase.grad.__get__(p)  # type: ignore[union-attr]
                 if held is None:
@@ -294,7 +294,7 @@ class Zero:
                 else:
                     held.add_(g)
 
-    def _send(self, groups: Sequence[FsdpGroup]) -> None:
+    def _reduce_held_gradients(self, groups: Sequence[FsdpGroup]) -> None:
         for group in groups:
             for k in list(group.held):
                 self.reduce(group, k, group.held.pop(k))

@@ -63,11 +63,11 @@ def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
     names = x.names
     left = names.without(dim, keepdim=True)
 
-    def local(call: KernelCall) -> Kernel:
+    def make_first_index_kernel(call: KernelCall) -> Kernel:
         offset = [call.pieces.get(n, (0,))[0] for n in names]
         return lambda x, best, dim: _first_index(x, best, dim, offset, list(call.shapes[0] or ()))
 
-    return Said(f"{names}, {left} -> min {left}", local)
+    return Said(f"{names}, {left} -> min {left}", make_first_index_kernel)
 
 
 @op
@@ -85,11 +85,11 @@ def _stands_at(x: Any, at: Any, dim: int, offset: int) -> Any:
 def _stands_at_rule(x: Arg, at: Arg, dim: int) -> Said:
     names = x.names
 
-    def local(call: KernelCall) -> Kernel:
+    def make_stands_at_kernel(call: KernelCall) -> Kernel:
         offset = call.pieces.get(names[dim], (0,))[0]
         return lambda x, at, dim: _stands_at(x, at, dim, offset)
 
-    return Said(f"{names}, {names.without(dim, keepdim=True)} -> {names}", local)
+    return Said(f"{names}, {names.without(dim, keepdim=True)} -> {names}", make_stands_at_kernel)
 
 
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:

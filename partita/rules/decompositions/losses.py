@@ -33,7 +33,7 @@ def _target_weight(target: Arg, weight: Arg | None, _ignore_index: int) -> str:
     return f"...{', c!' * (weight is not None)} -> sum"
 
 
-def _averaged(loss: Any, target: Any, weight: Any, ignore_index: int, reduction: int) -> Any:
+def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reduction: int) -> Any:
     if reduction == 0:
         return loss
     total = loss.sum()
@@ -46,7 +46,7 @@ def averaged_by_torch(loss: Any) -> Any:
     """The mean of a loss of classes of which each rank has all, given by index, by torch's own
     kernel: the sum of a rank's samples, over the weight of all."""
 
-    def run(
+    def run_in_wide_dtype(
         x: Any,
         target: Any,
         weight: Any = None,
@@ -60,7 +60,7 @@ def averaged_by_torch(loss: Any) -> Any:
         count = settled(target_weight(target, weights, ignore_index)).to(total.dtype)
         return (total / count).to(x.dtype)
 
-    return run
+    return run_in_wide_dtype
 
 
 def nll(
@@ -74,7 +74,7 @@ def nll(
     if weight is not None:
         loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
     loss = loss.masked_fill(ignored, 0)
-    return _averaged(loss, target, weight, ignore_index, reduction).to(logp.dtype)
+    return _reduce_loss(loss, target, weight, ignore_index, reduction).to(logp.dtype)
 
 
 def cross_entropy(
@@ -123,7 +123,7 @@ def _cross_entropy(
     loss = logz - settled(torch.gather(x, dim, index.unsqueeze(dim)).squeeze(dim))
     if weight is not None:
         loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
-    loss = _averaged(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
+    loss = _reduce_loss(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
     if not smoothing:
         return loss
     if each is None:
@@ -131,5 +131,5 @@ def _cross_entropy(
     else:
         smooth = logz * weight.sum() - (x * each).sum(dim)
     smooth = smooth.masked_fill(ignored, 0)
-    smooth = _averaged(smooth, target, weight, ignore_index, reduction)
+    smooth = _reduce_loss(smooth, target, weight, ignore_index, reduction)
     return loss * (1 - smoothing) + smooth * (smoothing / classes)

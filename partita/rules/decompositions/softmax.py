@@ -20,7 +20,7 @@ __all__ = ["log_softmax", "logsumexp", "softmax"]
 Dim = int | Sequence[int] | None
 
 
-def _shifted(x: Any, dim: Dim) -> tuple[Any, Any]:
+def _subtract_max(x: Any, dim: Dim) -> tuple[Any, Any]:
     """`(x - top, top)`, where top is the maximum of all pieces."""
     top = settled(pending_max(x, dim, True))
     top = top.masked_fill(top.abs() == math.inf, 0)
@@ -28,13 +28,13 @@ def _shifted(x: Any, dim: Dim) -> tuple[Any, Any]:
 
 
 def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    shifted, _ = _shifted(wide(x if dtype is None else x.to(dtype)), dim)
+    shifted, _ = _subtract_max(wide(x if dtype is None else x.to(dtype)), dim)
     e = shifted.exp()
     return (e / e.sum(dim, keepdim=True)).to(dtype or x.dtype)
 
 
 def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    shifted, _ = _shifted(wide(x if dtype is None else x.to(dtype)), dim)
+    shifted, _ = _subtract_max(wide(x if dtype is None else x.to(dtype)), dim)
     out = minus(shifted, shifted.exp().sum(dim, keepdim=True).log())
     return out.to(dtype or x.dtype)
 
@@ -42,6 +42,6 @@ def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
 def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
     if not x.is_floating_point():
         x = x.to(torch.get_default_dtype())
-    shifted, top = _shifted(wide(x), dim)
+    shifted, top = _subtract_max(wide(x), dim)
     out = (shifted.exp().sum(dim, keepdim=True).log() + top).to(x.dtype)
     return out if keepdim else out.squeeze(Names.of(x.ndim).dims(dim))

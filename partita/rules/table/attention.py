@@ -35,7 +35,7 @@ def attention(
 
 
 @rule(attention)
-def _attention(
+def _derive_attention(
     query: Arg,
     key: Arg,
     value: Arg,
@@ -64,19 +64,21 @@ def _causal(call: KernelCall) -> Kernel | None:
     if isinstance(first, int) and first == 0:
         return None
 
-    def run(
+    def attend_with_mask(
         query: Any, key: Any, value: Any, _mask: None, _causal: bool, scale: Any, gqa: bool
     ) -> Any:
         kind = (query.shape[-2], key.shape[-2], query.dtype, query.device)
         # One for all layers, which their backward keeps.
         name = ("causal", first, *kind, type(query))
-        mask = call.share(name, lambda: _after(query, key, first))
+        mask = call.share(name, lambda: _make_causal_mask(query, key, first))
         return call.run(query, key, value, mask, False, scale, gqa)
 
-    return run
+    return attend_with_mask
 
 
-def _after(query: torch.Tensor, key: torch.Tensor, first: int | torch.Tensor) -> torch.Tensor:
+def _make_causal_mask(
+    query: torch.Tensor, key: torch.Tensor, first: int | torch.Tensor
+) -> torch.Tensor:
     """What hides the keys after each of some queries, of which the first is number `first`."""
     if isinstance(first, torch.Tensor):  # in a captured step, whose graph is one for all ranks
         first = first.to(query.device)
@@ -118,10 +120,10 @@ def scaled_dot_product_attention(
     query: Arg, key: Arg, value: Arg, attn_mask: Any = None
 ) -> Rewrite:
     # Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
-    return Rewrite(_attend)
+    return Rewrite(_run_attention)
 
 
-def _attend(
+def _run_attention(
     query: Any,
     key: Any,
     value: Any,

@@ -13,7 +13,9 @@ from ..pieces import of_none
 from ..rule import Arg, Kernel, KernelCall, Said, rule
 
 
-def _conv(input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transposed: bool) -> Said:
+def _derive_conv(
+    input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transposed: bool
+) -> Said:
     spatial = weight.ndim - 2
     n = "n " * (input.ndim == weight.ndim)
     ins, taps, outs = (" ".join(f"{c}{i}!" for i in range(spatial)) for c in "hky")
@@ -31,10 +33,12 @@ def _conv(input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transpos
     ]
     channels = "i o" if groups == 1 else "g i o"
     work = f"{n}{channels} {taps.replace('!', '')} {' '.join(map(str, places))}"
-    return Said(f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _local, work=(work,))
+    return Said(
+        f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _make_conv_kernel, work=(work,)
+    )
 
 
-def _local(call: KernelCall) -> Kernel | None:
+def _make_conv_kernel(call: KernelCall) -> Kernel | None:
     """A convolution of this rank's groups, and of no sample where it has none."""
     empty = call.is_split("n") and not call.pieces["n"][1]
     run = of_none(call.run) if empty else call.run
@@ -60,7 +64,7 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Said:
-    return _conv(input, weight, bias, stride, groups, transposed=False)
+    return _derive_conv(input, weight, bias, stride, groups, transposed=False)
 
 
 @rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -74,4 +78,4 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Said:
-    return _conv(input, weight, bias, stride, groups, transposed=True)
+    return _derive_conv(input, weight, bias, stride, groups, transposed=True)

@@ -10,54 +10,54 @@ import torch
 from ..rule import Arg, Kernel, KernelCall, Like, rule
 
 
-def _like(*functions: Kernel, pending: bool = False) -> None:
+def _register_like(*functions: Kernel, pending: bool = False) -> None:
     def derive(input: Arg) -> Like:
         return Like(input.shape, pending)
 
     rule(*functions)(derive)
 
 
-_like(torch.zeros_like, torch.ones_like, torch.full_like)
-_like(torch.empty_like, pending=True)
+_register_like(torch.zeros_like, torch.ones_like, torch.full_like)
+_register_like(torch.empty_like, pending=True)
 
 
-def _local(rest: int) -> Callable[[KernelCall], Kernel]:
+def _make_kernel_factory(rest: int) -> Callable[[KernelCall], Kernel]:
     """`run(input, local shape, ...)`; the arguments after the shape begin at number `rest`."""
 
     def local(call: KernelCall) -> Kernel:
-        def new(input: Any, *args: Any, **kwargs: Any) -> Any:
+        def allocate_local(input: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("size", None)
             # As a list: of an empty tuple torch makes "no sizes given".
             return call.run(input, list(call.outputs[0]), *args[rest:], **kwargs)
 
-        return new
+        return allocate_local
 
     return local
 
 
-def _new(*functions: Kernel, pending: bool = False) -> None:
+def _register_new(*functions: Kernel, pending: bool = False) -> None:
     def derive(input: Arg, *sizes: Any, size: Any = None) -> Like:
         size = sizes if size is None else (size,)
         one = len(size) >= 1 and isinstance(size[0], list | tuple)
         shape = tuple(size[0]) if one else tuple(n for n in size if type(n) is int)
         # Whether the sizes came one by one or as one tuple: nothing positional follows them.
-        return Like(shape, pending, _local(len(shape) + 1))
+        return Like(shape, pending, _make_kernel_factory(len(shape) + 1))
 
     rule(*functions)(derive)
 
 
-_new(torch.Tensor.new_zeros, torch.Tensor.new_ones)
-_new(torch.Tensor.new_empty, pending=True)
+_register_new(torch.Tensor.new_zeros, torch.Tensor.new_ones)
+_register_new(torch.Tensor.new_empty, pending=True)
 
 
 @rule(torch.Tensor.new_full)
 def new_full(input: Arg, size: Sequence[int]) -> Like:
-    return Like(tuple(size), False, _local(1))
+    return Like(tuple(size), False, _make_kernel_factory(1))
 
 
 @rule(torch.Tensor.new_empty_strided)
 def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
-    def local(call: KernelCall) -> Kernel:
+    def make_strided_kernel(call: KernelCall) -> Kernel:
         def new(input: Any, size: Any, stride: Sequence[int], **kwargs: Any) -> Any:
             # The order of the strides is kept; their sizes are those of this rank's piece.
             shape = call.outputs[0]
@@ -70,4 +70,4 @@ def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
 
         return new
 
-    return Like(tuple(size), True, local)
+    return Like(tuple(size), True, make_strided_kernel)

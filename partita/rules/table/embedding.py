@@ -30,7 +30,7 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     return rows.masked_fill(away.unsqueeze(-1), 0)
 
 
-def _renormed(lookup: Kernel) -> Rewrite:
+def _renormalize_first(lookup: Kernel) -> Rewrite:
     """First bring the rows that are read to `max_norm`, in the table itself; then `lookup`."""
 
     takes = inspect.signature(lookup)
@@ -59,11 +59,11 @@ def embedding(
     sparse: bool = False,
 ) -> Said | Rewrite | None:
     if max_norm is not None:
-        return _renormed(F.embedding)
+        return _renormalize_first(F.embedding)
     if scale_grad_by_freq:
         return None
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_embedding_kernel(call: KernelCall) -> Kernel | None:
         def run(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
             return _rows_of(weight, input, call.pieces["v"], padding_idx)
 
@@ -73,7 +73,7 @@ def embedding(
         # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
         return run if call.is_split("v") else dense if sparse else None
 
-    return Said("[...] * v d -> ... d", local)
+    return Said("[...] * v d -> ... d", make_embedding_kernel)
 
 
 @rule(torch.embedding)
@@ -87,7 +87,7 @@ def embedding_builtin(
     if scale_grad_by_freq:
         return None
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_builtin_kernel(call: KernelCall) -> Kernel | None:
         def run(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
             padding = None if padding_idx < 0 else padding_idx
             return _rows_of(weight, indices, call.pieces["v"], padding)
@@ -97,7 +97,7 @@ def embedding_builtin(
 
         return run if call.is_split("v") else dense if sparse else None
 
-    return Said("v d * [...] -> ... d", local)
+    return Said("v d * [...] -> ... d", make_builtin_kernel)
 
 
 @rule(F.embedding_bag)
@@ -113,7 +113,7 @@ def embedding_bag(
     per_sample_weights: Any = None,
 ) -> str | Rewrite | None:
     if max_norm is not None:
-        return _renormed(F.embedding_bag)
+        return _renormalize_first(F.embedding_bag)
     plain = offsets is None and per_sample_weights is None
     if input.ndim != 2 or not plain or scale_grad_by_freq or sparse:
         return None

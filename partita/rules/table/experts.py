@@ -25,27 +25,36 @@ def grouped_mm(
     a, b = self, mat2
     if bias is not None or (offs is None) != (a.ndim == b.ndim == 3):
         return None
-    k, n = max(_name("k", a, -1), _name("k", b, -2)), _name("n", b, -1)  # "!" is before "%"
+    k, n = (
+        max(_name_aligned_dim("k", a, -1), _name_aligned_dim("k", b, -2)),
+        _name_aligned_dim("n", b, -1),
+    )  # "!" is before "%"
     if offs is None:
         return f"g m {k} * g {k} {n} -> g m {n}"
     if a.ndim == 2 == b.ndim:
-        t = max(_name("t", a, 1), _name("t", b, 0))
+        t = max(_name_aligned_dim("t", a, 1), _name_aligned_dim("t", b, 0))
         text = f"m {t} * {t} {n}, [o!] -> g={offs.shape[0]}! m {n}"
-        return Said(text, _local(1, 0, None), work=("m t n",))
+        return Said(text, _make_kernel_factory(1, 0, None), work=("m t n",))
     if a.ndim == 2:
-        return Said(f"t {k} * g {k} {n}, [o!] -> t {n}", _local(0, None, 0), work=("t k n [g]",))
-    t = _name("t", b, 1)
-    return Said(f"g m {k} * {k} {t}, [o!] -> m {t}", _local(None, 1, 1), work=("m k t [g]",))
+        return Said(
+            f"t {k} * g {k} {n}, [o!] -> t {n}",
+            _make_kernel_factory(0, None, 0),
+            work=("t k n [g]",),
+        )
+    t = _name_aligned_dim("t", b, 1)
+    return Said(
+        f"g m {k} * {k} {t}, [o!] -> m {t}", _make_kernel_factory(None, 1, 1), work=("m k t [g]",)
+    )
 
 
-def _name(name: str, x: Arg, dim: int) -> str:
+def _name_aligned_dim(name: str, x: Arg, dim: int) -> str:
     """A dimension of rows that have to stay aligned: not cut, unless it is in aligned pieces."""
     size, parts = x.shape[dim], x.split[dim] if x.split else 1
     cut = parts > 1 and size % parts == 0 and size // parts % _ALIGNED == 0
     return f"{name}%" if cut else f"{name}!"
 
 
-def _local(ours: int | None, theirs: int | None, result: int | None) -> Any:
+def _make_kernel_factory(ours: int | None, theirs: int | None, result: int | None) -> Any:
     """The kernel; `ours`, `theirs` and `result` are the dimensions of grouped rows of both factors
     and of what comes out, None where it has none."""
 
@@ -54,7 +63,7 @@ def _local(ours: int | None, theirs: int | None, result: int | None) -> Any:
             return None
         rows, groups = call.pieces.get("t"), call.pieces.get("g")
 
-        def run(a: Any, b: Any, offs: Any, *rest: Any, **more: Any) -> Any:
+        def multiply_own_groups(a: Any, b: Any, offs: Any, *rest: Any, **more: Any) -> Any:
             if rows is not None:
                 first = rows[0].to(offs.device) if isinstance(rows[0], torch.Tensor) else rows[0]
                 offs = (offs - first).clamp(0, rows[1]).to(offs.dtype)
@@ -63,7 +72,7 @@ def _local(ours: int | None, theirs: int | None, result: int | None) -> Any:
             assert result is not None
             count = b.shape[theirs] if theirs is not None else a.shape[ours]
             if groups[1] == 0:
-                return _nothing(a, b, call.outputs[0], more.get("out_dtype"))
+                return _make_differentiable_zeros(a, b, call.outputs[0], more.get("out_dtype"))
             turned = _Turned(offs, groups, count)
             if ours is not None:
                 a = turned.to_front(a, ours)
@@ -71,12 +80,14 @@ def _local(ours: int | None, theirs: int | None, result: int | None) -> Any:
                 b = turned.to_front(b, theirs)
             return turned.back(call.run(a, b, turned.ends, *rest, **more), result)
 
-        return run
+        return multiply_own_groups
 
     return local
 
 
-def _nothing(a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+def _make_differentiable_zeros(
+    a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...], dtype: Any
+) -> torch.Tensor:
     """Zeros from a rank that has no matrix; on both factors, whose gradients are zeros."""
     zeros = torch.zeros(shape, dtype=dtype or a.dtype, device=a.device)
     return zeros + (a.flatten()[:0].sum() + b.flatten()[:0].sum()).to(zeros.dtype)
@@ -100,13 +111,13 @@ class _Turned:
 
     def to_front(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         turned = x.index_select(dim, (self.places + self.start) % self.count)
-        return self._filled(turned, dim, self.places)
+        return self._zero_other_rows(turned, dim, self.places)
 
     def back(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         at = (self.places - self.start) % self.count
-        return self._filled(x.index_select(dim, at), dim, at)
+        return self._zero_other_rows(x.index_select(dim, at), dim, at)
 
-    def _filled(self, x: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:
+    def _zero_other_rows(self, x: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:
         """`x` with zeros in the rows of other groups, and so in their gradients: torch's kernels
         write neither, and what is there need not be a number."""
         shape = [-1] + [1] * (x.ndim - dim - 1)

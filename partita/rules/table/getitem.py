@@ -78,18 +78,18 @@ def _read(input: Arg, entries: Sequence[Any]) -> _Read:
 
 @rule(torch.Tensor.__getitem__)
 def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
-    entries = _entries(index)
+    entries = _entries_of_index(index)
     if any(_is_tensor(e) for e in entries):
         return Rewrite(_by_kind)
-    full = _filled(entries, input.ndim) if all(map(_plain, entries)) else None
+    full = _filled(entries, input.ndim) if all(map(_is_basic_entry, entries)) else None
     if full is None:
         return None
     read = _read(input, full)
     text = f"+ {' '.join(read.left)} -> {' '.join(n for n in read.out if n)}"
-    return Said(text, lambda call: _picked(call, full, input.names, read.chosen))
+    return Said(text, lambda call: _make_pick_kernel(call, full, input.names, read.chosen))
 
 
-def _entries(index: Any) -> list[Any]:
+def _entries_of_index(index: Any) -> list[Any]:
     """One entry per place. A list is a tuple for torch, too, where it has more than numbers; and
     the dispatcher makes a list of a tuple that has tensors."""
     mixed = isinstance(index, list) and any(
@@ -104,13 +104,13 @@ def _is_tensor(e: Any) -> bool:
     )
 
 
-def _plain(e: Any) -> bool:
+def _is_basic_entry(e: Any) -> bool:
     if isinstance(e, slice):
         return all(v is None or isinstance(v, int) for v in (e.start, e.stop, e.step))
     return e is None or e is Ellipsis or (isinstance(e, int) and not isinstance(e, bool))
 
 
-def _picked(
+def _make_pick_kernel(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
     mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
@@ -133,7 +133,7 @@ def _picked(
 def _picked_traced(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], mine: dict[str, Any]
 ) -> Kernel:
-    """`_picked` in a captured step, where no number says at which places a piece begins."""
+    """`_make_pick_kernel` in a captured step, where no number says where a piece begins."""
     index, places, rest = [], [], iter(enumerate(names))
     for e in entries:
         dim, name = (0, "") if e is None else next(rest)
@@ -142,11 +142,11 @@ def _picked_traced(
             e = 0
         index.append(e)
 
-    def run(input: Any, _index: Any) -> Any:
+    def index_traced_piece(input: Any, _index: Any) -> Any:
         input, away = pick_traced(input, places)
         return input[tuple(index)].masked_fill(away, 0)
 
-    return run
+    return index_traced_piece
 
 
 # -- with tensors ----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _picked_traced(
 
 def _by_kind(input: Any, index: Any) -> Any:
     """x[index] with masks made integers, and what tensors of no dimensions pick picked first."""
-    entries = _entries(index)
+    entries = _entries_of_index(index)
     input, entries = _at_numbers(input, entries)
     pattern: list[Any] = []
     tensors: list[Any] = []
@@ -211,7 +211,7 @@ def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor
 def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
     args = [x for t in tensors for x in (t if isinstance(t, list | tuple) else [t])]
     full = _filled(pattern, input.ndim)
-    if full is None or not all(_plain(e) for e in pattern if not isinstance(e, str)):
+    if full is None or not all(_is_basic_entry(e) for e in pattern if not isinstance(e, str)):
         return None
     read = _read(input, full)
     left = list(read.left)
@@ -234,7 +234,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
         return Said(text)
     name, after = left[d], len(kept) - start
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_tensor_index_kernel(call: KernelCall) -> Kernel | None:
         def run(input: Any, _pattern: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
                 return nothing(input, call.outputs[0])
@@ -244,4 +244,4 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
 
         return run if call.is_split(name) else None
 
-    return Said(text, local)
+    return Said(text, make_tensor_index_kernel)

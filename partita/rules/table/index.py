@@ -22,7 +22,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said | None:
     name = f"x{i}"
     ours, out = input.names.put(i, name), input.names.put(i, "xi" if index.ndim else "1")
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_select_kernel(call: KernelCall) -> Kernel | None:
         def run(input: Any, dim: int, index: Any) -> Any:
             if not input.shape[i]:
                 shape = [*input.shape[:i], index.numel(), *input.shape[i + 1 :]]
@@ -33,10 +33,10 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said | None:
 
         return run if call.is_split(name) else None
 
-    return Said(f"{ours} * [{'xi' * index.ndim}] -> {out}", local)
+    return Said(f"{ours} * [{'xi' * index.ndim}] -> {out}", make_select_kernel)
 
 
-def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> Said | None:
+def _derive_gather(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> Said | None:
     """`picked(kernel)` is the local function; the kernel takes input, index."""
     if input.ndim == 0 or index.ndim != input.ndim:
         return None
@@ -48,20 +48,20 @@ def _gathered(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> S
     theirs = Names(n if s else f"z{d}!" for d, (n, s) in enumerate(zip(theirs, same, strict=True)))
 
     def local(call: KernelCall) -> Kernel | None:
-        def run(input: Any, index: Any) -> Any:
+        def read_own_elements(input: Any, index: Any) -> Any:
             if not input.shape[i]:
                 return nothing(input, index.shape)
             at, away = own(index, call.pieces["x"])
             return torch.gather(input, i, at).masked_fill(away, 0)
 
-        return picked(run) if call.is_split("x") else None
+        return picked(read_own_elements) if call.is_split("x") else None
 
     return Said(f"{ours} * [{theirs}] -> {theirs}", local)
 
 
 @rule(torch.gather)
 def gather(input: Arg, dim: int, index: Arg) -> Said | None:
-    return _gathered(
+    return _derive_gather(
         input, dim, index, lambda run: lambda input, dim, index, **_: run(input, index)
     )
 
@@ -79,10 +79,10 @@ def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> Said | N
     sizes = zip(input.shape, indices.shape, strict=True)
     if any(a != b for d, (a, b) in enumerate(sizes) if d != i):
         return None
-    return _gathered(input, dim, indices, lambda run: lambda x, indices, dim: run(x, indices))
+    return _derive_gather(input, dim, indices, lambda run: lambda x, indices, dim: run(x, indices))
 
 
-def _scattered(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> str:
+def _derive_scatter(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> str:
     tensors = [input, index, src] if isinstance(src, Arg) else [input, index]
     i = input.names.at(dim)
     terms: list[list[str]] = [[], [], []]
@@ -106,22 +106,22 @@ def _scattered(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> str:
 def scatter(
     input: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None
 ) -> str | None:
-    return None if reduce is not None else _scattered(input, dim, index, src, add=False)
+    return None if reduce is not None else _derive_scatter(input, dim, index, src, add=False)
 
 
 @rule(torch.scatter_add)
 def scatter_add(input: Arg, dim: int, index: Arg, src: Arg) -> str:
-    return _scattered(input, dim, index, src, add=True)
+    return _derive_scatter(input, dim, index, src, add=True)
 
 
 @rule(torch.scatter_reduce)
 def scatter_reduce(input: Arg, dim: int, index: Arg, src: Arg, _reduce: Any = None) -> str | None:
     # Not linear: the same dimensions, but each operand by itself.
-    text = _scattered(input, dim, index, src, add=False)
+    text = _derive_scatter(input, dim, index, src, add=False)
     return text[2:].replace(" + [", ", ").replace("] * ", ", ")
 
 
-def _onto(input: Arg, dim: int, index: Arg, source: Arg, add: bool) -> str | None:
+def _derive_index_update(input: Arg, dim: int, index: Arg, source: Arg, add: bool) -> str | None:
     if input.ndim == 0 or source.ndim != input.ndim or index.ndim != 1:
         return None
     i = input.names.at(dim)
@@ -132,12 +132,12 @@ def _onto(input: Arg, dim: int, index: Arg, source: Arg, add: bool) -> str | Non
 
 @rule(torch.index_add)
 def index_add(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
-    return _onto(input, dim, index, source, add=True)
+    return _derive_index_update(input, dim, index, source, add=True)
 
 
 @rule(torch.index_copy)
 def index_copy(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
-    return _onto(input, dim, index, source, add=False)
+    return _derive_index_update(input, dim, index, source, add=False)
 
 
 @rule(torch.index_fill)

@@ -39,14 +39,14 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
 def _joined(dim: int, ndim: int) -> Any:
     """A stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
 
-    def derive(tensors: Sequence[Any]) -> Rewrite:
+    def derive_stack(tensors: Sequence[Any]) -> Rewrite:
         def run(tensors: Sequence[Any]) -> Any:
             wide = [getattr(torch, f"atleast_{ndim}d")(t) for t in tensors]
             return torch.cat(wide, 0 if dim == 1 and wide[0].ndim == 1 else dim)
 
         return Rewrite(run)
 
-    return derive
+    return derive_stack
 
 
 rule(torch.hstack)(_joined(1, 1))
@@ -70,7 +70,7 @@ def _pieces(input: Arg, dim: int, lengths: Sequence[int]) -> str:
     return f"+ {input.names.whole(i)} -> {', '.join(outs)}"
 
 
-def _stepped(size: int, step: int) -> list[int]:
+def _split_into_lengths(size: int, step: int) -> list[int]:
     return [min(step, size - at) for at in range(0, size, step)] or [size]
 
 
@@ -78,7 +78,7 @@ def _stepped(size: int, step: int) -> list[int]:
 def split(tensor: Arg, split_size_or_sections: Any, dim: int = 0) -> str:
     size = tensor.shape[tensor.names.at(dim)]
     if isinstance(split_size_or_sections, int):
-        return _pieces(tensor, dim, _stepped(size, max(split_size_or_sections, 1)))
+        return _pieces(tensor, dim, _split_into_lengths(size, max(split_size_or_sections, 1)))
     return _pieces(tensor, dim, split_size_or_sections)
 
 
@@ -97,7 +97,7 @@ def chunk(input: Arg, chunks: int, dim: int = 0) -> str:
     size = input.shape[input.names.at(dim)]
     if size == 0:
         return _pieces(input, dim, [0] * chunks)
-    return _pieces(input, dim, _stepped(size, -(-size // chunks)))
+    return _pieces(input, dim, _split_into_lengths(size, -(-size // chunks)))
 
 
 @rule(torch.tensor_split)
@@ -124,10 +124,10 @@ def unbind(input: Arg, dim: int = 0) -> str | None:
 
 
 def _cut(dim: int, ndim: int) -> Any:
-    def derive(input: Arg, _indices_or_sections: Any = None) -> Rewrite:
+    def derive_split(input: Arg, _indices_or_sections: Any = None) -> Rewrite:
         return Rewrite(lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim))
 
-    return derive
+    return derive_split
 
 
 rule(torch.hsplit)(_cut(1, 2))

@@ -46,7 +46,7 @@ def solve_triangular(A: Arg, B: Arg, *, upper: bool, left: bool = True) -> str:
 # -- Fourier transforms, linear along lines that must be whole -------------------------------------
 
 
-def _along(*functions: Callable[..., Any]) -> None:
+def _register_1d_transforms(*functions: Callable[..., Any]) -> None:
     def derive(input: Arg, n: int | None = None, dim: int = -1, _norm: Any = None) -> str:
         i = input.names.at(dim)
         kept = [n if d == i else f"{n}%" for d, n in enumerate(input.names.whole(i))]
@@ -57,7 +57,7 @@ def _along(*functions: Callable[..., Any]) -> None:
     rule(*functions)(derive)
 
 
-def _over(last: int | None, *functions: Callable[..., Any]) -> None:
+def _register_nd_transforms(last: int | None, *functions: Callable[..., Any]) -> None:
     def derive(
         input: Arg, s: Any = None, dim: int | Sequence[int] | None = None, _norm: Any = None
     ) -> str:
@@ -72,9 +72,9 @@ def _over(last: int | None, *functions: Callable[..., Any]) -> None:
 
 
 _f = torch.fft
-_along(_f.fft, _f.ifft, _f.rfft, _f.irfft, _f.hfft, _f.ihfft)
-_over(2, _f.fft2, _f.ifft2, _f.rfft2, _f.irfft2)
-_over(None, _f.fftn, _f.ifftn, _f.rfftn, _f.irfftn)
+_register_1d_transforms(_f.fft, _f.ifft, _f.rfft, _f.irfft, _f.hfft, _f.ihfft)
+_register_nd_transforms(2, _f.fft2, _f.ifft2, _f.rfft2, _f.irfft2)
+_register_nd_transforms(None, _f.fftn, _f.ifftn, _f.rfftn, _f.irfftn)
 
 
 @rule(_f.fftshift, _f.ifftshift)

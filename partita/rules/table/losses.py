@@ -36,7 +36,7 @@ def _reduced(terms: str, out: str, count: int, reduction: Any, at: int) -> Said 
     if reduction == NONE:
         return f"{terms} -> {out}"
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_loss_kernel(call: KernelCall) -> Kernel | None:
         def share(*args: Any, **kwargs: Any) -> Any:
             if len(args) > at:
                 args = (*args[:at], SUM, *args[at + 1 :])
@@ -49,7 +49,7 @@ def _reduced(terms: str, out: str, count: int, reduction: Any, at: int) -> Said 
 
         return share if call.pieces and count else None
 
-    return Said(f"{terms} -> sum", local)
+    return Said(f"{terms} -> sum", make_loss_kernel)
 
 
 # -- losses of each element ------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def inner(input: Arg, other: Arg) -> str:
 # -- a product added to something ------------------------------------------------------------------
 
 
-def _added(input: Arg, sizes: dict[str, int]) -> str:
+def _names_of_addend(input: Arg, sizes: dict[str, int]) -> str:
     """The names of a term that is broadcast to `sizes`.
 
     It may have none at all: the sentences say "+" at their beginning, so that this can be read.
@@ -52,12 +52,14 @@ def _added(input: Arg, sizes: dict[str, int]) -> str:
 
 @rule(torch.addmm)
 def addmm(input: Arg, mat1: Arg, mat2: Arg) -> str:
-    return f"+ {_added(input, {'m': mat1.shape[0], 'n': mat2.shape[1]})} + m k * k n -> m n"
+    return (
+        f"+ {_names_of_addend(input, {'m': mat1.shape[0], 'n': mat2.shape[1]})} + m k * k n -> m n"
+    )
 
 
 @rule(torch.addmv)
 def addmv(input: Arg, mat: Arg, vec: Arg) -> str:
-    added = _added(input, {"m": mat.shape[0]})
+    added = _names_of_addend(input, {"m": mat.shape[0]})
     if added == "1":  # torch returns one element where a rank has no row or no column
         return "1 + m! k! * k! -> m!"
     return f"+ {added} + m k * k -> m"
@@ -65,19 +67,19 @@ def addmv(input: Arg, mat: Arg, vec: Arg) -> str:
 
 @rule(torch.addr)
 def addr(input: Arg, vec1: Arg, vec2: Arg) -> str:
-    return f"+ {_added(input, {'m': vec1.shape[0], 'n': vec2.shape[0]})} + m * n -> m n"
+    return f"+ {_names_of_addend(input, {'m': vec1.shape[0], 'n': vec2.shape[0]})} + m * n -> m n"
 
 
 @rule(torch.addbmm)
 def addbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
     sizes = {"m": batch1.shape[1], "n": batch2.shape[2]}
-    return f"+ {_added(input, sizes)} + b m k * b k n -> m n"
+    return f"+ {_names_of_addend(input, sizes)} + b m k * b k n -> m n"
 
 
 @rule(torch.baddbmm)
 def baddbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
     sizes = {"b": batch1.shape[0], "m": batch1.shape[1], "n": batch2.shape[2]}
-    return f"+ {_added(input, sizes)} + b m k * b k n -> b m n"
+    return f"+ {_names_of_addend(input, sizes)} + b m k * b k n -> b m n"
 
 
 @rule(torch.bilinear)

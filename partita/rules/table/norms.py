@@ -12,13 +12,13 @@ from .. import decompositions
 from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
 
 
-def _affine(weight: Any, bias: Any, names: str) -> str:
+def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
     """The terms of a scale and a shift, either of which may be missing."""
     count = (weight is not None) + (bias is not None)
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 
 
-def _normalized(input: Arg, shape: Sequence[int]) -> list[int]:
+def _find_normalized_dims(input: Arg, shape: Sequence[int]) -> list[int]:
     """The dimensions that a norm over `shape` takes together: the last ones, of these sizes."""
     first = input.ndim - len(shape)
     if first < 0 or tuple(shape) != tuple(input.shape[first:]):
@@ -30,20 +30,20 @@ def _normalized(input: Arg, shape: Sequence[int]) -> list[int]:
 def layer_norm(
     input: Arg, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None
 ) -> str | Rewrite:
-    dims = _normalized(input, normalized_shape)
+    dims = _find_normalized_dims(input, normalized_shape)
     if input.is_split(dims):
         return Rewrite(decompositions.layer_norm)
     d = " ".join(f"d{i}!" for i in dims)
-    return f"... {d}{_affine(weight, bias, d)} -> ... {d}"
+    return f"... {d}{_format_affine_terms(weight, bias, d)} -> ... {d}"
 
 
 @rule(torch.rms_norm)
 def rms_norm(input: Arg, normalized_shape: Sequence[int], weight: Any = None) -> str | Rewrite:
-    dims = _normalized(input, normalized_shape)
+    dims = _find_normalized_dims(input, normalized_shape)
     if input.is_split(dims):
         return Rewrite(decompositions.rms_norm)
     d = " ".join(f"d{i}!" for i in dims)
-    return f"... {d}{_affine(weight, None, d)} -> ... {d}"
+    return f"... {d}{_format_affine_terms(weight, None, d)} -> ... {d}"
 
 
 @rule(torch.group_norm)
@@ -52,13 +52,13 @@ def group_norm(input: Arg, num_groups: int, weight: Any = None, bias: Any = None
     channels = f"(g={num_groups} c)"
     x = f"n {channels}! {spatial}" if num_groups == 1 else f"n {channels} {spatial}"
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_group_norm_kernel(call: KernelCall) -> Kernel | None:
         if not call.is_split("g"):
             return None
         mine = max(call.pieces["g"][1], 1)  # torch takes no channels, but not no groups
         return lambda input, num_groups, *more, **named: call.run(input, mine, *more, **named)
 
-    return Said(f"{x}{_affine(weight, bias, channels)} -> {x}", local)
+    return Said(f"{x}{_format_affine_terms(weight, bias, channels)} -> {x}", make_group_norm_kernel)
 
 
 @rule(F.batch_norm)
@@ -81,7 +81,7 @@ def batch_norm(
     # Running statistics are written in place: no row may have moved them.
     c = f"{input.names[1]}{'!' if training and stats else '%'}"
     x = " ".join(c if d == 1 else f"{n}{'!' * training}" for d, n in enumerate(input.names))
-    return f"{x}{f', {c}' * len(stats)}{_affine(weight, bias, c)} -> {x}"
+    return f"{x}{f', {c}' * len(stats)}{_format_affine_terms(weight, bias, c)} -> {x}"
 
 
 @rule(torch.batch_norm)
@@ -105,4 +105,4 @@ def instance_norm(
     if running_mean is not None or running_var is not None or not use_input_stats:
         return None
     x = "n c% " + " ".join(f"s{i}!" for i in range(input.ndim - 2))
-    return f"{x}{_affine(weight, bias, 'c%')} -> {x}"
+    return f"{x}{_format_affine_terms(weight, bias, 'c%')} -> {x}"

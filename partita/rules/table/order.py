@@ -98,7 +98,7 @@ def glu(input: Arg, dim: int = -1) -> str:
 def _dim_kept(split: Any) -> Any:
     """`f(input, dim)`, whose dimension must be whole unless it is computed as `split`."""
 
-    def derive(input: Arg, dim: int | None = None) -> str | Rewrite | None:
+    def derive_dim_kept(input: Arg, dim: int | None = None) -> str | Rewrite | None:
         if dim is None:
             return None
         if input.is_split(dim):
@@ -106,10 +106,10 @@ def _dim_kept(split: Any) -> Any:
         names = input.names.whole(dim)
         return f"{names} -> {names}"
 
-    return derive
+    return derive_dim_kept
 
 
-def _softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
+def _run_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
     return decompositions.softmax(input, dim, dtype or _dtype(rest))
 
 
@@ -121,5 +121,5 @@ def _dtype(rest: Sequence[Any]) -> Any:
     return next((x for x in rest if isinstance(x, torch.dtype)), None)
 
 
-rule(torch.softmax, torch.special.softmax, F.softmax)(_dim_kept(_softmax))
+rule(torch.softmax, torch.special.softmax, F.softmax)(_dim_kept(_run_softmax))
 rule(torch.log_softmax, torch.special.log_softmax, F.log_softmax)(_dim_kept(_log_softmax))

@@ -27,7 +27,7 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
     if not -input.shape[i] <= index < input.shape[i]:
         raise IndexError(f"select: index {index} of {input.shape[i]}")
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_select_kernel(call: KernelCall) -> Kernel | None:
         def run(input: Any, dim: int, index: int) -> Any:
             offset, length, size = call.pieces[name]
             at = index % size - offset
@@ -40,7 +40,7 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
 
         return run if call.is_split(name) else None
 
-    return Said(f"+ {input.names} -> {input.names.without(i)}", local)
+    return Said(f"+ {input.names} -> {input.names.without(i)}", make_select_kernel)
 
 
 @rule(torch.narrow)
@@ -126,15 +126,15 @@ def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
 
 @rule(torch.tril)
 def tril(input: Arg) -> Said:
-    return _triangle(input, True)
+    return _derive_triangle(input, True)
 
 
 @rule(torch.triu)
 def triu(input: Arg) -> Said:
-    return _triangle(input, False)
+    return _derive_triangle(input, False)
 
 
-def _triangle(input: Arg, lower: bool) -> Said:
+def _derive_triangle(input: Arg, lower: bool) -> Said:
     rows, columns = input.names[-2:]
 
     def local(call: KernelCall) -> Kernel | None:
@@ -150,22 +150,22 @@ def _triangle(input: Arg, lower: bool) -> Said:
 def _triangle_traced(lower: bool, shift: torch.Tensor) -> Kernel:
     """`tril` or `triu` in a captured step, where no number says at which row a piece begins."""
 
-    def run(input: Any, diagonal: int = 0) -> Any:
+    def mask_triangle(input: Any, diagonal: int = 0) -> Any:
         rows, columns = (torch.arange(n, device=input.device) for n in input.shape[-2:])
         behind = columns - rows.unsqueeze(-1) - (shift.to(input.device) + diagonal)
         return input.masked_fill(behind > 0 if lower else behind < 0, 0)
 
-    return run
+    return mask_triangle
 
 
-def _length(a: int, b: int, offset: int) -> int:
+def _length_of_diagonal(a: int, b: int, offset: int) -> int:
     return max(min(a, b - offset) if offset >= 0 else min(a + offset, b), 0)
 
 
 @rule(torch.diagonal)
 def diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
     i, j = input.names.at(dim1), input.names.at(dim2)
-    n = _length(input.shape[i], input.shape[j], offset)
+    n = _length_of_diagonal(input.shape[i], input.shape[j], offset)
     left = input.names.whole((i, j))
     return f"+ {left} -> {Names(input.names.without((i, j))).insert(-1, f'z={n}!')}"
 

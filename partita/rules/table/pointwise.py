@@ -41,7 +41,7 @@ SPECIAL_BINARY = """xlog1py xlogy zeta gammainc gammaincc logaddexp chebyshev_po
 HOMES = (torch, torch.Tensor, F, torch._C._nn)
 
 
-def _say(text: str, names: str, *homes: Any) -> None:
+def _register_sentence(text: str, names: str, *homes: Any) -> None:
     """Tie `text` to the first home that has each of `names`; the other forms share it by name."""
     for name in names.split():
         for home in homes or HOMES:
@@ -50,11 +50,11 @@ def _say(text: str, names: str, *homes: Any) -> None:
                 break
 
 
-_say("+ ... -> ...", LINEAR_UNARY)
-_say("... -> ...", UNARY)
-_say("... -> ...", SPECIAL_UNARY, torch.special)
-_say("..., ... -> ...", BINARY)
-_say("..., ... -> ...", SPECIAL_BINARY, torch.special)
+_register_sentence("+ ... -> ...", LINEAR_UNARY)
+_register_sentence("... -> ...", UNARY)
+_register_sentence("... -> ...", SPECIAL_UNARY, torch.special)
+_register_sentence("..., ... -> ...", BINARY)
+_register_sentence("..., ... -> ...", SPECIAL_BINARY, torch.special)
 
 rule("... + ... -> ...", torch.add, torch.sub, torch.rsub, torch.complex)
 rule("... * ... -> ...", torch.mul)
@@ -69,14 +69,14 @@ rule("+ ... -> ... c=2!", torch.view_as_real)
 rule("+ ... c! -> ...", torch.view_as_complex)
 
 
-def _terms(*operands: Any) -> list[str]:
+def _terms_of_operands(*operands: Any) -> list[str]:
     return ["..." for x in operands if isinstance(x, Arg)]
 
 
 @rule(torch.div)
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> str:
     linear = rounding_mode is None and isinstance(input, Arg)
-    return f"{'+ ' * linear}{', '.join(_terms(input, other))} -> ..."
+    return f"{'+ ' * linear}{', '.join(_terms_of_operands(input, other))} -> ..."
 
 
 @rule(torch.where)
@@ -85,14 +85,14 @@ def where(condition: Any, input: Any = None, other: Any = None) -> str | None:
         return None  # where(condition) is nonzero: how much it returns depends on the values
     if isinstance(condition, Arg) and isinstance(input, Arg) and isinstance(other, Arg):
         return "..., ... + ... -> ..."
-    return f"{', '.join(_terms(condition, input, other))} -> ..."
+    return f"{', '.join(_terms_of_operands(condition, input, other))} -> ..."
 
 
 @rule(torch.Tensor.where)
 def where_method(input: Any, condition: Any, other: Any) -> str:
     if isinstance(other, Arg):
         return "... + [...] * ... -> ..."
-    return f"{', '.join(_terms(input, condition, other))} -> ..."
+    return f"{', '.join(_terms_of_operands(input, condition, other))} -> ..."
 
 
 @rule(torch.polygamma, torch.special.polygamma)

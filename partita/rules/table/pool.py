@@ -18,7 +18,7 @@ from ..rule import Arg, Rewrite, Said, rule
 # works the size out.
 
 
-def _pooled(input: Arg, ndim: int, linear: bool = False, outputs: int = 1) -> Said:
+def _derive_pool(input: Arg, ndim: int, linear: bool = False, outputs: int = 1) -> Said:
     ins, outs = (" ".join(f"{c}{i}!" for i in range(ndim)) for c in "hy")
     front = "n c%" if input.ndim == ndim + 2 else "c%"
     out = ", ".join([f"{front} {outs}"] * outputs)
@@ -26,27 +26,27 @@ def _pooled(input: Arg, ndim: int, linear: bool = False, outputs: int = 1) -> Sa
 
 
 def _average_pool(ndim: int) -> Any:
-    def derive(
+    def derive_average_pool(
         input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False
     ) -> Said:
-        return _pooled(input, ndim, linear=True)
+        return _derive_pool(input, ndim, linear=True)
 
-    return derive
+    return derive_average_pool
 
 
 def _norm_pool(ndim: int) -> Any:
-    def derive(
+    def derive_norm_pool(
         input: Arg, _norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
     ) -> Said:
-        return _pooled(input, ndim)
+        return _derive_pool(input, ndim)
 
-    return derive
+    return derive_norm_pool
 
 
 def _max_pool(ndim: int, outputs: int | None = None) -> Any:
     """`outputs`: where it is not for `return_indices` to say."""
 
-    def derive(
+    def derive_max_pool(
         input: Arg,
         kernel_size: Any,
         stride: Any = None,
@@ -55,23 +55,25 @@ def _max_pool(ndim: int, outputs: int | None = None) -> Any:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Said:
-        return _pooled(input, ndim, outputs=outputs or 1 + return_indices)
+        return _derive_pool(input, ndim, outputs=outputs or 1 + return_indices)
 
-    return derive
+    return derive_max_pool
 
 
 def _adaptive_average_pool(ndim: int) -> Any:
-    def derive(input: Arg, output_size: Any) -> Said:
-        return _pooled(input, ndim, linear=True)
+    def derive_adaptive_average_pool(input: Arg, output_size: Any) -> Said:
+        return _derive_pool(input, ndim, linear=True)
 
-    return derive
+    return derive_adaptive_average_pool
 
 
 def _adaptive_max_pool(ndim: int, outputs: int | None = None) -> Any:
-    def derive(input: Arg, output_size: Any, return_indices: bool = False) -> Said:
-        return _pooled(input, ndim, outputs=outputs or 1 + return_indices)
+    def derive_adaptive_max_pool(
+        input: Arg, output_size: Any, return_indices: bool = False
+    ) -> Said:
+        return _derive_pool(input, ndim, outputs=outputs or 1 + return_indices)
 
-    return derive
+    return derive_adaptive_max_pool
 
 
 for _n in (1, 2, 3):
@@ -93,7 +95,9 @@ for _n in (1, 2, 3):
 @rule(F.interpolate)
 def interpolate(input: Arg) -> Rewrite:
     # The size of the result may be told by a float, which no key holds: it is worked out each time.
-    def run(input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any) -> Any:
+    def interpolate_to_size(
+        input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any
+    ) -> Any:
         spatial = tuple(input.shape[2:])
         if size is not None:
             after = (size,) * len(spatial) if isinstance(size, int) else tuple(size)
@@ -103,7 +107,7 @@ def interpolate(input: Arg) -> Rewrite:
             after = tuple(math.floor(n * k) for n, k in zip(spatial, scales, strict=True))
         return resized(input, after, (size, scale_factor, *args), more)
 
-    return Rewrite(run)
+    return Rewrite(interpolate_to_size)
 
 
 @op
@@ -115,7 +119,7 @@ def resized(
 
 
 @rule(resized)
-def _resized(input: Arg, after: Sequence[int]) -> Said:
+def _derive_resize(input: Arg, after: Sequence[int]) -> Said:
     ins = " ".join(f"h{i}!" for i in range(input.ndim - 2))
     outs = " ".join(f"y{i}={n}!" for i, n in enumerate(after))
     return Said(f"+ n c% {ins} -> n c% {outs}", unless_empty("n"))

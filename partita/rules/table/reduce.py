@@ -39,11 +39,11 @@ def nansum(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 @rule(torch.nanmean)
 def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
-    def run(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
+    def compute_nanmean(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
         count = (input == input).sum(dim, keepdim)
         return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
 
-    return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+    return Rewrite(compute_nanmean) if input.is_split(dim) else kept_whole(input, dim, keepdim)
 
 
 @rule(torch.count_nonzero)
@@ -62,7 +62,7 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
     if any(input.shape[d] == 0 for d in names.dims(dim)):
         return kept_whole(input, dim, keepdim)
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_mean_kernel(call: KernelCall) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
         if not cut:
             return None
@@ -70,7 +70,7 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
         # The mean of no elements is nan, their sum is 0.
         return lambda *a, **k: call.run(*a, **k) * share if share else torch.sum(*a, **k)
 
-    return Said(f"+ {names} -> {names.without(dim, keepdim)}", local)
+    return Said(f"+ {names} -> {names.without(dim, keepdim)}", make_mean_kernel)
 
 
 @rule(torch.prod)
@@ -81,7 +81,7 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 # -- the largest, the smallest ---------------------------------------------------------------------
 
 
-def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
+def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
     """A pending maximum has no gradient; so only what needs none is left pending."""
     if not input.is_split(dim):
         return kept_whole(input, dim, keepdim)
@@ -92,19 +92,19 @@ def _extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
 
 @rule(torch.amax)
 def amax(input: Arg, dim: Dim = None, keepdim: bool = False) -> Any:
-    return _extreme(input, dim, keepdim, 1)
+    return _derive_extreme(input, dim, keepdim, 1)
 
 
 @rule(torch.amin)
 def amin(input: Arg, dim: Dim = None, keepdim: bool = False) -> Any:
-    return _extreme(input, dim, keepdim, -1)
+    return _derive_extreme(input, dim, keepdim, -1)
 
 
 def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> Any:
     if isinstance(dim, Arg) or other is not None:
         return "..., ... -> ..."
     if dim is None:
-        return _extreme(input, None, False, sign)
+        return _derive_extreme(input, None, False, sign)
     if input.is_split(dim):
         return Rewrite(lambda x, dim, keepdim=False: decompositions.max_dim(x, dim, keepdim, sign))
     return kept_whole(input, dim, keepdim, 2)
@@ -121,7 +121,9 @@ def min_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = Non
 
 
 def _arg_extreme(sign: int) -> Any:
-    def derive(input: Arg, dim: int | None = None, keepdim: bool = False) -> str | Rewrite:
+    def derive_arg_extreme(
+        input: Arg, dim: int | None = None, keepdim: bool = False
+    ) -> str | Rewrite:
         if input.is_split(dim):
             return Rewrite(
                 lambda input, dim=None, keepdim=False: decompositions.argmax(
@@ -130,7 +132,7 @@ def _arg_extreme(sign: int) -> Any:
             )
         return kept_whole(input, dim, keepdim)
 
-    return derive
+    return derive_arg_extreme
 
 
 rule(torch.argmax)(_arg_extreme(1))
@@ -139,7 +141,7 @@ rule(torch.argmin)(_arg_extreme(-1))
 
 @rule(torch.aminmax)
 def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str | Rewrite:
-    def run(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    def compute_aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
         both = (
             (torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim))
             if dim is not None
@@ -147,7 +149,7 @@ def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str
         )
         return torch.return_types.aminmax(both)
 
-    return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim, 2)
+    return Rewrite(compute_aminmax) if input.is_split(dim) else kept_whole(input, dim, keepdim, 2)
 
 
 @rule(torch.any)
@@ -170,7 +172,7 @@ def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Rewrite:
     return kept_whole(input, dim, keepdim)
 
 
-def _spread(pick: Any, outputs: int) -> Any:
+def _make_variance_rule(pick: Any, outputs: int) -> Any:
     """var, std and the like; `pick` takes what is asked for from (mean, variance)."""
 
     def run(
@@ -195,10 +197,10 @@ def _spread(pick: Any, outputs: int) -> Any:
     return derive
 
 
-rule(torch.var)(_spread(lambda mean, var: var, 1))
-rule(torch.std)(_spread(lambda mean, var: decompositions.root(var), 1))
-rule(torch.var_mean)(_spread(lambda mean, var: (var, mean), 2))
-rule(torch.std_mean)(_spread(lambda mean, var: (decompositions.root(var), mean), 2))
+rule(torch.var)(_make_variance_rule(lambda mean, var: var, 1))
+rule(torch.std)(_make_variance_rule(lambda mean, var: decompositions.root(var), 1))
+rule(torch.var_mean)(_make_variance_rule(lambda mean, var: (var, mean), 2))
+rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root(var), mean), 2))
 
 
 @rule(torch.linalg.vector_norm)
@@ -230,7 +232,7 @@ def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
 def norm(
     input: Arg, p: Any = "fro", dim: Dim = None, keepdim: bool = False
 ) -> str | Rewrite | None:
-    def run(
+    def compute_norm(
         input: Any,
         p: Any = "fro",
         dim: Dim = None,
@@ -245,7 +247,7 @@ def norm(
 
     if p == "nuc":
         return None
-    return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+    return Rewrite(compute_norm) if input.is_split(dim) else kept_whole(input, dim, keepdim)
 
 
 # -- distances -------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[KernelCa
     """`run(input, shape)` with this rank's shape, where something is split: the arguments, which
     speak of the global shape, are for the whole tensor."""
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_shape_kernel(call: KernelCall) -> Kernel | None:
         shape = call.outputs[0]
         return (lambda input, *_, **__: run(input, shape)) if call.pieces else None
 
-    return local
+    return make_shape_kernel
 
 
 # torch.Tensor's own: a method of a subclass, looked up on the operand, would be one call more.
@@ -41,7 +41,7 @@ def _sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:
     return tuple(sizes[0]) if one else tuple(sizes)
 
 
-def _viewed(input: Arg, shape: Sequence[int]) -> str:
+def _derive_view(input: Arg, shape: Sequence[int]) -> str:
     return views(input.shape, resolve(math.prod(input.shape), shape))
 
 
@@ -54,12 +54,12 @@ def view(input: Arg, *sizes: Any, shape: Any = None) -> Said | str:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         last = input.ndim - 1
         return f"{input.names.whole(last)} -> {input.names.put(last, 'z!')}" if input.ndim else "->"
-    return Said(_viewed(input, shape), _view)
+    return Said(_derive_view(input, shape), _view)
 
 
 @rule(torch.reshape)
 def reshape(input: Arg, *sizes: Any, shape: Any = None) -> Said:
-    return Said(_viewed(input, _sizes(sizes, shape)), _reshape)
+    return Said(_derive_view(input, _sizes(sizes, shape)), _reshape)
 
 
 @rule(torch.Tensor.view_as)
@@ -131,7 +131,7 @@ for _ndim in (1, 2, 3):
 # -- the same dimensions in another order ----------------------------------------------------------
 
 
-def _ordered(input: Arg, order: Sequence[int]) -> str:
+def _derive_permute(input: Arg, order: Sequence[int]) -> str:
     return f"+ {input.names} -> {Names(input.names[i] for i in order)}"
 
 
@@ -141,17 +141,17 @@ def transpose(input: Arg, dim0: int, dim1: int) -> str:
     i, j = input.names.at(dim0), input.names.at(dim1)
     if input.ndim:
         order[i], order[j] = order[j], order[i]
-    return _ordered(input, order)
+    return _derive_permute(input, order)
 
 
 @rule(torch.permute)
 def permute(input: Arg, *order: Any, dims: Any = None) -> str:
-    return _ordered(input, [input.names.at(d) for d in _sizes(order, dims)])
+    return _derive_permute(input, [input.names.at(d) for d in _sizes(order, dims)])
 
 
 @rule(torch.t)
 def t(input: Arg) -> str:
-    return _ordered(input, list(reversed(range(input.ndim))))
+    return _derive_permute(input, list(reversed(range(input.ndim))))
 
 
 @rule(torch.adjoint)
@@ -166,7 +166,9 @@ def movedim(input: Arg, source: Any, destination: Any) -> str:
         sources = targets = ()
     rest = iter(i for i in range(input.ndim) if i not in sources)
     where = dict(zip(targets, sources, strict=True))
-    return _ordered(input, [where[i] if i in where else next(rest) for i in range(input.ndim)])
+    return _derive_permute(
+        input, [where[i] if i in where else next(rest) for i in range(input.ndim)]
+    )
 
 
 # -- more of the same elements ---------------------------------------------------------------------
@@ -196,12 +198,12 @@ def expand_as(input: Arg, other: Arg) -> Rewrite:
 
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Any) -> Rewrite:
-    def run(*tensors: Any) -> Any:
+    def broadcast_all(*tensors: Any) -> Any:
         tensors = _sizes(tensors)
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         return tuple(t.expand(shape) for t in tensors)
 
-    return Rewrite(run)
+    return Rewrite(broadcast_all)
 
 
 @rule(torch.tile, torch.Tensor.repeat)
@@ -228,7 +230,7 @@ def repeat_interleave(input: Arg, repeats: Any = None, dim: int | None = None) -
 
 @rule(torch.meshgrid)
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Rewrite:
-    def run(*tensors: Any, indexing: str | None = None) -> Any:
+    def expand_to_grids(*tensors: Any, indexing: str | None = None) -> Any:
         tensors = _sizes(tensors)
         shape = [t.numel() for t in tensors]
         n = len(shape)
@@ -239,7 +241,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Rewrite:
         swap = indexing == "xy" and n > 1
         return tuple(g.transpose(0, 1) if swap else g for g in grids)
 
-    return Rewrite(run)
+    return Rewrite(expand_to_grids)
 
 
 # -- pixels ----------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Output:
             of such a result: of that. Else -1.
         part: of what has a history: the part of the backward that it begins; of a gradient that
             backward gives: the part that gives it.
+        unheard: of a result: others are made of it, whose gradients do not come by way of it.
         scalar: it is a Python number to the program.
         tensor: equal for outputs that are one tensor to the step.
         asks_gradient: it has no history, and requires a gradient: so does a view of a parameter
@@ -128,6 +129,7 @@ class Output:
     index: int = -1
     number: int = -1
     part: int = 0
+    unheard: bool = False
     scalar: bool = False
     tensor: int = -1
     asks_gradient: bool = False

@@ -7,6 +7,7 @@ gradients that it takes and gives are this rank's, laid out by duality.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -17,6 +18,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 from partita.tensor.autocast import without_any_autocast
 
 from .capture.overlapping_results import overlapping_results
@@ -190,9 +193,8 @@ class Region(CapturedProgram):
         with Local():
             results, inside = list(made[:count]), iter(made[count:])
             with torch.no_grad():
-                for (
-                    i
-                ) in self.alone:  # a view could not be written: autograd would look for its base
+                # A view could not be written: autograd would look for its base.
+                for i in self.alone:
                     results[i] = results[i].detach()
                 saved = [next(inside).detach() if i < 0 else tensors[i] for i in self.halves.saved]
             for part in reversed(self.parts):  # ancestors first
@@ -201,6 +203,9 @@ class Region(CapturedProgram):
                 given = _RegionPart.apply(part, values, [saved[n] for n in part.saved], *takes)
                 for i, result in zip(part.results, given, strict=True):
                     results[i] = result
+                unheard = [weakref.ref(results[i]) for i in part.results if self.given[i].unheard]
+                if unheard and given[0].grad_fn is not None:
+                    given[0].grad_fn.unheard = unheard
         return results
 
 
@@ -229,6 +234,27 @@ def _find_reached_cotangents(backward: Program) -> list[frozenset[int]]:
     return [found.get(n, frozenset()) for n in end.args[0]]
 
 
+def _check_unheard(ctx: Any) -> None:
+    """Raise where the user looks at a gradient that does not come to where he looks."""
+    for known in getattr(ctx, "unheard", ()):
+        result = known()
+        if result is not None and (result.retains_grad or result._backward_hooks):
+            raise LayoutError(
+                "compile: the gradient of a region's result is looked at, of which another result "
+                "of the region is made",
+                place=user_line(),
+                operands=(
+                    f"a result of shape {tuple(result.shape)}, with a hook or retain_grad()",
+                ),
+                reason="both come of a third value, so that their gradients go to the inputs at "
+                "once: what comes by way of the other result is not in this one's",
+                fixes=(
+                    Fix("two regions", "that end and begin at the result whose gradient you want"),
+                    Fix("the hook within the region", "where the result is made"),
+                ),
+            )
+
+
 class _RegionPart(Function):
     @staticmethod
     def forward(
@@ -246,6 +272,7 @@ class _RegionPart(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_unheard(ctx)
         part: _BackwardPart = ctx.part
         saved = dict(zip(part.saved, ctx.saved_tensors, strict=True))
         if part.backward.scope is not None and part.backward.scope.busy:

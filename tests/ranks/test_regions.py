@@ -790,6 +790,56 @@ def test_results_without_a_common_history_go_backward_one_at_a_time():
     torch.testing.assert_close(w.grad, y.detach().square())
 
 
+def clamped(x, w):
+    """A result and what is made of it, both of a value whose gradient is clamped."""
+    h = x * w
+    h.register_hook(lambda g: g.clamp(-1, 1))
+    a = h * 3
+    return a + h, a
+
+
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+def test_what_two_results_come_of_has_its_gradient_at_once(backend):
+    found = []
+    for run in (clamped, pt.compile(clamped, backend=backend)):
+        x, w = (torch.full((3,), 2.0, requires_grad=True) for _ in range(2))
+        both, a = run(x, w)
+        (both.sum() + a.sum()).backward()
+        found.append([x.grad, w.grad])
+    assert found[0][0].tolist() == [2.0] * 3
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "watch", [lambda a: a.retain_grad(), lambda a: a.register_hook(lambda g: g)]
+)
+def test_a_gradient_that_does_not_come_to_where_one_looks_is_refused(watch):
+    x, w = (torch.full((3,), 2.0, requires_grad=True) for _ in range(2))
+    both, a = pt.compile(clamped, backend="graph")(x, w)
+    watch(a)
+    with pytest.raises(pt.LayoutError, match="of which another result of the region is made"):
+        (both.sum() + a.sum()).backward()
+
+
+def test_what_residual_blocks_share_is_gone_through_once_in_backward():
+    def run(x, w):
+        inner = []
+        for _ in range(depth):
+            a = (x @ w).softmax(-1)
+            x = x + a * (x @ w)
+            inner.append(a)
+        return x, *inner
+
+    products = {}
+    for depth in (2, 8):
+        region = pt.compile(run, backend="graph")
+        x, w = (torch.eye(4).requires_grad_() for _ in range(2))
+        sum(r.sum() for r in region(x, w)).backward()
+        nodes = [n for b in region.program.halves.backwards.values() for n in b.graph.graph.nodes]
+        products[depth] = sum("mm" in str(n.target) for n in nodes)
+    assert products[8] <= 4 * products[2]
+
+
 def test_two_results_of_one_block_are_told_apart_in_a_region():
     class Pair(nn.Module):
         def __init__(self):

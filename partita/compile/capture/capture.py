@@ -685,7 +685,11 @@ class _Capture:
         values: list[torch.Tensor] = []
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
-        outputs = [replace(o, part=part_of.get(o.number, 0)) for o in self.outputs]
+        unheard = {n for part in parts for n in part.unheard}
+        outputs = [
+            replace(o, part=part_of.get(o.number, 0), unheard=o.number in unheard)
+            for o in self.outputs
+        ]
         self.outputs = [*outputs]
         for number, part in enumerate(parts):
             results = [self.differentiable[n] for n in part.results]

@@ -1,8 +1,9 @@
 """Parts of a backward: which results of a region go backward together, and in which order?
 
-Results that are made alike go backward at once, so that what they share is gone through once, as in
-eager. A result that is made of another one is in an earlier part: it gives a gradient to that one,
-which autograd adds to what comes to it otherwise, shows to hooks, and hands on to its own part.
+Results that share a history go backward at once, so that it is gone through once, as in eager. A
+result that is made of another one, and shares no other history with it, is in an earlier part: it
+gives a gradient to that one, which autograd adds to what comes to it otherwise, shows to hooks, and
+hands on to its own part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +29,23 @@ class ResultPart:
     Attributes:
         results: their numbers.
         ancestors: of the results that these are made of, by way of no other one.
+        unheard: of `results`, those of which others in it are made: what comes by way of these does
+            not come to them.
     """
 
     results: list[int]
     ancestors: list[int]
+    unheard: list[int] = field(default_factory=list)
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     """The parts of the backward of `results`, which have a history, in the order in which they run:
-    each before those of its ancestors."""
+    each before those of its ancestors.
+
+    All are one part where a result and what is made of it have both come of a value that is none:
+    its gradient would come in two halves, each to hooks of its own, and all that is behind it be
+    gone through twice.
+    """
     edges = [edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
     histories = [_find_history(edge, at) for edge in edges]
@@ -52,6 +62,9 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
                 ancestors.update(other[1].ancestors)
         part.ancestors = sorted(ancestors)
         parts.append((whole, part))
+    if sum(len(nodes) for nodes, _ in parts) > len(set().union(*(nodes for nodes, _ in parts))):
+        made_of = set().union(*(history.ancestors for history in histories))
+        return [ResultPart([*range(len(results))], [], sorted(made_of))]
     return [part for _, part in parts]
 
 
@@ -65,14 +78,14 @@ def edge_of(t: torch.Tensor) -> Edge:
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     """Within, a gradient comes to `results`, past their hooks, and goes on no further."""
     handles, hidden = [], []
-    with Local():
-        for t in results:
-            node, place = edge_of(t)
-            handles.append(node.register_prehook(lambda grads, at=place: _drop_gradient(grads, at)))
-            if t._backward_hooks:  # they hear of the whole, when its own part runs
-                hidden.append((t._backward_hooks, dict(t._backward_hooks)))
-                t._backward_hooks.clear()
     try:
+        with Local():
+            for t in results:
+                node, place = edge_of(t)
+                handles.append(node.register_prehook(partial(_drop_gradient, place=place)))
+                if t._backward_hooks:  # they hear of the whole, when its own part runs
+                    hidden.append((t._backward_hooks, dict(t._backward_hooks)))
+                    t._backward_hooks.clear()
         yield
     finally:
         for handle in handles:

@@ -117,7 +117,7 @@ def build(options: Options, mesh: Any) -> GPT:
     torch.manual_seed(options.seed)
     model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
         layers=options.layers, width=options.width, heads=options.heads, context=options.context
-    ).to(choose_device(options.device).type)
+    ).to(choose_device(options.device).type if mesh is None else mesh.device_type)
     if mesh is not None:
         axes = mesh.mesh_dim_names
         # A byte has 256 values: to split so few words would cost more than it saves.
@@ -135,7 +135,7 @@ def build(options: Options, mesh: Any) -> GPT:
 def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
 
-    device = choose_device(options.device)
+    device = Device(next(model.parameters()).device.type)
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
         optimizer.zero_grad()

@@ -70,6 +70,7 @@ class CompiledStep(LastProgram):
         self._eager: dict[Any, _Refused] = {}  # by signature
         self._runs_eagerly: _Refused | None = None
         self._raised: StepRaises | None = None
+        self._is_running = True  # but for `capture`
         self._state: State | None = None
         self._reached: list[Place] = []  # where runs were seen to name something
         self._last: CapturedProgram | None = None
@@ -116,14 +117,26 @@ class CompiledStep(LastProgram):
         return self._heard(program, tensors, args, kwargs)
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
-        """The program of such a call, captured where there is none yet, and not run.
+        """The program of such a call, captured where there is none yet, and not run: nothing is
+        told to ledgers, and what the step writes into Python stays as it is. State that the first
+        step of an optimizer makes is made, of zeros.
 
         Raises:
             CaptureError: such a call cannot be captured.
         """
-        program, _ = self._find_program(args, kwargs)
+        watcher, HERE.watcher = HERE.watcher, None
+        count, self._is_running = self._made, False
+        try:
+            program, _ = self._find_program(args, kwargs)
+        finally:
+            HERE.watcher, self._is_running = watcher, True
+            raised, self._raised, self._runs_eagerly = self._raised, None, None
         if program is None:
-            raise CaptureError(f"{self.title} runs eagerly when it is called like this")
+            error = CaptureError(f"{self.title} runs eagerly when it is called like this")
+            raise error from (None if raised is None else raised.error)
+        if self._made > count:  # capture leaves what the call would have left
+            for write in reversed(program.writes):
+                write.undo()
         return program
 
     def _result(
@@ -230,6 +243,8 @@ class CompiledStep(LastProgram):
 
     def _tell(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Let ledgers, `strict()` and `check_ranks()` know what is going to run."""
+        if not self._is_running:
+            return
         from .ledger_replay import tell, tell_work
 
         assert program.scope is not None

@@ -160,7 +160,8 @@ class Explainer:
             self._modules.append(self._names[id(module)])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if HERE.explainer is self and id(module) in self._names:
+        # A forward that fails may end before `_enter` of it was called.
+        if HERE.explainer is self and self._modules[-1:] == [self._names.get(id(module))]:
             self._modules.pop()
 
     # -- what dispatch tells -----------------------------------------------------------------------

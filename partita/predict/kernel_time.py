@@ -108,7 +108,7 @@ def count_flops(node: fx.Node) -> float:
         if len(q) != 4 or len(k) != 4:
             return 0.0
         b, h, t, d = q
-        causal = any(a is True for a in [*node.args, node.kwargs.get("is_causal")])
+        causal = _operand(node, "is_causal") is True
         flops = 4.0 * b * h * t * k[2] * d * (0.5 if causal else 1.0)
         return flops * (_BACKWARD_OF_ATTENTION if backward else 1.0)
     packet = getattr(node.target, "overloadpacket", None)
@@ -116,6 +116,15 @@ def count_flops(node: fx.Node) -> float:
         return 0.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _operand(node: fx.Node, name: str) -> Any:
+    """The operand of this name of a call, by its schema; None where it is not given."""
+    if name in node.kwargs or not isinstance(node.target, torch._ops.OpOverload):
+        return node.kwargs.get(name)
+    names = [argument.name for argument in node.target._schema.arguments]
+    at = names.index(name) if name in names else len(node.args)
+    return node.args[at] if at < len(node.args) else None
 
 
 def _kind_of(node: fx.Node) -> str:

@@ -92,13 +92,14 @@ class Machine:
             mesh: the size of each axis, outermost first; ranks are counted row-major, and
                 `ranks_per_host` neighbours share a host.
         """
-        reach = 1  # ranks from the first of a ring to behind its last
-        inner = 1
+        span, inner = 1, 1  # the neighbours among which every ring is, and those seen so far
         for name, size in reversed([*mesh.items()]):
-            if name in axes:
-                reach += (size - 1) * inner
             inner *= size
-        return self.host if reach <= self.ranks_per_host else self.network
+            if name in axes:
+                span = inner
+        # They may begin on one host and end on the next, where hosts do not divide into such.
+        is_within = self.ranks_per_host % span == 0 or inner <= self.ranks_per_host
+        return self.host if is_within else self.network
 
 
 def shipped_machines() -> list[str]:

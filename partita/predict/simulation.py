@@ -186,7 +186,7 @@ def _sends(buffer: Buffer) -> bool:
 def _class_of(buffer: Buffer, reduced: set[str]) -> str:
     if buffer.passing:
         return "workspace"
-    if buffer.reason in ("gather", "regather"):
+    if buffer.reason in ("gather", "regather", "persistent"):
         return "gathered"
     if buffer.reason == "gradient" or buffer.name in reduced:
         return "gradients"

@@ -134,6 +134,7 @@ def make_step(
         local = torch.zeros(strategy.batch, context, dtype=torch.long)
     parallelize(module, dry, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
     in_zero = "dp" in mesh and strategy.zero == 3
+    holds_back = "dp" in mesh and strategy.zero < 2  # shards are sent as they come
     if "dp" in mesh:
         precision = dtype if in_zero and dtype is not torch.float32 else None
         zero(module, dry, "dp", stage=strategy.zero, precision=precision)
@@ -148,7 +149,7 @@ def make_step(
         total: Any = 0.0
         for i, x in enumerate(micro_batches, 1):
             last = i == len(micro_batches)
-            with nullcontext() if last or "dp" not in mesh else no_sync(module):
+            with nullcontext() if last or not holds_back else no_sync(module):
                 with _computed_in(torch.float32 if in_zero else dtype):
                     logits = module(x)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), x.flatten())

@@ -12,7 +12,9 @@ import torch
 
 import partita as pt
 from partita.predict.collective_time import collective_bytes, collective_seconds
+from partita.predict.kernel_time import count_flops
 from partita.predict.machine import Link, Machine, MachineError, load_machine, shipped_machines
+from partita.predict.strategy import Strategy
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
 
@@ -227,3 +229,62 @@ def test_the_command_prints_the_table(capsys):
     assert "tokens/s" in capsys.readouterr().out
     assert main("simulate --model gpt --mesh tp=3".split()) == 2
     assert "does not divide" in capsys.readouterr().err
+
+
+def test_a_ring_within_a_host_takes_its_link_only_where_every_such_ring_does():
+    machine = load_machine("h100")
+    assert machine.ranks_per_host == 8
+    assert machine.link_of(["tp"], {"dp": 4, "tp": 8}) is machine.host
+    assert machine.link_of(["tp"], {"dp": 4, "tp": 6}) is machine.network  # ranks 6 to 11
+    assert machine.link_of(["tp"], {"tp": 6}) is machine.host
+    assert machine.link_of(["dp"], {"dp": 2, "tp": 4}) is machine.host
+    assert machine.link_of(["dp"], {"dp": 4, "tp": 4}) is machine.network
+
+
+def test_causal_attention_is_told_by_its_argument_alone():
+    graph = torch.fx.Graph()
+    like = torch.empty(1, 2, 16, 8, device="meta")
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    for node in nodes:
+        node.meta["val"] = like
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    whole = graph.call_function(efficient, (*nodes, None, True))
+    causal = graph.call_function(efficient, (*nodes, None, True, 0.0, True))
+    assert count_flops(whole) == 4 * 2 * 16 * 16 * 8 == 2 * count_flops(causal)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_micro_batches_are_simulated_at_each_stage(stage):
+    found = [
+        pt.simulate(
+            "gpt",
+            {"dp": 2},
+            "h100",
+            strategy=Strategy(zero=stage, micro_batches=many, layers=1, context=32),
+        )
+        for many in (1, 2)
+    ]
+    assert found[1].seconds > found[0].seconds
+
+
+def test_a_capture_alone_tells_no_ledger_and_leaves_what_the_step_writes():
+    class Counter:
+        calls = 0
+
+    counter = Counter()
+
+    def body(mesh):
+        x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
+
+        def step(x):
+            counter.calls = "ran"
+            return x.sum().redistribute(placements=[pt.Replicate()])
+
+        compiled = pt.compile(step, backend="graph")
+        with pt.ledger() as log:
+            compiled.capture(x)
+        return log.bytes
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [0, 0]
+    assert counter.calls == 0

@@ -720,7 +720,7 @@ class _Capture:
         return values
 
     def _output_admitted_values(self) -> list[torch.Tensor]:
-        """The plain values that stood next to DTensors. They leave the graph: see `finished`."""
+        """The plain values that stood next to DTensors. They leave the graph: see `lower_trace`."""
         values = [value for trace in self.wires.values() for value in trace.admitted]
         self.outputs += [Output("admitted", None) for _ in values]
         return values

@@ -62,11 +62,11 @@ def _keep_within(program: Program, budget: int, behind: Mapping[str, Pass]) -> i
     least = None
     for names in _make_levels(program):
         key = hashlib.sha256(f"{text} {sorted(names)}".encode()).hexdigest()
-        if key not in _tried_before:
-            _tried_before[key] = _predict_peak(program, names, behind)
-            while len(_tried_before) > _REMEMBERED:
-                del _tried_before[next(iter(_tried_before))]
-        tried = _tried_before[key]
+        tried = _tried_before.get(key)
+        if tried is None:  # another rank, a thread of this process, may be at the same
+            tried = _tried_before[key] = _predict_peak(program, names, behind)
+            for old in [*_tried_before][:-_REMEMBERED]:
+                _tried_before.pop(old, None)
         least = tried if least is None else min(least, tried)
         if tried <= budget:
             graph = program.graph.graph

@@ -211,9 +211,9 @@ class Zero:
             self._passes[number].append(group)
 
     def _end_backward(self, number: int) -> None:
-        # Units that a pass around this one uses are left to it.
+        # Groups that a pass around this one uses are left to it.
         groups = self._passes.pop(number, [])
-        around = {u for others in self._passes.values() for u in others}
+        around = {group for others in self._passes.values() for group in others}
         with Local(), torch.no_grad():
             for group in groups:
                 if group not in around:

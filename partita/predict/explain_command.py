@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from partita.comm import dry_mesh
+from partita.layout import LayoutError
 
 from .call_text import read_call, read_mesh
 from .explain import explain
@@ -34,6 +35,9 @@ def run_explain(options: argparse.Namespace) -> int:
         fn, args, kwargs = read_call(options.call, options.args, mesh)
         print(explain(fn, *args, **kwargs))
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        print(f"partita explain: {error}", file=sys.stderr)
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        # Of an error of ours all lines count: place, reason and fixes.
+        said = str(error) if isinstance(error, LayoutError) else first
+        print(f"partita explain: {said}", file=sys.stderr)
         return 2
     return 0

@@ -40,6 +40,14 @@ def test_a_circle_is_found(house):
     assert [sorted(circle) for circle in house.find_circles(arrows)] == [["a", "b", "c"]]
 
 
+def test_what_is_against_the_house_is_found(house):
+    one = house.Module("comm/one.py", "class Wire: ...\nKIND = 'gloo'\n")
+    other = house.Module("comm/backends/other.py", "class Wire: ...\nKIND = 'gloo'\n")
+    assert one.is_runtime and other.is_runtime
+    assert house.types_defined_twice([one, other]) == ["Wire x2"]
+    assert house.files_that_name_a_backend([one, other]) == ["comm/one.py"]
+
+
 def test_a_type_name_means_one_thing(house, modules):
     assert house.types_defined_twice([m for m in modules if m.is_runtime]) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ from ..key import digest_of
 from ..node_metadata import note_of
 from ..program import Program
 
-__all__ = ["Change", "Seen", "worth"]
+__all__ = ["Change", "Pass", "Seen", "worth"]
+
+Pass = Callable[[Program], Any]
+"""Changes a program's graph, and says in a few words what it did."""
 
 _SHOWN = 6  # lines of a diff, in text
 

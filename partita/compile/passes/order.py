@@ -19,7 +19,7 @@ from .backend_ways import backend_ways
 from .bucket import bucket
 from .cancel import cancel
 from .cast import cast
-from .change import Change, Seen
+from .change import Change, Pass, Seen
 from .contract import Promised, work_out
 from .dedupe import dedupe
 from .lifetime import lifetime
@@ -28,8 +28,6 @@ from .regather import regather
 from .remat import remat_before
 
 __all__ = ["PASSES", "Pass", "Passes", "in_order", "record_changes", "run_passes"]
-
-Pass = Callable[[Program], Any]
 
 _BEHIND_REMAT: dict[str, Pass] = {
     "regather": regather,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import fx
 
@@ -14,6 +13,7 @@ from ..graph import canonical, is_collective, nbytes_of
 from ..memory.storages import Storages, memory_of, storages_of
 from ..node_metadata import note_of
 from ..program import Program
+from .change import Pass
 from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
 from .regions import of_regions
 
@@ -24,9 +24,6 @@ _LEVELS = 8
 
 _ALONE = 1.25
 """So many times its own bytes may be needed beside what all of forward passes through."""
-
-
-Pass = Callable[[Program], Any]
 
 
 def remat_before(behind: Mapping[str, Pass]) -> Callable[[Program], str]:

@@ -7,7 +7,8 @@ where), `groups` (process groups), `ranks` with `world` (threads of one process)
 `agreement` and `messages` (what ranks compare), `control_plane`, `control`, `rendezvous`,
 `capture_barrier`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`, `handle` and
 `init_rendezvous` (how a job begins), `pending_work`, `compiled`, `backends/`; `dcp`, `dcp_reading`,
-`held`, `torch_dtensors`, `torch_state_dicts` and `collectives` (torch's own).
+`held`, `torch_dtensors`, `torch_state_dicts` and `collectives` (torch's own); `after_import`
+(modules of torch that are imported late).
 """
 
 from torch.distributed.device_mesh import DeviceMesh

@@ -4,7 +4,9 @@ In reading order: `entry` and `step` (the call), `call_guard` and `guards/` (may
 again), `pipeline` (how one is made): `capture/`, `program` and `captured_program`, `passes/`,
 `verify` and `key`, `backend/`; `memory/` (its schedule), `region` and `split` (a part of an eager
 model), `graph`, `pass_report` and `last_program` (what people read), `ledger_replay`,
-`padding_boundary`, `sharing` and `replicated_input_check` (around a run).
+`padding_boundary`, `sharing` and `replicated_input_check` (around a run); and small parts:
+`arguments` (leaves of a call), `conditions`, `errors`, `phases`, `node_metadata`, `effects`,
+`cotangents`, `repeats`, `ordering`, `graph_modules`, `step_facts`, `length_buckets`.
 """
 
 from .entry import compile

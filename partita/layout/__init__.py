@@ -2,7 +2,8 @@
 
 In reading order: `mesh` (the ranks and their axes), `placement` (what one axis does to a tensor,
 and its dual), `layout` (all axes together, as text too), `errors` (what a user reads),
-`torch_placements` (torch's words for the same).
+`torch_placements` (torch's words for the same); `picture` and `picture_html` (which rank holds
+what, drawn).
 """
 
 from .errors import Fix, LayoutError

@@ -3,7 +3,8 @@
 In reading order: `region` (the call), `policy` and `names` (what is kept), `mode` and `calls` (what
 a region hears of), `record` (its forward), `recompute` (the second run) with `call_key`,
 `saved_results`, `inputs`, `ambient_state` and `reads`, `opaque` (calls that are not entered),
-`budget` and `report`, `live_memory` with `kernel_mode`, `in_graph` (in a captured step).
+`budget` and `report`, `live_memory` with `kernel_mode`, `in_graph` (in a captured step); `errors`,
+and small parts: `tree` (nested values), `wrapped` (objects that stand for functions).
 """
 
 from .errors import RematError

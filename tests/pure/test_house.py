@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -58,3 +60,17 @@ def test_only_the_room_of_backends_names_one(house, modules):
 
 def test_what_is_public_says_what_it_is(house, modules):
     assert house.names_without_docstring(modules) == []
+
+
+def test_a_room_lists_its_files_in_reading_order(modules):
+    stated_elsewhere = ("rules/table", "rules/decompositions", "compile/passes", "bench")
+    rooms = {m.path.rpartition("/")[0]: m for m in modules if m.path.endswith("/__init__.py")}
+    unlisted = []
+    for m in modules:
+        room, _, name = m.path.removesuffix(".py").rpartition("/")
+        if room.startswith(stated_elsewhere) or not rooms.get(room) or name == "__init__":
+            continue
+        said = ast.get_docstring(rooms[room].tree) or ""
+        if "In reading order" in said and not re.search(rf"\b{name}\b", said):
+            unlisted.append(m.path)
+    assert len(rooms) > 15 and unlisted == []

@@ -63,7 +63,7 @@ from .gating import gate_writes
 from .hooks import hang_hooks
 from .identity import check_arguments, check_truth
 from .inputs import GraphInputs
-from .left_on_results import check_no_marks, left_gradient, retains_gradient
+from .left_on_results import attributes_given_to, check_no_marks, left_gradient, retains_gradient
 from .lower_trace import Trace
 from .numbers import NUMBER, Numbers, Plain
 from .optimizers import ParamGroup, Stepping
@@ -567,12 +567,12 @@ class _Capture:
         for name in attributes_of(given.tensor):
             self.record.read_at(entry(f"{given.name}.{name}", held, name), held[name])
             fake.__dict__[name] = self.inputs.stand_in(held[name])
-        self._given.append((given, fake, {n: fake.__dict__[n] for n in _given_to(fake)}))
+        self._given.append((given, fake, {n: fake.__dict__[n] for n in attributes_given_to(fake)}))
 
     def _check_attributes(self) -> None:
         """Raise CaptureError if the step gives a tensor that is an input an attribute."""
         for given, fake, before in self._given:
-            for name in {*before, *_given_to(fake)}:
+            for name in {*before, *attributes_given_to(fake)}:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
                         f"the step sets {given.name}.{name}",
@@ -758,11 +758,6 @@ def _is_whole(given: Input) -> bool:
     """Is what a rank holds of it one device's value?"""
     whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
     return whole and given.kind not in ("mark", "number")
-
-
-def _given_to(fake: torch.Tensor) -> list[str]:
-    """The names of its attributes, but of what it remembers of itself: of `.item()`, say."""
-    return [n for n in attributes_of(fake) if not n.endswith(("_memo", "_memo_vc", "_memo_epoch"))]
 
 
 def _is_differentiable(t: torch.Tensor) -> bool:

@@ -18,12 +18,17 @@ from ..errors import not_captured
 from ..guards.marks import attributes_of, hooks_of
 from .differentiate import asks_gradient, has_history
 
-__all__ = ["check_no_marks", "left_gradient", "retains_gradient"]
+__all__ = ["attributes_given_to", "check_no_marks", "left_gradient", "retains_gradient"]
 
 _grad: Any = torch._C.TensorBase.grad
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
-"""Attributes that a tensor without memory has; others, `_MEMO`, remember what `.item()` gives."""
+"""Attributes that a tensor without memory has."""
 _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
+
+
+def attributes_given_to(fake: torch.Tensor) -> list[str]:
+    """The names of a tensor's attributes, but of what it remembers of itself: of `.item()`, say."""
+    return [name for name in attributes_of(fake) if not name.endswith(_MEMO)]
 
 
 def left_gradient(made: torch.Tensor) -> torch.Tensor | None:
@@ -43,7 +48,7 @@ def retains_gradient(made: torch.Tensor) -> bool:
 
 def check_no_marks(made: torch.Tensor) -> None:
     """Raise CaptureError if the step gives a tensor that it makes a hook or an attribute."""
-    given = [n for n in attributes_of(made) if n not in _OF_FAKES and not n.endswith(_MEMO)]
+    given = [name for name in attributes_given_to(made) if name not in _OF_FAKES]
     marks = [f"the attribute {name}" for name in given]
     if asks_gradient(made) and hooks_of(made):
         marks.append("a hook")

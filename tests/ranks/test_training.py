@@ -154,6 +154,12 @@ OTHERS = {
     "save": Path("run"),
     "zero": 3,
     "lr": 1e-4,
+    "device": "cpu",
+    "log": Path("steps.jsonl"),
+    "report": Path("report.html"),
+    "tensorboard": Path("events"),
+    "wandb": "a project",
+    "mlflow": "an experiment",
 }
 
 

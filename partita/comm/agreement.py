@@ -52,7 +52,7 @@ def agree(
     if is_alone(wire):
         return
     why = f"compares {what}"
-    if len(set(wire.exchange(why, _digest(mine)))) > 1:
+    if len(set(wire.exchange(why, _hash_text(mine)))) > 1:
         texts = [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
         raise differing(what, texts, fact=fact, reason=reason, fixes=fixes)
 
@@ -120,8 +120,8 @@ def differing(
 
 def digest_of_text(text: str) -> int:
     """63 bits that are the same in every process."""
-    return int.from_bytes(_digest(text)[:8], "big") >> 1
+    return int.from_bytes(_hash_text(text)[:8], "big") >> 1
 
 
-def _digest(text: str) -> bytes:
+def _hash_text(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -51,10 +51,10 @@ def roll_call(wire: Wire, why: str) -> None:
         return
     me, store = dist.get_rank(), group.get_group_store()
     number = _calls[group] = _calls.get(group, 0) + 1
-    store.set(_place(number, me), why)
+    store.set(_key_of_rank(number, me), why)
     begun, warned, nap = time.monotonic(), False, _LOOK[0]
     away = [r for r in dist.get_process_group_ranks(group) if r != me]
-    while away := [r for r in away if not store.check([_place(number, r)])]:
+    while away := [r for r in away if not store.check([_key_of_rank(number, r)])]:
         waited = time.monotonic() - begun
         if waited > store.timeout.total_seconds():
             raise LayoutError(
@@ -72,7 +72,7 @@ def roll_call(wire: Wire, why: str) -> None:
         time.sleep(nap)
         nap = min(2 * nap, _LOOK[1])
     if number > 1:
-        store.delete_key(_place(number - 1, me))
+        store.delete_key(_key_of_rank(number - 1, me))
 
 
 def missed_call(wire: Wire, failure: RuntimeError) -> LayoutError | None:
@@ -88,16 +88,16 @@ def missed_call(wire: Wire, failure: RuntimeError) -> LayoutError | None:
         me, store = dist.get_rank(), group.get_group_store()
         number = _calls.get(group, 0) + 1
         for r in ranks:
-            if store.check([_place(number, r)]):
+            if store.check([_key_of_rank(number, r)]):
                 return LayoutError(
                     f"rank {r} does not make the same moves as rank {me}",
                     place=user_line(),
-                    operands=(f"rank {r}  {store.get(_place(number, r)).decode()}",),
+                    operands=(f"rank {r}  {store.get(_key_of_rank(number, r)).decode()}",),
                     reason=f"rank {me} runs what it has captured",
                     fixes=(_ONE_WAY,),
                 )
     return lost_rank(failure, "runs what it has captured", ranks)
 
 
-def _place(number: int, rank: int) -> str:
+def _key_of_rank(number: int, rank: int) -> str:
     return f"partita/roll call {number}/{rank}"

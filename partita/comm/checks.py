@@ -122,13 +122,15 @@ def check_ranks(timeout: float = 60.0) -> Iterator[None]:
             yield
     except BaseException as error:
         here.set(check=before)
-        _leave(check, f"left check_ranks() with {type(error).__name__}: {error}", quiet=True)
+        _announce_region_exit(
+            check, f"left check_ranks() with {type(error).__name__}: {error}", quiet=True
+        )
         raise
     here.set(check=before)
-    _leave(check, "left check_ranks() in order", quiet=False)
+    _announce_region_exit(check, "left check_ranks() in order", quiet=False)
 
 
-def _leave(check: Check, text: str, quiet: bool) -> None:
+def _announce_region_exit(check: Check, text: str, quiet: bool) -> None:
     """Tell the ranks that may wait inside the region that this one has left it."""
     for wire in check.wires.values():
         if check.broken:

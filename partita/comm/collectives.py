@@ -34,13 +34,13 @@ def look_before_collectives(look: Callable[[str, Any], Any]) -> None:
         original = getattr(dist.distributed_c10d, name, None)
         if original is None:  # of another version of torch
             continue
-        looking = _looking(name, original, look)
+        looking = _make_inspected_collective(name, original, look)
         for home in (dist.distributed_c10d, dist):
             if getattr(home, name, None) is original:
                 setattr(home, name, looking)
 
 
-def _looking(
+def _make_inspected_collective(
     name: str, original: Callable[..., Any], look: Callable[[str, Any], Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)

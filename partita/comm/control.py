@@ -47,7 +47,7 @@ class ControlGroup:
         try:
             self._group = rendezvous_group(self._name, self._ranks, patience())
         except RuntimeError as error:
-            if (gone := lost_rank(error, _located(why), self._ranks)) is None:
+            if (gone := lost_rank(error, _append_user_line(why), self._ranks)) is None:
                 raise
             raise gone from error
         BEGUN[self._name] = 0
@@ -69,11 +69,11 @@ class ControlGroup:
             LayoutError: on all ranks, naming two that come for different reasons, or whoever does
                 not come.
         """
-        head = _HEAD.pack(_digest(why + place), len(mine))
+        head = _HEAD.pack(_hash_text(why + place), len(mine))
         rows = self._gather((head + mine).ljust(_MESSAGE)[:_MESSAGE], why, deadline)
         heads = [_HEAD.unpack_from(row) for row in rows]
         if any(digest != heads[0][0] for digest, _ in heads):
-            raise self._parted(why, deadline)
+            raise self._make_divergence_error(why, deadline)
         longest = max(length for _, length in heads)
         if longest <= _INLINE:
             return [
@@ -91,13 +91,13 @@ class ControlGroup:
             work.wait(_SLICE)
         except RuntimeError as error:
             count = self._name, BEGUN[self._name]
-            need = Need(_located(why), self._ranks, meets=True, count=count)
+            need = Need(_append_user_line(why), self._ranks, meets=True, count=count)
             wait_longer(work, need, error, deadline)
         return [out[i].numpy().tobytes() for i in range(len(self._ranks))]
 
-    def _parted(self, why: str, deadline: float | None) -> LayoutError:
+    def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
         """What to raise where ranks come for different reasons; all of them come here."""
-        mine = _located(why).encode()
+        mine = _append_user_line(why).encode()
         lengths = self._gather(struct.pack("<q", len(mine)), why, deadline)
         longest = max(struct.unpack("<q", n)[0] for n in lengths)
         rows = self._gather(mine.ljust(longest), why, deadline)
@@ -115,10 +115,10 @@ class ControlGroup:
         )
 
 
-def _located(why: str) -> str:
+def _append_user_line(why: str) -> str:
     """What a rank comes for, and the user's line."""
     return f"{why}, at {user_line() or 'no line'}"
 
 
-def _digest(text: str) -> bytes:
+def _hash_text(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

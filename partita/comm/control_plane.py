@@ -87,7 +87,7 @@ class Everyone:
             Exception: what `answer` raised, or what the first failed rank brought; on every rank.
         """
         self.wait()
-        return _opened(self._decide(mine, answer))
+        return _unwrap_outcome(self._decide(mine, answer))
 
     def aside(self, run: Callable[[Decide], Any]) -> Aside:
         """Start `run(decide)` in another thread of every rank, after the last one has ended.
@@ -102,7 +102,10 @@ class Everyone:
             name = f"partita, beside rank {self.rank}"
             self._worker = os.getpid(), ThreadPoolExecutor(1, name)
         self._worker[1].submit(
-            _work, run, lambda mine, answer: _opened(decide(mine, answer)), [outcome]
+            _run_into_future,
+            run,
+            lambda mine, answer: _unwrap_outcome(decide(mine, answer)),
+            [outcome],
         )
         self._all_have_started()
         return outcome
@@ -116,7 +119,7 @@ class Everyone:
     # -- what differs ----------------------------------------------------------------------------
 
     def _decide(self, mine: Any, answer: Answer) -> Any:
-        return _outcomes([mine], answer)[0]
+        return _compute_outcomes([mine], answer)[0]
 
     def _decide_aside(self) -> Decide:
         return self._decide
@@ -125,7 +128,7 @@ class Everyone:
         """A rank may now block until its thread ends, though ranks take turns."""
 
 
-def _work(run: Callable[[Decide], Any], decide: Decide, outcomes: list[Aside]) -> None:
+def _run_into_future(run: Callable[[Decide], Any], decide: Decide, outcomes: list[Aside]) -> None:
     # An error's traceback has this frame and its callers', none of which must have the error.
     outcome: Aside | None = outcomes.pop()
     assert outcome is not None
@@ -162,11 +165,11 @@ class _OfGroups(Everyone):
         if group is None:
             raise RuntimeError("the process groups were destroyed before all ranks had agreed")
         try:
-            brought = self._gather(group, _packed(mine))
+            brought = self._gather_bytes_to_first(group, _pack_or_error(mine))
             answers = None
             if brought is not None:
-                answers = _all_packed(_outcomes(list(map(unpack, brought)), answer))
-            got = unpack(self._scatter(group, answers))
+                answers = _all_packed(_compute_outcomes(list(map(unpack, brought)), answer))
+            got = unpack(self._scatter_bytes_from_first(group, answers))
         except RuntimeError as error:  # of the group: `answer`'s own are outcomes
             if (gone := lost_rank(error, "agrees with all ranks", range(self.size))) is None:
                 raise
@@ -179,7 +182,7 @@ class _OfGroups(Everyone):
     # What ranks bring differs in length, which is told first. Not torch's own way of sending
     # objects: that would unpickle whatever comes.
 
-    def _gather(self, group: Any, mine: bytes) -> list[bytes] | None:
+    def _gather_bytes_to_first(self, group: Any, mine: bytes) -> list[bytes] | None:
         """On rank 0 what every rank brings; None on the others."""
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
@@ -192,7 +195,7 @@ class _OfGroups(Everyone):
             return None
         return [_bytes_of(r, int(n)) for r, n in zip(rows, sizes, strict=True)]
 
-    def _scatter(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
+    def _scatter_bytes_from_first(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
         """On every rank what rank 0 has for it."""
         size, rows = torch.empty(2, dtype=torch.int64), None  # of its own, and of the longest
         if all_of_them is not None:
@@ -207,7 +210,7 @@ class _OfGroups(Everyone):
         return _bytes_of(row, mine)
 
 
-def _packed(mine: Any) -> bytes:
+def _pack_or_error(mine: Any) -> bytes:
     try:
         return pack(mine)
     except TypeError as error:
@@ -237,7 +240,7 @@ class _OfOneProcess(Everyone):
         self._wire, self.rank, self.size = wire, wire.rank, wire.mesh.size()
 
     def _decide(self, mine: Any, answer: Answer) -> Any:
-        return self._wire.together(mine, lambda brought: _outcomes(brought, answer))
+        return self._wire.together(mine, lambda brought: _compute_outcomes(brought, answer))
 
     def _decide_aside(self) -> Decide:
         board: _Board = self.decide(None, lambda brought: [_Board(self.size)] * self.size)
@@ -254,7 +257,7 @@ class _Board:
         self._brought: list[Any] = [None] * size
         self._outcomes: Sequence[Any] = ()
         self._answer: Answer | None = None
-        self._meeting = threading.Barrier(size, self._perform, PATIENCE)
+        self._meeting = threading.Barrier(size, self._answer_meeting, PATIENCE)
 
     def decide(self, rank: int, mine: Any, answer: Answer) -> Any:
         self._brought[rank] = mine
@@ -263,9 +266,9 @@ class _Board:
         self._meeting.wait()
         return self._outcomes[rank]
 
-    def _perform(self) -> None:
+    def _answer_meeting(self) -> None:
         assert self._answer is not None
-        self._outcomes = _outcomes(self._brought, self._answer)
+        self._outcomes = _compute_outcomes(self._brought, self._answer)
 
 
 # -- outcomes --------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class _Failed:
     rank: int | None = None
 
 
-def _outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
+def _compute_outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
     for rank, one in enumerate(brought):
         if isinstance(one, BaseException):
             if len(brought) > 1:
@@ -292,7 +295,7 @@ def _outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
         return [_Failed(error)] * len(brought)
 
 
-def _opened(outcome: Any) -> Any:
+def _unwrap_outcome(outcome: Any) -> Any:
     if isinstance(outcome, _Failed):
         error, line = outcome.error, outcome.error.__traceback__
         with contextlib.suppress(Exception):  # some errors cannot be copied

@@ -144,7 +144,7 @@ def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tupl
     """`(start, length)` of the piece at `places` of what is cut into `parts`, one after another."""
     start: Number = 0
     for n, place in zip(parts, places, strict=True):
-        step = _ceil(length, n)
+        step = _ceil_div(length, n)
         at = least(place * step, length)
         start = start + at
         length = least(step, length - at)
@@ -160,7 +160,7 @@ def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Nu
     places: list[Number] = []
     left = length
     for n in parts:
-        step = _ceil(left, n)
+        step = _ceil_div(left, n)
         step = step.clamp(min=1) if isinstance(step, torch.Tensor) else max(step, 1)
         here = at // step
         places.append(here)
@@ -217,7 +217,7 @@ def has_empty(size: int, parts: Sequence[int]) -> bool:
     return rest > 0 and has_empty(rest, parts[1:])
 
 
-def _ceil(length: Number, n: int) -> Number:
+def _ceil_div(length: Number, n: int) -> Number:
     return (length + (n - 1)) // n
 
 
@@ -243,7 +243,7 @@ class _PieceRun:
     steps: tuple[int, ...] = ()
 
 
-def _runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
+def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
     """All pieces that are not empty: at most two runs for each axis."""
     if not length:
         return
@@ -253,7 +253,7 @@ def _runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
     step = -(-length // parts[0])
     full, rest = divmod(length, step)
     for first, count, each in ((0, full, step), (full, 1, rest)):
-        for run in _runs(each, parts[1:]):
+        for run in _find_piece_runs(each, parts[1:]):
             yield _PieceRun(
                 first * step + run.start,
                 run.length,
@@ -302,7 +302,7 @@ def blocks_of(
     if math.prod(shape) == 0:
         return []
     found = []
-    runs = [list(_runs(n, cut.parts)) for n, cut in zip(lengths, cuts, strict=True)]
+    runs = [list(_find_piece_runs(n, cut.parts)) for n, cut in zip(lengths, cuts, strict=True)]
     for chosen in itertools.product(*runs):
         along: dict[str, tuple[int, int, int, int]] = {}
         start, piece = [0] * len(shape), list(shape)

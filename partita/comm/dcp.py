@@ -97,12 +97,12 @@ class SavePieces(DefaultSavePlanner):
             ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of
                 this job holds some part of a tensor.
         """
-        problems = _disagreements(all_plans)
+        problems = _find_conflicting_items(all_plans)
         if problems:
             raise ValueError(
                 "\n  ".join(["the ranks hold different things by one name", *problems])
             )
-        problems = _holes(all_plans)
+        problems = _find_missing_elements(all_plans)
         if problems:
             raise ValueError("\n  ".join(["parts of tensors are on no rank that saves", *problems]))
         plans, metadata = super().create_global_plan(all_plans)
@@ -116,7 +116,7 @@ class SavePieces(DefaultSavePlanner):
         return self._pieces[name].local
 
 
-def _disagreements(plans: list[SavePlan]) -> list[str]:
+def _find_conflicting_items(plans: list[SavePlan]) -> list[str]:
     seen: dict[str, tuple[int, str]] = {}
     problems: dict[str, str] = {}
     for rank, plan in enumerate(plans):
@@ -131,7 +131,7 @@ def _disagreements(plans: list[SavePlan]) -> list[str]:
     return list(problems.values())
 
 
-def _holes(plans: list[SavePlan]) -> list[str]:
+def _find_missing_elements(plans: list[SavePlan]) -> list[str]:
     sizes: dict[str, int] = {}
     held: dict[MetadataIndex, int] = {}
     for item in (item for plan in plans for item in plan.items):

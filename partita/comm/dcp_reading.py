@@ -72,7 +72,7 @@ class LoadPieces(DefaultLoadPlanner):
         for name, piece in self._pieces.items():
             wanted = chunks(piece.region, piece.shape)
             items = create_read_items_for_chunk_list(name, stored[name], wanted)  # type: ignore[arg-type]
-            if wanted and not _covers(items, wanted[0].sizes):
+            if wanted and not _is_piece_covered(items, wanted[0].sizes):
                 raise self._reader.damaged(".metadata", f"it has lost chunks of {name}")
             plan.items += items
         return plan
@@ -114,7 +114,7 @@ class _NotRead(Exception):
     """A value that is not read."""
 
 
-def _covers(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
+def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
     """Do these boxes, in a piece of these sizes, leave nothing of it out?"""
     total = torch.Size(sizes).numel()
     if sum(item.lengths.numel() for item in items) < total:

@@ -119,7 +119,7 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
         RuntimeError: what else the collective failed of.
     """
 
-    def over(seconds: float) -> bool:
+    def is_work_done(seconds: float) -> bool:
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
@@ -132,7 +132,7 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
         if work.is_completed():  # it has failed, or has ended just now
             work.wait()
         else:
-            outlast(over, need, deadline)
+            outlast(is_work_done, need, deadline)
     except LayoutError:
         raise
     except RuntimeError as failure:
@@ -153,22 +153,22 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
         LayoutError: the ranks wait for one another, or the deadline has passed.
         RankGoneError: so has the time limit of the process groups.
     """
-    me, store = dist.get_rank(), _store()
-    mine = _post(need)
+    me, store = dist.get_rank(), _find_store()
+    mine = _make_post(need)
     limit = patience().total_seconds() if deadline is None else deadline
     begun, unchanged, before, warned = time.monotonic() - SLICE, time.monotonic(), None, False
     away = [r for r in need.ranks if r != me]
-    store.set(_place(me), json.dumps(mine))
+    store.set(_key_of_rank(me), json.dumps(mine))
     try:
         while not over(_LOOK):
-            if (told := _told(store, me)) is not None:
+            if (told := _read_verdict(store, me)) is not None:
                 raise told
-            posts = _posts(store, me, mine)
+            posts = _collect_posts(store, me, mine)
             if posts != before:
                 before, unchanged = posts, time.monotonic()
             now = time.monotonic()
-            if now - unchanged >= STUCK and (fact := _deadlocked(posts, me)):
-                raise _agreed(store, fact, posts, me)
+            if now - unchanged >= STUCK and (fact := _describe_deadlock(posts, me)):
+                raise _agree_on_error(store, fact, posts, me)
             away = [r for r in need.ranks if r != me and not _is_at(posts.get(r), mine)]
             if not need.meets:
                 continue
@@ -179,7 +179,7 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
                 )
             if now - begun > limit:
                 fact = f"rank {me} waited {now - begun:.0f} s for {named(away)}"
-                raise _agreed(store, fact, dict.fromkeys(away) | posts, me)
+                raise _agree_on_error(store, fact, dict.fromkeys(away) | posts, me)
     except RuntimeError as failure:  # of the group
         late = late_ranks(failure, need.text, away, time.monotonic() - begun)
         if late is None or isinstance(failure, LayoutError):
@@ -187,7 +187,7 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
         raise late from failure
     finally:
         with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
-            store.delete_key(_place(me))
+            store.delete_key(_key_of_rank(me))
 
 
 def patience() -> timedelta:
@@ -220,7 +220,7 @@ def begin_graph(title: str, ranks: Sequence[int]) -> None:
     # Its frame, since that of the graph's own code says nothing to a user.
     _now = title, ranks, time.monotonic(), sys._getframe(1)
     if _watcher is None or not _watcher.is_alive():
-        _watcher = threading.Thread(target=_watch, name="partita watch", daemon=True)
+        _watcher = threading.Thread(target=_watch_for_deadlock, name="partita watch", daemon=True)
         _watcher.start()
 
 
@@ -230,24 +230,24 @@ def end_graph() -> None:
     _now = None
 
 
-def _watch() -> None:
+def _watch_for_deadlock() -> None:
     posted: Any = None
     said: dict[str, Any] = {}
     while not _over.wait(1.0):
         now = _now
         try:
             if posted is not None and now is not posted:
-                _store().delete_key(_place(dist.get_rank()))
+                _find_store().delete_key(_key_of_rank(dist.get_rank()))
                 posted = None
             if now is None or time.monotonic() - now[2] < SLICE:
                 continue
-            store, me, first = _store(), dist.get_rank(), now is not posted
+            store, me, first = _find_store(), dist.get_rank(), now is not posted
             text = f"runs compiled {now[0]}, at {user_line(now[3]) or 'no line'}"
-            post = _post(Need(text, now[1]))
+            post = _make_post(Need(text, now[1]))
             if first or post["begun"] != said["begun"]:
                 said, posted = post, now
-                store.set(_place(me), json.dumps(post))
-            if (told := _told(store, me)) is not None:
+                store.set(_key_of_rank(me), json.dumps(post))
+            if (told := _read_verdict(store, me)) is not None:
                 warnings.warn(str(told), RuntimeWarning, stacklevel=1)
                 return
         except Exception:  # the groups are gone, or whoever holds the store
@@ -281,25 +281,25 @@ alone: another might be about to begin what other ranks wait for."""
 _leaving = False
 
 
-def _store() -> Any:
+def _find_store() -> Any:
     global _leaving
     if not _leaving:
         _leaving = True
-        atexit.register(_leave)
+        atexit.register(_announce_exit)
     return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
 
-def _leave() -> None:
+def _announce_exit() -> None:
     """Say that this rank has ended."""
     _over.set()
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             me = dist.get_rank()
             post = {"text": "has ended", "ended": True, "id": -1, "ranks": []}
-            _store().set(_place(me), json.dumps(post))
+            _find_store().set(_key_of_rank(me), json.dumps(post))
 
 
-def _post(need: Need) -> dict[str, Any]:
+def _make_post(need: Need) -> dict[str, Any]:
     global _number
     _number += 1
     return {
@@ -318,22 +318,26 @@ def _post(need: Need) -> dict[str, Any]:
         # Private torch: how many collectives of its groups a rank has begun, by the group's name.
         "begun": BEGUN
         | dict([need.count])
-        | {g.group_name: n for g in _groups() if (n := _begun(g)) is not None},
+        | {
+            g.group_name: n
+            for g in _list_process_groups()
+            if (n := _count_begun_collectives(g)) is not None
+        },
     }
 
 
-def _groups() -> list[Any]:
+def _list_process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def _begun(group: Any) -> int | None:
+def _count_begun_collectives(group: Any) -> int | None:
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
         return None
 
 
-def _posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[str, Any] | None]:
+def _collect_posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[str, Any] | None]:
     """What all those wait for on whom this rank depends, directly or not; of one that does not wait
     None."""
     found: dict[int, dict[str, Any] | None] = {me: mine}
@@ -343,9 +347,9 @@ def _posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[str, Any
         if rank in found:
             continue
         post = None
-        if store.check([_place(rank)]):
+        if store.check([_key_of_rank(rank)]):
             with contextlib.suppress(Exception):  # it may go on just now
-                post = json.loads(store.get(_place(rank)))
+                post = json.loads(store.get(_key_of_rank(rank)))
         found[rank] = post
         ahead += post["ranks"] if post else []
     return found
@@ -361,7 +365,7 @@ def _is_at(post: dict[str, Any] | None, mine: dict[str, Any]) -> bool:
     return bool(post["begun"].get(group, -1) >= mine["begun"].get(group, 0))
 
 
-def _deadlocked(posts: dict[int, dict[str, Any] | None], me: int) -> str:
+def _describe_deadlock(posts: dict[int, dict[str, Any] | None], me: int) -> str:
     """The fact, where all wait and each for one that has not begun the same; "" otherwise."""
     if any(post is None for post in posts.values()):
         return ""
@@ -390,13 +394,17 @@ def _asks_otherwise(post: dict[str, Any], other: dict[str, Any]) -> bool:
     return ours is not None and theirs is not None and ours != theirs
 
 
-def _agreed(store: Any, fact: str, posts: dict[int, dict[str, Any] | None], me: int) -> LayoutError:
+def _agree_on_error(
+    store: Any, fact: str, posts: dict[int, dict[str, Any] | None], me: int
+) -> LayoutError:
     """The error that all of these ranks raise, of whichever of them finds it first."""
     lines = [
         f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
         for r, p in sorted(posts.items())
     ]
-    mine = json.dumps({"fact": fact, "lines": _few(lines, posts), "ranks": sorted(posts)})
+    mine = json.dumps(
+        {"fact": fact, "lines": _group_equal_lines(lines, posts), "ranks": sorted(posts)}
+    )
     said = store.compare_set(_VERDICT, "", mine)
     others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
     store.set(f"{_VERDICT}/{me}", "heard")
@@ -404,10 +412,10 @@ def _agreed(store: Any, fact: str, posts: dict[int, dict[str, Any] | None], me: 
     # Whoever holds the store must not end before the others have read what it says.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
         time.sleep(0.05)
-    return _error(json.loads(said))
+    return _make_deadlock_error(json.loads(said))
 
 
-def _few(lines: list[str], posts: dict[int, Any]) -> list[str]:
+def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
     """One line for each thing that ranks wait for, of the first that does."""
     seen: dict[str, str] = {}
     for line, (_, post) in zip(lines, sorted(posts.items()), strict=True):
@@ -415,17 +423,17 @@ def _few(lines: list[str], posts: dict[int, Any]) -> list[str]:
     return list(seen.values())[:8]
 
 
-def _told(store: Any, me: int) -> LayoutError | None:
+def _read_verdict(store: Any, me: int) -> LayoutError | None:
     if not store.check([_VERDICT]):
         return None
     said = json.loads(store.get(_VERDICT))
     if me not in said["ranks"]:
         return None
     store.set(f"{_VERDICT}/{me}", "heard")
-    return _error(said)
+    return _make_deadlock_error(said)
 
 
-def _error(said: dict[str, Any]) -> LayoutError:
+def _make_deadlock_error(said: dict[str, Any]) -> LayoutError:
     return LayoutError(
         said["fact"],
         place=user_line(),
@@ -439,13 +447,13 @@ def _error(said: dict[str, Any]) -> LayoutError:
 def verdict_of_others() -> LayoutError | None:
     """What other ranks have found, where a collective of this rank failed."""
     with contextlib.suppress(Exception):
-        store, me = _store(), dist.get_rank()
+        store, me = _find_store(), dist.get_rank()
         for _ in range(3):
-            if (told := _told(store, me)) is not None:
+            if (told := _read_verdict(store, me)) is not None:
                 return told
             time.sleep(0.1)
     return None
 
 
-def _place(rank: int) -> str:
+def _key_of_rank(rank: int) -> str:
     return f"partita/waits/{rank}"

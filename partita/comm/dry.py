@@ -57,25 +57,25 @@ class DryWire(Wire):
         """One at the place of `wire` on its mesh, which sends nothing and tells no ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
-    def _spend(self, nbytes: int) -> None:
+    def _account_transfer(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self.seconds += self.latency + nbytes / self.bandwidth
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
         n = self.mesh_size(axes)
-        self._spend((n - 1) * x.nbytes)
+        self._account_transfer((n - 1) * x.nbytes)
         out.view(n, -1).copy_(x.reshape(1, -1).expand(n, -1))
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
         n = self.mesh_size(axes)
-        self._spend((n - 1) * out.nbytes)
+        self._account_transfer((n - 1) * out.nbytes)
         out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         n = self.mesh_size(axes)
-        self._spend(2 * (n - 1) * x.nbytes // n)
+        self._account_transfer(2 * (n - 1) * x.nbytes // n)
 
     def _all_to_all(
         self,
@@ -87,7 +87,7 @@ class DryWire(Wire):
         ask: Ask,
     ) -> None:
         mine, kept = send.place(self.index(axes)), get.place(self.index(axes))
-        self._spend((send.total - mine[1]) * x.element_size())
+        self._account_transfer((send.total - mine[1]) * x.element_size())
         out.zero_()
         out.narrow(0, *kept).copy_(x.narrow(0, *mine))
 
@@ -98,7 +98,7 @@ class DryWire(Wire):
         return [mine] * self.mesh.size()
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
-        self._spend(x.nbytes)
+        self._account_transfer(x.nbytes)
 
 
 def dry_mesh(

@@ -60,7 +60,11 @@ class MeshHandle:
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks along one axis, by number or by name; of all ranks where None."""
-        return self._layout.size() if mesh_dim is None else self.shape[self._dim(mesh_dim)]
+        return (
+            self._layout.size()
+            if mesh_dim is None
+            else self.shape[self._resolve_mesh_dim(mesh_dim)]
+        )
 
     def get_coordinate(self) -> list[int]:
         return list(self._at)
@@ -75,7 +79,7 @@ class MeshHandle:
             if self.ndim > 1:
                 raise LayoutError(f"get_local_rank needs an axis on mesh {self._layout}")
             mesh_dim = 0
-        return self._at[self._dim(mesh_dim)]
+        return self._at[self._resolve_mesh_dim(mesh_dim)]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> MeshHandle:
         """The mesh of the ranks that differ from this along `names` only, axes in that order."""
@@ -83,7 +87,7 @@ class MeshHandle:
         if names == self.mesh_dim_names:
             return self
         if names not in self._parts:
-            where = [self._dim(a) for a in names]
+            where = [self._resolve_mesh_dim(a) for a in names]
             part = Mesh(names, tuple(self.shape[i] for i in where))
             line = tuple(slice(None) if i in where else self._at[i] for i in range(self.ndim))
             kept = sorted(where)  # indexing leaves the axes in the order of this mesh
@@ -92,7 +96,7 @@ class MeshHandle:
             self._parts[names] = MeshHandle(part, at, ranks, self._make_wire)
         return self._parts[names]
 
-    def _dim(self, mesh_dim: int | str) -> int:
+    def _resolve_mesh_dim(self, mesh_dim: int | str) -> int:
         if isinstance(mesh_dim, int) and -self.ndim <= mesh_dim < self.ndim:
             return mesh_dim
         try:

@@ -53,11 +53,11 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
         dist.init_process_group(backend, timeout=timeout)
         return
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    fresh = dist.PrefixStore(_agree(store, rank, world, timeout), store)
+    fresh = dist.PrefixStore(_agree_on_round_name(store, rank, world, timeout), store)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=timeout)
 
 
-def _agree(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
+def _agree_on_round_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
     """A name that all ranks of this round have, and none of an earlier one."""
     until = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex

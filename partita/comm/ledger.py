@@ -116,7 +116,7 @@ class Ledger:
         return json.dumps({"bytes": self.bytes, "moves": moves, "repeated": repeated})
 
     def __str__(self) -> str:
-        return "\n".join([self._table(), *map(_sentence, self.repeated)])
+        return "\n".join([self._table(), *map(_describe_repeated_work, self.repeated)])
 
     def _table(self) -> str:
         if not self.moves:
@@ -132,7 +132,7 @@ class Ledger:
             rows = [[str(m.rank), *row] for m, row in zip(self.moves, rows, strict=True)]
         right = {head.index("bytes")}
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [_line(row, widths, right) for row in [head, *rows]]
+        lines = [_format_row(row, widths, right) for row in [head, *rows]]
         n = len(self.moves)
         total = f"{n} move{'s' if n > 1 else ''}, {human(self.bytes)} sent"
         return "\n".join([*lines, total + (" by all ranks together" if many else "")])
@@ -140,7 +140,7 @@ class Ledger:
     __repr__ = __str__
 
 
-def _sentence(work: RepeatedWork) -> str:
+def _describe_repeated_work(work: RepeatedWork) -> str:
     return (
         f"repeated by each rank along {' '.join(work.axes)}: {work.op} at {work.source or '-'}, "
         f"{work.share:.0%} of the operations"
@@ -157,7 +157,7 @@ def human(nbytes: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 100 else f"{size:.1f} {units[0]}"
 
 
-def _line(row: list[str], widths: list[int], right: set[int]) -> str:
+def _format_row(row: list[str], widths: list[int], right: set[int]) -> str:
     cells = (
         cell.rjust(w) if i in right else cell.ljust(w)
         for i, (cell, w) in enumerate(zip(row, widths, strict=True))

@@ -61,7 +61,7 @@ def init_device_mesh(
             operands=(f"mesh_shape  {tuple(mesh_shape)}", f"mesh_dim_names  {mesh_dim_names}"),
             reason="each place is one rank, and each rank has one",
             fixes=(
-                Fix(f"mesh_shape={_fitting(tuple(mesh_shape), world)}"),
+                Fix(f"mesh_shape={_fit_sizes_to_world(tuple(mesh_shape), world)}"),
                 Fix(f"torchrun --nproc-per-node {wanted} ..."),
             ),
         )
@@ -99,7 +99,7 @@ def _world_size() -> int | None:
     return int(told) if told.isdigit() else None
 
 
-def _fitting(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
+def _fit_sizes_to_world(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
     """`sizes` with one of them changed so that they make `world`; else all in the first."""
     for i in range(len(sizes)):
         rest = math.prod(sizes[:i] + sizes[i + 1 :])
@@ -173,7 +173,7 @@ def wire_saved_as(saved: tuple[Any, ...]) -> Wire:
     for mesh, wire in _wires.items():
         if (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (kind, ranks, names):
             return wire
-    sizes = _sizes(ranks)
+    sizes = _shape_of_ranks(ranks)
     raise LayoutError(
         f"a tensor was saved on a mesh that this rank is not on: {names or 'no names'} {sizes}",
         place=user_line(),
@@ -186,5 +186,5 @@ def wire_saved_as(saved: tuple[Any, ...]) -> Wire:
     )
 
 
-def _sizes(ranks: Any) -> tuple[int, ...]:
-    return (len(ranks), *_sizes(ranks[0])) if isinstance(ranks, list) else ()
+def _shape_of_ranks(ranks: Any) -> tuple[int, ...]:
+    return (len(ranks), *_shape_of_ranks(ranks[0])) if isinstance(ranks, list) else ()

@@ -64,10 +64,12 @@ class PaddedTransport(Transport):
 
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
     """Do some ranks hold less of a tensor of this layout than others?"""
-    return any(map(_divides_unevenly, *_dims(layout, mesh)))
+    return any(map(_divides_unevenly, *_shape_and_shard_sizes(layout, mesh)))
 
 
-def _dims(layout: Layout, mesh: Mesh) -> tuple[Sequence[int], list[tuple[int, ...]]]:
+def _shape_and_shard_sizes(
+    layout: Layout, mesh: Mesh
+) -> tuple[Sequence[int], list[tuple[int, ...]]]:
     return layout.shape, [tuple(mesh.size(a) for a in axes) for axes in layout.shards]
 
 
@@ -81,10 +83,12 @@ def padding(
     """Which elements of a rank's piece of `size` elements, cut over `axes`, are padding?"""
     parts, places = transport.stack(axes)
     _, length = span(size, parts, places)
-    return torch.arange(padded_length(size, parts), device=device) >= _on(length, device)
+    return torch.arange(padded_length(size, parts), device=device) >= _move_to_device(
+        length, device
+    )
 
 
-def _on(x: Number, device: torch.device) -> Number:
+def _move_to_device(x: Number, device: torch.device) -> Number:
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
@@ -107,17 +111,17 @@ def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
         if all(cut.even for cut in (*gone, *come)):
             return None
         if move.kind == "slice":
-            return lambda x, ask: _own(x, come, transport)
-        return lambda x, ask: _placed(x, gone, move.op, transport)
+            return lambda x, ask: _slice_own_piece(x, come, transport)
+        return lambda x, ask: _place_own_piece(x, gone, move.op, transport)
     axes, _ = transport.group_order(move.axes)
     grid = tuple(a for a in axes if transport.mesh.size(a) > 1)
     n = transport.mesh_size(axes)
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_padded_step(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         piece = list(x.shape)
         for cut in come:
             piece[cut.dim] = cut.first_length
-        rows = _packed(x, come, grid, transport)
+        rows = _pack_padded_pieces(x, come, grid, transport)
         if move.kind == "reduce_scatter":
             out = x.new_empty(piece)
             transport.reduce_scatter(out, rows, axes, move.op, ask)
@@ -131,9 +135,9 @@ def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
         else:
             each = Splits.evenly(n, math.prod(piece))
             transport.all_to_all(out, rows, axes, each, each, ask)
-        return _unpacked(out, gone, grid, transport)
+        return _unpack_pieces(out, gone, grid, transport)
 
-    return run
+    return run_padded_step
 
 
 def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
@@ -144,7 +148,7 @@ def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
     return padded, span(cut.size, *transport.stack(cut.outer))[1]
 
 
-def _packed(
+def _pack_padded_pieces(
     x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
 ) -> torch.Tensor:
     """The padded piece of each member of `grid`, in its order."""
@@ -181,20 +185,22 @@ def _pieces_in_a_row(
         torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
         for i, m in enumerate(parts)
     ]
-    start, length = span(_on(outer, x.device), parts, each)
-    return _taken(x, cut.dim, start, length, torch.arange(step, device=x.device), transport.zeros)
+    start, length = span(_move_to_device(outer, x.device), parts, each)
+    return _take_padded_piece(
+        x, cut.dim, start, length, torch.arange(step, device=x.device), transport.zeros
+    )
 
 
-def _taken(
+def _take_padded_piece(
     x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
 ) -> torch.Tensor:
     """The elements of pieces along `dim`, each padded to as many as there are offsets."""
     at = (start + least(offsets, length - 1)).clamp(min=0)
     out = x.index_select(dim, at.flatten())
-    return _zeroed(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
+    return _zero_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
 
 
-def _zeroed(x: torch.Tensor, dim: int, where: torch.Tensor) -> torch.Tensor:
+def _zero_where(x: torch.Tensor, dim: int, where: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), 0)
 
 
@@ -202,7 +208,7 @@ def _with_zeros(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:
     return torch.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, more])
 
 
-def _unpacked(
+def _unpack_pieces(
     rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
 ) -> torch.Tensor:
     """`rows`, (*grid, *piece), put together along the dimensions that `cuts` says.
@@ -240,25 +246,27 @@ def _without_gaps(x: torch.Tensor, cut: Cut, transport: PaddedTransport) -> torc
     padded, length = _outer_length(cut, transport)
     if isinstance(length, int) and ends_last(length, cut.parts):
         return x.narrow(cut.dim, 0, length)
-    at, length = torch.arange(padded, device=x.device), _on(length, x.device)
+    at, length = torch.arange(padded, device=x.device), _move_to_device(length, x.device)
     behind = at >= length
     places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
     place: Number = 0
     for n, here in zip(cut.parts, places, strict=True):
         place = place * n + here
     out = x.index_select(cut.dim, place * cut.first_length + rest)
-    return _zeroed(out, cut.dim, behind) if transport.zeros else out
+    return _zero_where(out, cut.dim, behind) if transport.zeros else out
 
 
-def _own(x: torch.Tensor, cuts: Sequence[Cut], transport: PaddedTransport) -> torch.Tensor:
+def _slice_own_piece(
+    x: torch.Tensor, cuts: Sequence[Cut], transport: PaddedTransport
+) -> torch.Tensor:
     for cut in cuts:
         start, length = _place_of(cut, transport, x.device)
         offsets = torch.arange(cut.first_length, device=x.device)
-        x = _taken(x, cut.dim, start, length, offsets, transport.zeros)
+        x = _take_padded_piece(x, cut.dim, start, length, offsets, transport.zeros)
     return x.contiguous()
 
 
-def _placed(
+def _place_own_piece(
     x: torch.Tensor, cuts: Sequence[Cut], op: str, transport: PaddedTransport
 ) -> torch.Tensor:
     for cut in cuts:
@@ -277,7 +285,7 @@ def _place_of(cut: Cut, transport: PaddedTransport, device: torch.device) -> tup
     parts, places = transport.stack(cut.inner)
     _, outer = _outer_length(cut, transport)
     start, length = span(outer, parts, places)
-    return _on(start, device), _on(length, device)
+    return _move_to_device(start, device), _move_to_device(length, device)
 
 
 class Uneven(LayoutError):

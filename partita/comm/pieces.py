@@ -53,7 +53,7 @@ def prepare(move: Move, transport: Transport) -> Step:
         ) from None
     if not move.sends or transport.mesh_size(move.axes) > 1:
         return build(move, transport)
-    return _alone
+    return _copy_alone
 
 
 # -- moves that send -----------------------------------------------------------------------------
@@ -70,23 +70,23 @@ def _all_gather(move: Move, transport: Transport) -> Step:
         mine, padded = side.piece, side.padded_shape
         whole = padded == shape
 
-        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+        def run_all_gather(x: torch.Tensor, ask: Ask) -> torch.Tensor:
             out = x.new_empty(padded)
-            gather(out, _padded(x, mine), axes, ask)
+            gather(out, _pad_to_shape(x, mine), axes, ask)
             return out if whole else out.resize_(shape)
 
-        return run
+        return run_all_gather
 
     put = side.from_rows(pad)
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:  # type: ignore[no-redef]
+    def run_all_gather(x: torch.Tensor, ask: Ask) -> torch.Tensor:  # type: ignore[no-redef]
         flat = x.new_empty(n * pad)
-        gather(flat, _padded(x, (pad,)), axes, ask)
+        gather(flat, _pad_to_shape(x, (pad,)), axes, ask)
         out = x.new_empty(shape)
         put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
 
-    return run
+    return run_all_gather
 
 
 def _reduce_scatter(move: Move, transport: Transport) -> Step:
@@ -101,36 +101,36 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
     take = side.to_rows(pad)
     scatter = transport.reduce_scatter
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_reduce_scatter(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         if as_it_is:
             out = x.new_empty(mine)
             scatter(out, x.contiguous(), axes, reduce_op, ask)
             return out
-        rows = _padded(x, (n * pad,)) if in_memory else take(x)
+        rows = _pad_to_shape(x, (n * pad,)) if in_memory else take(x)
         out = x.new_empty(pad)
         if order is not None:
             rows = _in_group_order(rows, order)
         scatter(out, rows, axes, reduce_op, ask)
         return out.resize_(mine)
 
-    return run
+    return run_reduce_scatter
 
 
 def _all_reduce(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     reduce_op, reduce = move.op, transport.all_reduce
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_all_reduce(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         return reduce(x.clone(memory_format=_CONTIGUOUS), axes, reduce_op, ask)
 
-    return run
+    return run_all_reduce
 
 
 def _all_to_all(move: Move, transport: Transport) -> Step:
     axes, order = transport.group_order(move.axes)
     gone, come = cuts_of(move, transport.mesh)
     if is_restack(gone, come, axes, transport.mesh):
-        return _restack(move, transport)
+        return _make_restack_step(move, transport)
     shape = move.after.local_shape(transport.mesh, transport.at)
     sent = Side(come, move.before.local_shape(transport.mesh, transport.at), transport, axes)
     got = Side(gone, shape, transport, axes)
@@ -144,7 +144,7 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
         send = get = Splits.evenly(transport.mesh_size(axes), pad)
         take, put = sent.to_rows(pad), got.from_rows(pad)
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_all_to_all(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         source = x.contiguous() if take is None else take(x)
         if order is not None:
             source = _in_group_order(source, order)
@@ -158,15 +158,15 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
         put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
 
-    return run
+    return run_all_to_all
 
 
-def _restack(move: Move, transport: Transport) -> Step:
+def _make_restack_step(move: Move, transport: Transport) -> Step:
     """An all_to_all between pieces that are no grid: each rank gets what both have."""
     axes, _ = transport.group_order(move.axes)
     shape, exchange = move.after.local_shape(transport.mesh, transport.at), transport.all_to_all
-    send, sent = _overlaps(move.before, move.after, transport, axes)
-    get, got = _overlaps(move.after, move.before, transport, axes)
+    send, sent = _find_overlaps(move.before, move.after, transport, axes)
+    get, got = _find_overlaps(move.after, move.before, transport, axes)
 
     def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         parts = [x[where].reshape(-1) for where in sent]
@@ -184,7 +184,7 @@ def _restack(move: Move, transport: Transport) -> Step:
     return run
 
 
-def _overlaps(
+def _find_overlaps(
     here: Layout, there: Layout, transport: Transport, axes: Axes
 ) -> tuple[Splits, list[tuple[slice, ...]]]:
     """How much of this rank's piece under `here` each rank of the group has under `there`, and
@@ -223,7 +223,7 @@ def _in_mesh_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     return out
 
 
-def _alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+def _copy_alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
     """Any of the four above in a group of one rank."""
     return x.clone(memory_format=_CONTIGUOUS)
 
@@ -234,7 +234,9 @@ def _alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
 def _slice(move: Move, transport: Transport) -> Step:
     cuts_of(move, transport.mesh)
     source = move.before.local_region(transport.mesh, transport.at)
-    where = _slices(_within(move.after.local_region(transport.mesh, transport.at), source))
+    where = _slices_of_region(
+        _offset_region_within(move.after.local_region(transport.mesh, transport.at), source)
+    )
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
     return lambda x, ask: x[where].clone(memory_format=_CONTIGUOUS)
 
@@ -242,15 +244,17 @@ def _slice(move: Move, transport: Transport) -> Step:
 def _place(move: Move, transport: Transport) -> Step:
     cuts_of(move, transport.mesh)
     target = move.after.local_region(transport.mesh, transport.at)
-    where = _slices(_within(move.before.local_region(transport.mesh, transport.at), target))
+    where = _slices_of_region(
+        _offset_region_within(move.before.local_region(transport.mesh, transport.at), target)
+    )
     shape, reduce_op = _shape(target), move.op
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_place(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         out = x.new_full(shape, neutral(reduce_op, x.dtype))
         out[where] = x
         return out
 
-    return run
+    return run_place
 
 
 def _mask(move: Move, transport: Transport) -> Step:
@@ -261,7 +265,7 @@ def _mask(move: Move, transport: Transport) -> Step:
     return lambda x, ask: torch.zeros_like(x, memory_format=_CONTIGUOUS)
 
 
-def _retype(move: Move, transport: Transport) -> Step:
+def _make_retype_step(move: Move, transport: Transport) -> Step:
     return lambda x, ask: x.view_as(x)
 
 
@@ -290,7 +294,7 @@ _BUILD = {
     "slice": _slice,
     "place": _place,
     "mask": _mask,
-    "retype": _retype,
+    "retype": _make_retype_step,
 }
 
 # -- regions -------------------------------------------------------------------------------------
@@ -300,16 +304,16 @@ def _shape(region: Region) -> tuple[int, ...]:
     return tuple(length for _, length in region)
 
 
-def _slices(region: Region) -> tuple[slice, ...]:
+def _slices_of_region(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in region)
 
 
-def _within(inner: Region, outer: Region) -> Region:
+def _offset_region_within(inner: Region, outer: Region) -> Region:
     """`inner` counted from the start of `outer`."""
     return tuple((i - j, n) for (i, n), (j, _) in zip(inner, outer, strict=True))
 
 
-def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`x`, contiguous, behind it as many zeros as fill `shape`."""
     if x.shape == shape:
         return x.contiguous()

@@ -161,18 +161,18 @@ def _this_process() -> _Process:
         numbers = os.readlink("/proc/self/ns/pid")  # containers count for themselves
         machine = hashlib.blake2b((boot + numbers).encode(), digest_size=8).digest()
         number = os.getpid()
-        return _Process(machine, number, int(_status(number)[19]))
+        return _Process(machine, number, int(_read_process_status(number)[19]))
     return _Process(os.urandom(8), os.getpid(), 0)  # no system that tells: alike no other
 
 
 def _has_ended(process: _Process) -> bool:
     try:
-        status = _status(process.number)
+        status = _read_process_status(process.number)
     except OSError:
         return True
     return status[0] in "ZX" or int(status[19]) != process.begun
 
 
-def _status(number: int) -> list[str]:
+def _read_process_status(number: int) -> list[str]:
     """What Linux says of a process, from its state on (proc_pid_stat(5), field 3)."""
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

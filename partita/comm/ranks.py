@@ -51,7 +51,7 @@ class RankWire(Wire):
         self._number_at = dict(zip(self.mesh.coordinates(), members, strict=True))
         self._numbers: dict[Axes, tuple[int, ...]] = {}
 
-    def _meet(
+    def _meet_group(
         self, key: tuple[Any, ...], axes: Axes, ask: Ask, payload: Payload, action: Action
     ) -> None:
         group = self._numbers.get(axes)
@@ -68,10 +68,10 @@ class RankWire(Wire):
             self.scope.check.compare(self, text)
 
     def exchange(self, why: str, mine: bytes, deadline: float | None = None) -> list[bytes]:
-        def answer(brought: list[bytes]) -> list[list[bytes]]:
+        def answer_with_all(brought: list[bytes]) -> list[list[bytes]]:
             return [brought] * len(brought)
 
-        return self.together(mine, answer, why)  # type: ignore[no-any-return]
+        return self.together(mine, answer_with_all, why)  # type: ignore[no-any-return]
 
     def together(
         self, mine: Any, answer: Callable[[list[Any]], Sequence[Any]], why: str = "together"
@@ -79,42 +79,46 @@ class RankWire(Wire):
         """This rank's share of what the first rank's `answer` makes of every rank's `mine`."""
         got: list[Any] = []
 
-        def action(all_: Sequence[Payload]) -> None:
+        def perform_answer(all_: Sequence[Payload]) -> None:
             answers = all_[0][2]([theirs for _, theirs, _ in all_])
             for (to, _, _), one in zip(all_, answers, strict=True):
                 to.append(one)
 
         ask = Ask(why, None, "")
-        self._meet(("together", "objects"), self.mesh.names, ask, (got, mine, answer), action)
+        self._meet_group(
+            ("together", "objects"), self.mesh.names, ask, (got, mine, answer), perform_answer
+        )
         return got[0]
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
-        def action(all_: Sequence[Payload]) -> None:
+        def perform_all_gather(all_: Sequence[Payload]) -> None:
             for to, _ in all_:
                 torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
         # Ranks of other groups may hold more or less, but numbers, and what all have padded, of the
         # same count.
         size = x.numel() if ask.kind in ("gather_ints", "all_gather") and not ask.move else None
-        self._meet(("gather", x.dtype, size), axes, ask, (out, x), action)
+        self._meet_group(("gather", x.dtype, size), axes, ask, (out, x), perform_all_gather)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
-        def action(all_: Sequence[Payload]) -> None:
+        def perform_all_reduce(all_: Sequence[Payload]) -> None:
             total = _reduced([x for (x,) in all_], reduce_op)
             for (x,) in all_:
                 x.copy_(total)
 
-        self._meet(("reduce", x.dtype, reduce_op), axes, ask, (x,), action)
+        self._meet_group(("reduce", x.dtype, reduce_op), axes, ask, (x,), perform_all_reduce)
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
-        def action(all_: Sequence[Payload]) -> None:
+        def perform_reduce_scatter(all_: Sequence[Payload]) -> None:
             total = _reduced([x.reshape(-1) for _, x in all_], reduce_op)
             for (to, _), part in zip(all_, total.view(len(all_), -1), strict=True):
                 to.view(-1).copy_(part)
 
-        self._meet(("reduce_scatter", x.dtype, reduce_op), axes, ask, (out, x), action)
+        self._meet_group(
+            ("reduce_scatter", x.dtype, reduce_op), axes, ask, (out, x), perform_reduce_scatter
+        )
 
     def _all_to_all(
         self,
@@ -125,21 +129,21 @@ class RankWire(Wire):
         send: Splits,
         ask: Ask,
     ) -> None:
-        def action(all_: Sequence[Payload]) -> None:
+        def perform_all_to_all(all_: Sequence[Payload]) -> None:
             sent = [x.split(splits.sizes) for _, x, splits in all_]
             for i, (to, _, _) in enumerate(all_):
                 torch.cat([parts[i] for parts in sent], out=to)
 
-        self._meet(("all_to_all", x.dtype), axes, ask, (out, x, send), action)
+        self._meet_group(("all_to_all", x.dtype), axes, ask, (out, x, send), perform_all_to_all)
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
-        def action(all_: Sequence[Payload]) -> None:
+        def perform_broadcast(all_: Sequence[Payload]) -> None:
             (source,) = all_[root]
             for (x,) in all_:
                 if x is not source:
                     x.copy_(source)
 
-        self._meet(("from_first", x.dtype, x.shape, root), axes, ask, (x,), action)
+        self._meet_group(("from_first", x.dtype, x.shape, root), axes, ask, (x,), perform_broadcast)
 
 
 def _reduced(shares: list[torch.Tensor], reduce_op: str) -> torch.Tensor:

@@ -68,11 +68,11 @@ class Side:
             return Splits.evenly(n, self.pad)
         rest = math.prod(self.shape) // length if length else 0
 
-        def place(i: int) -> tuple[int, int]:
+        def place_of_part(i: int) -> tuple[int, int]:
             start, size = span(length, cut.parts, unravel(i, cut.parts))
             return rest * start, rest * size
 
-        return Splits(n, math.prod(self.shape), False, place)
+        return Splits(n, math.prod(self.shape), False, place_of_part)
 
     # -- copies to and from a collective's buffer --------------------------------------------------
 
@@ -93,34 +93,34 @@ class Side:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
         return self._from_flat(self._end_to_end)
 
-    def _blocks(self) -> list[PieceBlock]:
+    def _find_piece_blocks(self) -> list[PieceBlock]:
         return blocks_of(self._cuts, self._lengths, self.shape, self._grid)
 
     def _in_rows(self, pad: int) -> Placing:
         strides = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
 
-        def placed(block: PieceBlock) -> tuple[tuple[int, ...], int]:
+        def strides_and_offset(block: PieceBlock) -> tuple[tuple[int, ...], int]:
             offset = sum(map(int.__mul__, block.first, strides))
-            return (*strides, *_contiguous(block.piece)), offset
+            return (*strides, *_contiguous_strides(block.piece)), offset
 
-        return placed
+        return strides_and_offset
 
     def _end_to_end(self, block: PieceBlock) -> tuple[tuple[int, ...], int]:
         (cut,), (length,) = self._cuts, self._lengths
         rest = math.prod(self.shape) // length
-        strides = (*(rest * step for step in block.steps), *_contiguous(block.piece))
+        strides = (*(rest * step for step in block.steps), *_contiguous_strides(block.piece))
         return strides, rest * block.start[cut.dim]
 
     def _to_flat(
         self, total: int, placed: Placing, filled: bool
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        blocks = self._blocks()
-        own = _contiguous(self.shape)
+        blocks = self._find_piece_blocks()
+        own = _contiguous_strides(self.shape)
         sources = [(block.shape, *block.strided(own)) for block in blocks]
         places = [placed(block) for block in blocks]
         alone = len(blocks) == 1 and filled
 
-        def take(x: torch.Tensor) -> torch.Tensor:
+        def pack_into_flat(x: torch.Tensor) -> torch.Tensor:
             views, first = sources, x.storage_offset()
             if not x.is_contiguous():
                 views = [(block.shape, *block.strided(x.stride())) for block in blocks]
@@ -132,19 +132,21 @@ class Side:
                 flat.as_strided(size, *place).copy_(x.as_strided(size, strides, first + offset))
             return flat
 
-        return take
+        return pack_into_flat
 
     def _from_flat(self, placed: Placing) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        own = _contiguous(self.shape)
-        views = [(block.shape, block.strided(own), placed(block)) for block in self._blocks()]
+        own = _contiguous_strides(self.shape)
+        views = [
+            (block.shape, block.strided(own), placed(block)) for block in self._find_piece_blocks()
+        ]
 
-        def put(out: torch.Tensor, flat: torch.Tensor) -> None:
+        def unpack_from_flat(out: torch.Tensor, flat: torch.Tensor) -> None:
             for size, there, here in views:
                 out.as_strided(size, *there).copy_(flat.as_strided(size, *here))
 
-        return put
+        return unpack_from_flat
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -40,9 +40,9 @@ def user_line(frame: FrameType | None = None, here: str = "") -> str:
         name = frame.f_code.co_filename
         if name.startswith(_PARTITA):
             if not fallback and name.startswith(_OURS_TO_SHOW):
-                fallback = f"{_short(name, here)}:{frame.f_lineno}"
+                fallback = f"{_shorten_path(name, here)}:{frame.f_lineno}"
         elif not _is_plumbing(frame):
-            return f"{_short(name, here)}:{frame.f_lineno}"
+            return f"{_shorten_path(name, here)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
 
@@ -106,7 +106,7 @@ def _is_plumbing(frame: FrameType) -> bool:
     return name.startswith(_STDLIB) and "site-packages" not in name
 
 
-def _short(name: str, here: str) -> str:
+def _shorten_path(name: str, here: str) -> str:
     """The path from here where that is shorter; the whole path otherwise."""
     here = (here or os.getcwd()) + os.sep
     return name[len(here) :] if name.startswith(here) else name

@@ -40,8 +40,8 @@ class Splits:
     def times(self, k: int) -> Splits:
         """The same of elements that are `k` smaller ones each."""
 
-        def place(i: int) -> tuple[int, int]:
+        def scale_place(i: int) -> tuple[int, int]:
             start, length = self.place(i)
             return k * start, k * length
 
-        return Splits(self.count, k * self.total, self.even, place)
+        return Splits(self.count, k * self.total, self.even, scale_place)

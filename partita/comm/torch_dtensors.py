@@ -52,7 +52,7 @@ def made_of_torch(
     Args:
         gradient: makes the gradient of `local` of that of the result.
     """
-    theirs = tuple(map(_placement, placements))
+    theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _ToTorch.apply(local, mesh, theirs, shape, stride, gradient)
     return out
 
@@ -70,12 +70,12 @@ def local_of_torch(
         gradient: makes its local gradient of that of the result.
         divisor: of the local tensor; its gradient is that of the same value, and not divided.
     """
-    theirs = tuple(map(_placement, placements))
+    theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _FromTorch.apply(x, theirs, gradient, divisor)
     return out
 
 
-def _placement(said: TorchPlacement) -> Any:
+def _make_torch_placement(said: TorchPlacement) -> Any:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -87,14 +87,14 @@ def _placement(said: TorchPlacement) -> Any:
     return Replicate() if kind == "Replicate" else Partial(value)
 
 
-def _arrived(local: Any) -> torch.Tensor:
+def _wait_for_tensor(local: Any) -> torch.Tensor:
     """torch may hand out a result that is still under way."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _wrapped(
+def _wrap_as_torch_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any
 ) -> Any:
     from torch.distributed.tensor import DTensor
@@ -114,11 +114,11 @@ class _ToTorch(torch.autograd.Function):
         gradient: ToLocal,
     ) -> Any:
         ctx.gradient = gradient
-        return _wrapped(local.detach(), mesh, placements, shape, stride)
+        return _wrap_as_torch_dtensor(local.detach(), mesh, placements, shape, stride)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        local = _arrived(grad.to_local(grad_placements=grad.placements))
+        local = _wait_for_tensor(grad.to_local(grad_placements=grad.placements))
         return ctx.gradient(local, grad.placements), None, None, None, None, None
 
 
@@ -127,10 +127,15 @@ class _FromTorch(torch.autograd.Function):
     def forward(ctx: Any, x: Any, placements: Any, gradient: Any, divisor: int) -> torch.Tensor:
         ctx.mesh, ctx.placements, ctx.gradient = x.device_mesh, placements, gradient
         ctx.shape, ctx.stride = x.shape, x.stride()
-        local = _arrived(x.to_local()).detach()
+        local = _wait_for_tensor(x.to_local()).detach()
         return local if divisor == 1 else local / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         local = ctx.gradient(grad)
-        return _wrapped(local, ctx.mesh, ctx.placements, ctx.shape, ctx.stride), None, None, None
+        return (
+            _wrap_as_torch_dtensor(local, ctx.mesh, ctx.placements, ctx.shape, ctx.stride),
+            None,
+            None,
+            None,
+        )

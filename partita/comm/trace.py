@@ -166,9 +166,9 @@ class TraceWire(PaddedTransport, Wire):
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
         if move.kind == "all_to_all":
             for one in self._in_graph(move):
-                x = self._carry(one, x, op=op, reason=reason)
+                x = self._trace_move(one, x, op=op, reason=reason)
             return x
-        return self._carry(move, x, op=op, reason=reason)
+        return self._trace_move(move, x, op=op, reason=reason)
 
     def _in_graph(self, move: Move) -> tuple[Move, ...]:
         """What does `move` in a graph: where what a rank sends to whom is another on each rank,
@@ -194,7 +194,7 @@ class TraceWire(PaddedTransport, Wire):
             Move("slice", axes, whole, move.after),
         )
 
-    def _carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
+    def _trace_move(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
         before, self.zeros = self.zeros, reason in ("gradient", "settle")
         try:
             with self.noting(move, x.element_size(), op, reason):
@@ -208,7 +208,11 @@ class TraceWire(PaddedTransport, Wire):
     def _prepare(self, move: Move) -> Any:
         for axis in move.axes:
             self.mesh.index(axis)
-        build = {"slice": self._slice, "place": self._place, "mask": self._mask}.get(move.kind)
+        build = {
+            "slice": self._make_slice_step,
+            "place": self._make_place_step,
+            "mask": self._make_mask_step,
+        }.get(move.kind)
         step = padded_step(move, self)
         if step is None:
             step = prepare(move, self) if build is None else build(move)
@@ -216,7 +220,7 @@ class TraceWire(PaddedTransport, Wire):
         self._steps[id(move)] = entry
         return entry
 
-    def _stacks(self, whole: Layout, cut: Layout) -> list[tuple[int, tuple[str, ...], int]]:
+    def _find_new_cuts(self, whole: Layout, cut: Layout) -> list[tuple[int, tuple[str, ...], int]]:
         """For each dimension that is cut anew: it, the axes that cut it, into how many pieces."""
         found = []
         for dim, (outer, all_axes) in enumerate(zip(whole.shards, cut.shards, strict=True)):
@@ -225,8 +229,8 @@ class TraceWire(PaddedTransport, Wire):
                 found.append((dim, axes, self.mesh_size(axes)))
         return found
 
-    def _slice(self, move: Move) -> Any:
-        stacks = self._stacks(move.before, move.after)
+    def _make_slice_step(self, move: Move) -> Any:
+        stacks = self._find_new_cuts(move.before, move.after)
 
         def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
             for dim, axes, n in stacks:
@@ -236,8 +240,8 @@ class TraceWire(PaddedTransport, Wire):
 
         return run
 
-    def _place(self, move: Move) -> Any:
-        stacks = self._stacks(move.after, move.before)
+    def _make_place_step(self, move: Move) -> Any:
+        stacks = self._find_new_cuts(move.after, move.before)
 
         def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
             for dim, axes, n in stacks:
@@ -249,7 +253,7 @@ class TraceWire(PaddedTransport, Wire):
 
         return run
 
-    def _mask(self, move: Move) -> Any:
+    def _make_mask_step(self, move: Move) -> Any:
         if move.op != "sum":
             return lambda x, ask: x.clone(memory_format=torch.contiguous_format)
 
@@ -267,7 +271,7 @@ class TraceWire(PaddedTransport, Wire):
 
     # -- collectives, on contiguous memory ---------------------------------------------------------
 
-    def _order(self, axes: Axes) -> list[int] | None:
+    def _find_group_order(self, axes: Axes) -> list[int] | None:
         if self.real.group_order(axes)[1] is not None:
             raise LayoutError(
                 f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",

@@ -100,7 +100,7 @@ class Transport:
         if x.dtype in self.moved:
             self._all_gather(out, x, axes, ask)
         else:
-            self._all_gather(_bytes(out), _bytes(x), axes, ask)
+            self._all_gather(_view_as_bytes(out), _view_as_bytes(x), axes, ask)
 
     def all_to_all(
         self,
@@ -117,7 +117,9 @@ class Transport:
             self._all_to_all(out.view(-1), x.view(-1), axes, get, send, ask)
         else:
             n = x.element_size()
-            self._all_to_all(_bytes(out), _bytes(x), axes, get.times(n), send.times(n), ask)
+            self._all_to_all(
+                _view_as_bytes(out), _view_as_bytes(x), axes, get.times(n), send.times(n), ask
+            )
 
     def all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> torch.Tensor:
         """The reduction of the group's `x`, in the memory of `x` where the backend can."""
@@ -125,9 +127,9 @@ class Transport:
         if x.dtype in self.reduced:
             self._all_reduce(x, axes, reduce_op, ask)
             return x
-        wide = self._widened(x, reduce_op).clone()
+        wide = self._widen_for_reduction(x, reduce_op).clone()
         self._all_reduce(wide, axes, reduce_op, ask)
-        return _narrowed(wide, x)
+        return _narrow_to_dtype(wide, x)
 
     def reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
@@ -137,12 +139,12 @@ class Transport:
         if x.dtype in self.reduced:
             self._reduce_scatter(out, x, axes, reduce_op, ask)
             return
-        wide = self._widened(x, reduce_op)
+        wide = self._widen_for_reduction(x, reduce_op)
         part = wide.new_empty(wide.numel() // self.mesh_size(axes))
         self._reduce_scatter(part, wide.reshape(-1), axes, reduce_op, ask)
-        out.view(-1).copy_(_narrowed(part, out.view(-1)))
+        out.view(-1).copy_(_narrow_to_dtype(part, out.view(-1)))
 
-    def _widened(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    def _widen_for_reduction(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
         if x.is_complex():
             if reduce_op != "sum":
                 raise LayoutError(f"complex numbers have no {reduce_op}")
@@ -213,11 +215,11 @@ def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg() if x.is_neg() else x
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def _view_as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _narrowed(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _narrow_to_dtype(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.is_complex():
         return torch.view_as_complex(wide.view(*like.shape, 2))
     return wide.to(like.dtype)

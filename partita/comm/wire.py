@@ -106,10 +106,10 @@ class Wire(Transport):
             self._note(move, x, op, reason)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._start(move, x, out, Ask(move.kind, move, op))
-        return self._start(move, x, out, Ask(move.kind, move, op))
+                return self._start_move(move, x, out, Ask(move.kind, move, op))
+        return self._start_move(move, x, out, Ask(move.kind, move, op))
 
-    def _start(self, move: Move, x: torch.Tensor, out: torch.Tensor, ask: Ask) -> UnderWay:
+    def _start_move(self, move: Move, x: torch.Tensor, out: torch.Tensor, ask: Ask) -> UnderWay:
         axes, members = self.group(move.axes)
         if len(members) == 1:
             if out is not x:

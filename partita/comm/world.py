@@ -105,7 +105,7 @@ class World:
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._rank, r, partial(fn, **kwargs), args, results, carried),
+                args=(self._run_rank, r, partial(fn, **kwargs), args, results, carried),
                 name=f"rank {r}",
                 daemon=True,
             )
@@ -131,7 +131,7 @@ class World:
 
     # -- one rank's thread -----------------------------------------------------------------------
 
-    def _rank(
+    def _run_rank(
         self,
         r: int,
         fn: Callable[..., Any],
@@ -155,9 +155,9 @@ class World:
                 )
         self._generator[r] = torch.get_rng_state()
         self._state[r] = ENDED
-        self._next(r)
+        self._resume_next_rank(r)
 
-    def _next(self, r: int) -> None:
+    def _resume_next_rank(self, r: int) -> None:
         """Hand the baton to the next rank that can run. Called by the rank that has it."""
         n = self.mesh.size()
         order = [(r + i) % n for i in range(1, n + 1)]
@@ -195,16 +195,16 @@ class World:
             and c.everyone == call.everyone
         ]
         if len(arrived) == len(call.everyone):
-            self._perform(arrived, action)
+            self._perform_meeting(arrived, action)
         else:
             self._generator[r] = torch.get_rng_state()
-            self._next(r)
+            self._resume_next_rank(r)
             self._go[r].acquire()
             torch.set_rng_state(self._generator[r])
         self._calls[r] = call.frame = None
         self._raise_verdict(r)
 
-    def _perform(self, calls: list[MeetingCall], action: Action) -> None:
+    def _perform_meeting(self, calls: list[MeetingCall], action: Action) -> None:
         first = calls[0]
         other = next((c for c in calls if not first.agrees(c)), None)
         verdict = None

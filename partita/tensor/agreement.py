@@ -64,7 +64,7 @@ def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
         said = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
         told = wire.gather_ints((digest_of_text(said), int(fits)))
         if len(set(told)) > 1:
-            raise _disagreement(local, spec.layout, said, wire)
+            raise _make_disagreement_error(local, spec.layout, said, wire)
         if fits:
             remember_agreed(wire, key)
     if not fits:
@@ -79,7 +79,7 @@ def compare(local: torch.Tensor, spec: Spec) -> None:
     order = _order_of_memory(local, spec)
     told = wire.gather_ints((digest_of_text(said), int(fits), order, *checksum(local)))
     if len({digest for digest, *_ in told}) > 1 or not all(ok for _, ok, *_ in told):
-        raise _disagreement(local, layout, said, wire)
+        raise _make_disagreement_error(local, layout, said, wire)
     if {1, 2} <= {order for _, _, order, *_ in told}:
         raise _laid_out_differently([order for _, _, order, *_ in told])
     at = {c: tuple(told[i][3:]) for i, c in enumerate(wire.mesh.coordinates())}
@@ -147,7 +147,9 @@ def no_strides(what: str, t: torch.Tensor) -> LayoutError:
     )
 
 
-def _disagreement(local: torch.Tensor, layout: Layout, said: str, wire: Wire) -> LayoutError:
+def _make_disagreement_error(
+    local: torch.Tensor, layout: Layout, said: str, wire: Wire
+) -> LayoutError:
     """What to raise where pieces do not fit; every rank comes here."""
     mine = [said, f"{layout.shards} {local.dtype}", list(local.shape)]
     told = [json.loads(t) for t in gather_texts(json.dumps(mine), wire)]
@@ -172,12 +174,12 @@ def _made_by(
         return None
     shape = []
     for dim, axes in enumerate(layout.shards):
-        first = [c for c in at if all(i == 0 or a in axes for a, i in _named(c, wire))]
+        first = [c for c in at if all(i == 0 or a in axes for a, i in _name_coordinates(c, wire))]
         shape.append(sum(at[c][dim] for c in first))
     whole = Layout(tuple(shape), layout.shards)
     fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in at.items())
     return tuple(shape) if fits and 0 not in shape else None
 
 
-def _named(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:
+def _name_coordinates(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:
     return list(zip(wire.mesh.names, at, strict=True))

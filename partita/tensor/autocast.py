@@ -48,7 +48,7 @@ _INSIDE = {"cross_entropy_loss": "nll_loss", "nll_loss_nd": "nll_loss"}
 
 
 @cache
-def _overloads() -> dict[str, list[str]]:
+def _list_aten_overloads() -> dict[str, list[str]]:
     """The overloads of each of torch's own operators; not those that name dimensions."""
     found: dict[str, list[str]] = {}
     # Private: torch says nowhere else which ops its lists hold for a device.
@@ -63,13 +63,13 @@ def _overloads() -> dict[str, list[str]]:
 @cache
 def cast_of(op: str, device_type: str) -> Cast | None:
     """What autocast does to an op's operands on a device; None where it acts on what is inside."""
-    overloads = _overloads().get(op)
+    overloads = _list_aten_overloads().get(op)
     if overloads is None:
         return None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     op = _INSIDE.get(op, op)
     key = f"Autocast{device_type.upper()}"
-    listed = any(has_kernel(o, key) for o in _overloads()[op])
+    listed = any(has_kernel(o, key) for o in _list_aten_overloads()[op])
     if not listed or (op == "binary_cross_entropy" and device_type != "cpu"):  # there: an error
         composite = any(has_kernel(o, "CompositeImplicitAutograd") for o in overloads)
         return None if composite else Cast.NONE
@@ -116,22 +116,24 @@ def as_autocast_casts(run: Callable[..., Any], op: str, inplace: bool) -> Callab
         # Private, but one question for all devices: nothing is looked for where there is none.
         if not torch._C._is_any_autocast_enabled():
             return run(*args, **kwargs)
-        device = next(t.device.type for t in _tensors((args, list(kwargs.values()))))
+        device = next(t.device.type for t in _collect_tensors((args, list(kwargs.values()))))
         on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         cast = cast_of(op, device) if on else None
         if cast is None:
             return run(*args, **kwargs)
-        dtype = None if inplace else _dtype(cast, args, kwargs, device)
+        dtype = None if inplace else _choose_cast_dtype(cast, args, kwargs, device)
         if dtype is not None:
-            args = tuple(_cast(a, dtype) for a in args)
-            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+            args = tuple(_cast_floating(a, dtype) for a in args)
+            kwargs = {name: _cast_floating(value, dtype) for name, value in kwargs.items()}
         with without_autocast(device):
             return run(*args, **kwargs)
 
-    return cast_and_run if op in _overloads() else run
+    return cast_and_run if op in _list_aten_overloads() else run
 
 
-def _dtype(cast: Cast, args: Any, kwargs: dict[str, Any], device_type: str) -> torch.dtype | None:
+def _choose_cast_dtype(
+    cast: Cast, args: Any, kwargs: dict[str, Any], device_type: str
+) -> torch.dtype | None:
     """The dtype that floating operands are cast to; None to leave them."""
     if cast is Cast.FLOAT32:
         return torch.float32
@@ -141,21 +143,25 @@ def _dtype(cast: Cast, args: Any, kwargs: dict[str, Any], device_type: str) -> t
     if cast is Cast.LOWER:
         return torch.get_autocast_dtype(device_type)
     if cast is Cast.WIDEST:
-        wide = any(t.dtype == torch.float32 for t in _tensors((args, list(kwargs.values()))))
+        wide = any(
+            t.dtype == torch.float32 for t in _collect_tensors((args, list(kwargs.values())))
+        )
         return torch.float32 if wide else None
     return None
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _collect_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+    return (
+        [t for v in value for t in _collect_tensors(v)] if isinstance(value, (list, tuple)) else []
+    )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         eligible = value.is_floating_point() and value.dtype is not torch.float64
         return value.to(dtype) if eligible and value.dtype is not dtype else value
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return type(value)(_cast(v, dtype) for v in value)
+        return type(value)(_cast_floating(v, dtype) for v in value)
     return value

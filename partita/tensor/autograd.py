@@ -34,14 +34,14 @@ def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) ->
     """Carry local `x` along each move of a plan, without autograd."""
     watcher = HERE.watcher
     if watcher is not None and reason != "gradient":
-        return watcher.carried(op, reason, moves, x, lambda: _carry(moves, x, wire, op, reason))
-    return _carry(moves, x, wire, op, reason)
+        return watcher.carried(op, reason, moves, x, lambda: _run_moves(moves, x, wire, op, reason))
+    return _run_moves(moves, x, wire, op, reason)
 
 
-def _carry(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
+def _run_moves(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         with without_autocast(x.device.type):  # bytes are moved, in whatever dtype
-            return _carry(moves, x, wire, op, reason)
+            return _run_moves(moves, x, wire, op, reason)
     for move in moves.moves:
         x = wire.carry(move, x, op=op, reason=reason)
     return x
@@ -63,10 +63,12 @@ class _Moved(torch.autograd.Function):
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # a sparse one, as gather(sparse_grad=True) makes it
         # Through apply again, so that a backward pass of the backward pass works too.
-        return _moved(grad, back, ctx.wire, ctx.op, "gradient"), None, None, None, None
+        return _move_with_gradient(grad, back, ctx.wire, ctx.op, "gradient"), None, None, None, None
 
 
-def _moved(x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str) -> torch.Tensor:
+def _move_with_gradient(
+    x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str
+) -> torch.Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Moved.apply(x, moves, wire, op, reason)
     with torch.no_grad():
@@ -86,7 +88,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
         if before.wire is not after.wire:
             raise two_meshes(op, before.wire, after.wire)
         moves = plan(before.layout, after.layout, before.wire.mesh, x.element_size())
-        return _moved(x, moves, before.wire, op, reason)
+        return _move_with_gradient(x, moves, before.wire, op, reason)
 
 
 class _NoView(torch.autograd.Function):
@@ -170,10 +172,10 @@ def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
 
 
 def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
-    def call(gradient: Placement) -> str:
+    def format_call(gradient: Placement) -> str:
         asked = spec.used_differently
         given = [gradient if a in asked else p.dual() for a, p in spec.by_axis()]
-        text = ", ".join(map(_constructor, given))
+        text = ", ".join(map(_format_placement, given))
         if op == "to_local":
             return f"x.to_local(grad_placements=[{text}])"
         return f"from_local(x, mesh, placements, grad_placements=[{text}])"
@@ -193,13 +195,18 @@ def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
         reason="each rank may have its own part of the gradient, or all of them the whole one",
         fixes=(
-            Fix(call(Partial()), "each rank's part: they add up, as after other rows of a batch"),
-            Fix(call(Replicate()), "all ranks the same: as torch.distributed.tensor takes it"),
+            Fix(
+                format_call(Partial()),
+                "each rank's part: they add up, as after other rows of a batch",
+            ),
+            Fix(
+                format_call(Replicate()), "all ranks the same: as torch.distributed.tensor takes it"
+            ),
             *(none if op == "to_local" else ()),
         ),
     )
 
 
-def _constructor(p: Placement) -> str:
+def _format_placement(p: Placement) -> str:
     """As a user writes it: repr names the fields."""
     return f"Shard({p.dim})" if isinstance(p, Shard) else f"{type(p).__name__}()"

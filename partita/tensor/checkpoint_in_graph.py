@@ -23,10 +23,10 @@ _begin = torchs._checkpoint_without_reentrant_generator
 
 
 def _begin_or_mark(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    return _mark() if HERE.capturing else _begin(function, *args, **kwargs)
+    return _mark_remat_region() if HERE.capturing else _begin(function, *args, **kwargs)
 
 
-def _mark() -> Iterator[None]:
+def _mark_remat_region() -> Iterator[None]:
     with HERE.recorder.region():
         yield
 

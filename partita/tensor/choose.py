@@ -77,7 +77,7 @@ def choose(
         current = [None if x is None else x.placement(axis) for x in layouts]
         best, best_price = None, float("inf")
         price = RowPrice(axis, rows, bound, layouts, plain, itemsizes, mesh, work)
-        for row in _kept(bound, layouts[0], keeps, axis) or bound.rows:
+        for row in _find_rows_splitting(bound, layouts[0], keeps, axis) or bound.rows:
             if inplace and not (row.inputs[0] == current[0] == row.outputs[0]):
                 continue
             if row.split and not bound.can_split(row.split, parts.get(row.split, 1) * n):
@@ -99,10 +99,10 @@ def choose(
         rows.append(best)
         if best.split:
             parts[best.split] = parts.get(best.split, 1) * n
-    return _layouts(bound, rows, layouts, mesh, inplace)
+    return _choose_layouts(bound, rows, layouts, mesh, inplace)
 
 
-def _kept(bound: Bound, first: Layout | None, name: str, axis: str) -> list[Row]:
+def _find_rows_splitting(bound: Bound, first: Layout | None, name: str, axis: str) -> list[Row]:
     """The rows that split `name`, where `axis` splits it in the first operand; else none."""
     dims = bound.inputs[0]
     if not name or first is None or dims is None:
@@ -111,7 +111,7 @@ def _kept(bound: Bound, first: Layout | None, name: str, axis: str) -> list[Row]
     return [row for row in bound.rows if held and row.split == name]
 
 
-def _layouts(
+def _choose_layouts(
     bound: Bound,
     rows: Sequence[Row],
     layouts: Sequence[Layout | None],
@@ -133,14 +133,16 @@ def _layouts(
             inputs.append(None)
             continue
         held = {a: by_axis[a].inputs[i] for a in mesh.names}
-        stacks = _stacks([d.names for d in dims], splits)
-        inputs.append(Layout(layout.shape, stacks, _partial(held), _invariant(held)))
+        stacks = _assign_axes_to_dims([d.names for d in dims], splits)
+        inputs.append(
+            Layout(layout.shape, stacks, _find_partial_axes(held), _find_invariant_axes(held))
+        )
     outputs, partial, invariant = [], [], []
     for j, out in enumerate(bound.outputs):
         held = {a: by_axis[a].outputs[j] for a in mesh.names}
-        outputs.append(_stacks([d.names for d in out], splits))
-        partial.append(_partial(held))
-        invariant.append(_invariant(held))
+        outputs.append(_assign_axes_to_dims([d.names for d in out], splits))
+        partial.append(_find_partial_axes(held))
+        invariant.append(_find_invariant_axes(held))
     return Choice(tuple(inputs), tuple(outputs), tuple(partial), tuple(invariant), splits)
 
 
@@ -164,15 +166,15 @@ def _order(
     return best + tuple(a for a in axes if a not in best)
 
 
-def _stacks(
+def _assign_axes_to_dims(
     dims: Sequence[tuple[str, ...]], splits: dict[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(a for n in names for a in splits.get(n, ())) for names in dims)
 
 
-def _partial(held: dict[str, Placement | None]) -> tuple[tuple[str, str], ...]:
+def _find_partial_axes(held: dict[str, Placement | None]) -> tuple[tuple[str, str], ...]:
     return tuple((a, p.reduce_op) for a, p in held.items() if isinstance(p, Partial))
 
 
-def _invariant(held: dict[str, Placement | None]) -> tuple[str, ...]:
+def _find_invariant_axes(held: dict[str, Placement | None]) -> tuple[str, ...]:
     return tuple(a for a, p in held.items() if p is not None and p.is_invariant())

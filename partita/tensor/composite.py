@@ -29,11 +29,13 @@ _INITS = {
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _no(*_: object) -> bool:
+def _answer_false(*_: object) -> bool:
     return False
 
 
-_OVERRIDES = types.SimpleNamespace(**vars(torch.overrides) | dict.fromkeys(_QUESTIONS, _no))
+_OVERRIDES = types.SimpleNamespace(
+    **vars(torch.overrides) | dict.fromkeys(_QUESTIONS, _answer_false)
+)
 
 
 class _Torch(types.ModuleType):
@@ -55,7 +57,7 @@ def _answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
     key = (id(space), through_torch)
     if key not in _entered_globals:
         changed = dict(space)
-        changed.update((q, _no) for q in _QUESTIONS if q in changed)
+        changed.update((q, _answer_false) for q in _QUESTIONS if q in changed)
         if through_torch and changed.get("torch") is torch:
             changed["torch"] = _Torch()
         if through_torch and changed.get("overrides") is torch.overrides:  # in torch itself
@@ -63,18 +65,18 @@ def _answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
         _entered_globals[key] = changed
         for name, helper in space.items():
             # A module's private helper asks on behalf of the public function that calls it.
-            if name.startswith("_") and _asks(helper) and helper.__globals__ is space:
-                changed[name] = _copy(helper, changed)
+            if name.startswith("_") and _has_questions(helper) and helper.__globals__ is space:
+                changed[name] = _copy_function(helper, changed)
     return _entered_globals[key]
 
 
-def _asks(func: Any) -> bool:
+def _has_questions(func: Any) -> bool:
     return isinstance(func, types.FunctionType) and any(
         q in func.__code__.co_names for q in _QUESTIONS
     )
 
 
-def _copy(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
+def _copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )
@@ -94,7 +96,7 @@ def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellT
     again = isinstance(held, types.FunctionType) and held.__code__ is func.__code__
     if again and held is not func:
         return types.CellType(entered(held))
-    return types.CellType(_copy(held, _space_of(held))) if _asks(held) else cell
+    return types.CellType(_copy_function(held, _space_of(held))) if _has_questions(held) else cell
 
 
 def _space_of(func: types.FunctionType) -> dict[str, Any]:
@@ -109,4 +111,4 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     if func.__module__ != torch.nn.init.__name__:
         func = _INITS.get(func.__name__, func)
     closure = func.__closure__ and tuple(_entered_cell(c, func) for c in func.__closure__)
-    return _copy(func, _space_of(func), closure)
+    return _copy_function(func, _space_of(func), closure)

@@ -175,13 +175,13 @@ def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any)
 # -- factories -------------------------------------------------------------------------------------
 
 
-def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
     if len(size) == 1 and isinstance(size[0], (tuple, list)):
         return tuple(size[0])
     return tuple(size)
 
 
-def _filled(
+def _make_filled(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
     device_mesh: Any,
@@ -190,7 +190,7 @@ def _filled(
     pending: bool,
     **options: Any,
 ) -> DTensor:
-    spec = placed(device_mesh, _size(size), placements)
+    spec = placed(device_mesh, _normalize_size(size), placements)
     options.setdefault("device", spec.wire.device)
     local = with_room(make(spec.local_shape, **options), spec)
     if spec.is_pending and not pending:
@@ -206,7 +206,9 @@ def zeros(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.zeros: global `size`, each rank making its own piece only."""
-    return _filled(torch.zeros, size, device_mesh, placements, requires_grad, True, dtype=dtype)
+    return _make_filled(
+        torch.zeros, size, device_mesh, placements, requires_grad, True, dtype=dtype
+    )
 
 
 def empty(
@@ -217,7 +219,9 @@ def empty(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.empty: global `size`, each rank making its own piece only."""
-    return _filled(torch.empty, size, device_mesh, placements, requires_grad, True, dtype=dtype)
+    return _make_filled(
+        torch.empty, size, device_mesh, placements, requires_grad, True, dtype=dtype
+    )
 
 
 def ones(
@@ -228,7 +232,9 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.ones: global `size`, each rank making its own piece only."""
-    return _filled(torch.ones, size, device_mesh, placements, requires_grad, False, dtype=dtype)
+    return _make_filled(
+        torch.ones, size, device_mesh, placements, requires_grad, False, dtype=dtype
+    )
 
 
 def full(
@@ -242,13 +248,15 @@ def full(
 ) -> DTensor:
     """As torch.full: global `size`, each rank making its own piece only."""
 
-    def make(shape: Sequence[int], **options: Any) -> torch.Tensor:
+    def make_full_piece(shape: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.full(shape, fill_value, **options)
 
-    return _filled(make, (size,), device_mesh, placements, requires_grad, False, dtype=dtype)
+    return _make_filled(
+        make_full_piece, (size,), device_mesh, placements, requires_grad, False, dtype=dtype
+    )
 
 
-def _drawn(
+def _make_drawn(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
     device_mesh: Any,
@@ -258,8 +266,8 @@ def _drawn(
 ) -> DTensor:
     """One device's numbers: all are drawn on every rank, which keeps its piece."""
     wire: Wire = wire_of(device_mesh)
-    spec = placed(device_mesh, _size(size), placements)
-    draw = partial(make, _size(size), dtype=dtype, device=wire.device)
+    spec = placed(device_mesh, _normalize_size(size), placements)
+    draw = partial(make, _normalize_size(size), dtype=dtype, device=wire.device)
     whole = draw_alike(draw, make.__name__, wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
@@ -272,7 +280,7 @@ def randn(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.randn, with the values that one device with the same seed has, in every layout."""
-    return _drawn(torch.randn, size, device_mesh, placements, requires_grad, dtype)
+    return _make_drawn(torch.randn, size, device_mesh, placements, requires_grad, dtype)
 
 
 def rand(
@@ -283,4 +291,4 @@ def rand(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.rand, with the values that one device with the same seed has, in every layout."""
-    return _drawn(torch.rand, size, device_mesh, placements, requires_grad, dtype)
+    return _make_drawn(torch.rand, size, device_mesh, placements, requires_grad, dtype)

@@ -28,20 +28,20 @@ _plain_tensor, _plain_as_tensor, _plain_asarray = torch.tensor, torch.as_tensor,
 _LEAVES = frozenset((int, float, bool, complex))
 
 
-def _numbers(data: Any) -> Any:
+def _read_nested_values(data: Any) -> Any:
     """A list, with the value of each DTensor in it."""
     if isinstance(data, DTensor):
         return data.tolist()
     if isinstance(data, (list, tuple)) and not _LEAVES.issuperset(map(type, data)):
-        return [_numbers(d) for d in data]
+        return [_read_nested_values(d) for d in data]
     return data
 
 
-def _tensor(data: Any, **options: Any) -> torch.Tensor:
+def _make_tensor(data: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_tensor, (), data, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_make_tensor, (), data, **options)  # type: ignore[no-any-return]
     if not isinstance(data, DTensor):
-        return _plain_tensor(_numbers(data), **options)
+        return _plain_tensor(_read_nested_values(data), **options)
     requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
     copy = data.detach().clone().to(**options) if options else data.detach().clone()
     return (copy.pin_memory() if pinned else copy).requires_grad_(requires_grad)
@@ -52,14 +52,14 @@ def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
         return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
     if isinstance(data, DTensor):
         return data.to(**options) if options else data
-    return _plain_as_tensor(_numbers(data), **options)
+    return _plain_as_tensor(_read_nested_values(data), **options)
 
 
-def _asarray(obj: Any, **options: Any) -> torch.Tensor:
+def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_asarray, (), obj, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_convert_to_tensor, (), obj, **options)  # type: ignore[no-any-return]
     if not isinstance(obj, DTensor):
-        return _plain_asarray(_numbers(obj), **options)
+        return _plain_asarray(_read_nested_values(obj), **options)
     copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
     made = obj.to(**options) if options else obj
     if made is obj and copies:
@@ -67,12 +67,12 @@ def _asarray(obj: Any, **options: Any) -> torch.Tensor:
     return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
 
 
-put_in_place_of("tensor", _tensor, torch)
+put_in_place_of("tensor", _make_tensor, torch)
 put_in_place_of("as_tensor", _as_tensor, torch)
-put_in_place_of("asarray", _asarray, torch)
+put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
-def _read(value: Any) -> Any:
+def _read_one_element(value: Any) -> Any:
     if type(value) is DTensor and value._spec.shape.numel() == 1 and not value.requires_grad:
         return read_number(value)
     return value
@@ -84,9 +84,9 @@ def _read(value: Any) -> Any:
 def _legacy_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of `name(x)`, `name([1, 2])` or `name(2, 3)`: a tensor's memory, its values, or sizes."""
     if len(args) != 1:
-        return tuple(map(_read, args))
+        return tuple(map(_read_one_element, args))
     refuse_piece(f"{name}(x)", args[0])
-    return args if isinstance(args[0], torch.Tensor) else (_numbers(args[0]),)
+    return args if isinstance(args[0], torch.Tensor) else (_read_nested_values(args[0]),)
 
 
 class _LegacyType(type):
@@ -179,6 +179,6 @@ def _look_at_arguments(
 
 
 _look_at_arguments("new", _legacy_arguments)
-_look_at_arguments("new_tensor", lambda name, args: (_numbers(args[0]), *args[1:]))
+_look_at_arguments("new_tensor", lambda name, args: (_read_nested_values(args[0]), *args[1:]))
 torch.overrides.get_ignored_functions.cache_clear()
 _device_constructors.cache_clear()  # what `torch.set_default_device` goes by

@@ -40,7 +40,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     if not isinstance(src, DTensor):
         admit(src, spec.wire, "copy_")
         src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
-    fitting = _fitting(src, spec)
+    fitting = _fit_broadcast_spec(src, spec)
     if src._spec is not fitting:
         fitting = taken_by(fitting)
     with Local():
@@ -49,7 +49,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     return x
 
 
-def _fitting(src: DTensor, spec: Spec) -> Spec:
+def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
     """Where `src`, which torch broadcasts, must lie to be copied into a tensor of `spec`.
 
     Raises:
@@ -66,7 +66,7 @@ def _fitting(src: DTensor, spec: Spec) -> Spec:
 
 
 @means(T.__deepcopy__)
-def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
+def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
     if id(x) in memo:
         return memo[id(x)]  # type: ignore[no-any-return]
     with Local(), torch.no_grad():
@@ -75,7 +75,7 @@ def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        new = tagged(_cloned(x.detach(), x._spec), x._spec)
+        new = tagged(_clone_piece(x.detach(), x._spec), x._spec)
         new.requires_grad_(x.requires_grad)
         if x.grad is not None:
             grad = gradient_of(x)
@@ -88,7 +88,7 @@ def _deepcopy(x: DTensor, memo: dict[int, Any]) -> DTensor:
     return new
 
 
-def _cloned(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+def _clone_piece(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """A copy of a rank's piece, with room for padding where the piece has it."""
     if find_padded(local, spec.padded_shape) is not None:
         return copy_with_room(local, spec)
@@ -141,7 +141,7 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 @means(T.__reduce_ex__)
-def _reduce(x: DTensor, protocol: Any) -> Any:
+def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
     with Local():
         local = x.detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}

@@ -59,14 +59,14 @@ def typed_function(cls: type[Function]) -> type[Function]:
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             cls.setup_context(ctx, inputs, output)
-            _remember(ctx, inputs, output)
+            _remember_specs(ctx, inputs, output)
 
         body["setup_context"] = staticmethod(setup_context)
     else:
 
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
             out = cls.forward(ctx, *args, **kwargs)
-            _remember(ctx, args, out)
+            _remember_specs(ctx, args, out)
             return out
 
         body["forward"] = staticmethod(forward)
@@ -87,13 +87,13 @@ def typed_function(cls: type[Function]) -> type[Function]:
     return typed
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
-    ctx._input_specs, ctx._output_specs = _specs(inputs), _specs(outputs)
-    ctx._saved_specs = _specs(ctx.to_save or ())
+    ctx._input_specs, ctx._output_specs = _specs_of_values(inputs), _specs_of_values(outputs)
+    ctx._saved_specs = _specs_of_values(ctx.to_save or ())
 
 
-def _specs(values: Any) -> tuple[Spec | None, ...]:
+def _specs_of_values(values: Any) -> tuple[Spec | None, ...]:
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 

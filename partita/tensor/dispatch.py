@@ -45,7 +45,7 @@ _Tensor = torch.Tensor
 def _run_of(op: Op) -> Run | None:
     """What to do with a function instead of looking a plan up; None for an op with a rule."""
     if op.func in SPECIAL or passes(op.func):
-        return _meaning(SPECIAL.get(op.func), takes_numbers(op.func))
+        return _make_special_run(SPECIAL.get(op.func), takes_numbers(op.func))
     if is_collective(op.func):
         return _run_collective
     if op.form.name.startswith("_fused_"):
@@ -63,7 +63,7 @@ def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any
         return func(*args, **kwargs)
 
 
-def _meaning(special: Callable[..., Any] | None, takes_numbers: bool) -> Run:
+def _make_special_run(special: Callable[..., Any] | None, takes_numbers: bool) -> Run:
     def settled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
         if may_have_numbers(args[1:], kwargs):
             args, kwargs = with_numbers(func, args, kwargs)
@@ -203,7 +203,7 @@ def op_of(func: Callable[..., Any]) -> Op:
     return op
 
 
-def _relearn() -> None:
+def _relearn_ops() -> None:
     """After a new rule, look every function met so far up anew."""
     form_of.cache_clear()
     for func, op in OPS.items():
@@ -213,7 +213,7 @@ def _relearn() -> None:
             op.run = _run_of(op)
 
 
-ON_NEW_RULE.append(_relearn)
+ON_NEW_RULE.append(_relearn_ops)
 if IN_C is not None:
     IN_C.connect(
         DTensor=DTensor,

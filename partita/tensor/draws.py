@@ -31,12 +31,12 @@ _ALSO = frozenset(
 def drawing(kernel: Callable[..., Any], form: Form, wire: Wire) -> Callable[..., Any] | None:
     """`kernel` of an op that draws, which compares the generators where a place first does so; None
     of an op that does not draw, or where there is nobody to compare with."""
-    if is_alone(wire) or not _draws(form.name):
+    if is_alone(wire) or not _is_random_op(form.name):
         return None
     return partial(draw_alike, kernel, form.name, wire)
 
 
-def _draws(name: str) -> bool:
+def _is_random_op(name: str) -> bool:
     if name in _ALSO:
         return True
     for packet in (getattr(torch.ops.aten, n, None) for n in (name, name + "_")):

@@ -74,7 +74,7 @@ def _skip_files(rules: Any) -> None:
 _told: list[str] = []
 
 
-def _refuse(x: DTensor) -> Any:
+def _refuse_dynamo(x: DTensor) -> Any:
     """What Dynamo hears where it asks a DTensor for its own attribute."""
     if torch._guards.TracingContext.try_get() is None:  # somebody else asks
         raise AttributeError("_dynamo_static_input_type")
@@ -89,11 +89,11 @@ def _refuse(x: DTensor) -> Any:
     raise refusal
 
 
-def _ignore(x: DTensor, kind: str) -> None:
+def _ignore_static_address(x: DTensor, kind: str) -> None:
     """`mark_static_address` of a DTensor: whatever is compiled does not take it."""
 
 
-DTensor._dynamo_static_input_type = property(_refuse, _ignore)  # type: ignore[attr-defined]
+DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_address)  # type: ignore[attr-defined]
 
 
 def _answer_dynamo(function: Any) -> None:
@@ -101,13 +101,13 @@ def _answer_dynamo(function: Any) -> None:
     and `x.to_local()` is a view of a DTensor."""
     refused = SPECIAL[function]
 
-    def answer(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def answer_or_refuse(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         if torch._guards.TracingContext.try_get() is None:
             return refused(x, *args, **kwargs)
         with Local():
             return function(x, *args, **kwargs)
 
-    SPECIAL[function] = answer
+    SPECIAL[function] = answer_or_refuse
 
 
 _answer_dynamo(torch.Tensor.untyped_storage)

@@ -58,7 +58,7 @@ def as_with_elements(
     whole = form.local or func
     known: dict[tuple[bool, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
-    def trial(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
+    def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
         there = [path_here(p, names, args, kwargs) for p in largest]
         given = [at_path(args, kwargs, p) for p in there]
         graded = tuple([t.requires_grad for t in given])
@@ -69,38 +69,40 @@ def as_with_elements(
                 metas = [_meta(t, shape) for t, shape in zip(given, shapes, strict=True)]
                 given_metas = dict(zip(there, metas, strict=True))
                 try:
-                    known[graded] = _trial(whole, args, kwargs, given_metas, _is_of_users(form))
+                    known[graded] = _run_on_meta(
+                        whole, args, kwargs, given_metas, _is_of_users(form)
+                    )
                     break
                 except IndexError:
                     continue
         return known[graded]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_as_with_elements(*args: Any, **kwargs: Any) -> Any:
         try:
             out = (kernel or whole)(*args, **kwargs)
         except (RuntimeError, IndexError):
-            tried = trial(args, kwargs)
+            tried = try_with_elements(args, kwargs)
             if tried is None:
                 raise
-            outs = [_empty(t, i, bound, choice, wire) for i, t in enumerate(tried[0])]
+            outs = [_make_empty_output(t, i, bound, choice, wire) for i, t in enumerate(tried[0])]
             if any(t is None for t in outs):
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
         if torch.is_grad_enabled():
-            tried = trial(args, kwargs)
+            tried = try_with_elements(args, kwargs)
             if tried is not None:
                 operands = [at_path(args, kwargs, p) for p in tried[1]]
-                return _tied(out, operands, tried[0])
+                return _tie_outputs_to_operands(out, operands, tried[0])
         return out
 
-    return run
+    return run_as_with_elements
 
 
 def _meta(t: torch.Tensor, shape: Shape) -> torch.Tensor:
     return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 
-def _trial(
+def _run_on_meta(
     run: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -120,7 +122,7 @@ def _trial(
             raise
         return None
     reached = _nodes_behind(outs, [m for m in metas.values() if m.requires_grad])
-    return outs, [p for p, m in metas.items() if m.requires_grad and _node(m) in reached]
+    return outs, [p for p, m in metas.items() if m.requires_grad and _node_of_tensor(m) in reached]
 
 
 def _is_of_users(form: Form) -> bool:
@@ -141,13 +143,13 @@ def _save_nothing(_: Any) -> Any:
     return None
 
 
-def _node(t: torch.Tensor) -> Node:
+def _node_of_tensor(t: torch.Tensor) -> Node:
     return get_gradient_edge(t).node
 
 
 def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> set[Node]:
     """The nodes of what leads from `operands` to `outs`, theirs too."""
-    ends = {_node(t) for t in operands}
+    ends = {_node_of_tensor(t) for t in operands}
     ahead = [t.grad_fn for t in outs if t.grad_fn is not None]
     seen: set[Node] = set()
     while ahead:
@@ -159,7 +161,7 @@ def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]
     return seen
 
 
-def _empty(
+def _make_empty_output(
     t: torch.Tensor, i: int, bound: Bound, choice: Choice, wire: Wire
 ) -> torch.Tensor | None:
     """This rank's piece of output i, of which the first rank has one like `t`; None if it has
@@ -172,7 +174,9 @@ def _empty(
     return torch.empty(local, dtype=t.dtype, device=wire.device)
 
 
-def _tied(out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]) -> Any:
+def _tie_outputs_to_operands(
+    out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]
+) -> Any:
     """`out`, each of whose tensors has all `operands` behind it that it would have elsewhere."""
     outs = tensors_of(out)
     if len(outs) != len(like):
@@ -196,7 +200,7 @@ def tied_to(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
 def tied_to_lost(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
     """`t` with those of `operands` behind it that are not."""
     reached = _nodes_behind([t], operands)
-    lost = [o for o in operands if _node(o) not in reached]
+    lost = [o for o in operands if _node_of_tensor(o) not in reached]
     return tied_to(t, lost) if lost else t
 
 

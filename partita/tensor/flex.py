@@ -35,7 +35,7 @@ _plain = types.FunctionType(
 _plain.__kwdefaults__ = _found.__kwdefaults__
 
 
-def _asking(
+def _call_plain_or_spread(
     query: Any,
     key: Any,
     value: Any,
@@ -67,7 +67,7 @@ def _asking(
     )
 
 
-def _spread(
+def _run_on_dtensors(
     query: Any,
     key: Any,
     value: Any,
@@ -88,7 +88,7 @@ def _spread(
         value,
         enable_gqa,
         outputs,
-        _compiled(),
+        _find_compiled_flex(),
         (_with_wholes(score_mod), block_mask, scale, return_lse, kernel_options, return_aux),
     )
     if return_aux is None:
@@ -98,7 +98,7 @@ def _spread(
     return attended, torchs.AuxOutput(lse=lse, max_scores=aux.pop(0) if aux else None)
 
 
-def _compiled() -> Callable[..., Any]:
+def _find_compiled_flex() -> Callable[..., Any]:
     """torch's function, compiled as the call of a compiled function asks that led here."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -143,7 +143,7 @@ def _on_pieces(
 
 
 @rule(_on_pieces)
-def _sentence(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) -> Said:
+def _derive_flex_rule(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) -> Said:
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     heads, group = ("(g r)", "g") if grouped else ("h", "h")
     batch = "1" if key.shape[0] == 1 != query.shape[0] else "b"
@@ -155,7 +155,7 @@ def _sentence(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) 
         rows = call.pieces.get("b", (0, query.shape[0], query.shape[0]))
         some = call.pieces.get(group, (0, key.shape[1], key.shape[1]))
         times = query.shape[1] // key.shape[1]
-        return _kernel(rows[:2], (some[0] * times, some[1] * times))
+        return _make_flex_kernel(rows[:2], (some[0] * times, some[1] * times))
 
     spread = heads.strip("()")
     work = (f"b {spread} q k d", f"b {spread} q k e")
@@ -166,7 +166,7 @@ Range = tuple[int, ...]
 """Where a rank's samples or heads begin, and how many they are."""
 
 
-def _kernel(rows: Range, heads: Range) -> Kernel:
+def _make_flex_kernel(rows: Range, heads: Range) -> Kernel:
     def run(
         query: Any, key: Any, value: Any, enable_gqa: bool, outputs: int, flex: Any, more: Any
     ) -> Any:
@@ -174,7 +174,7 @@ def _kernel(rows: Range, heads: Range) -> Kernel:
         if score_mod is not None and (rows[0] or heads[0]):
             score_mod = _shifted_score(score_mod, rows[0], heads[0])
         if block_mask is not None:
-            block_mask = _part(block_mask, rows, heads)
+            block_mask = _slice_block_mask(block_mask, rows, heads)
         # Dynamo looks at what a tensor is a view of.
         pieces = [alias_without_base(x) for x in (query, key, value)]
         with _EnableTorchFunction():
@@ -210,7 +210,7 @@ def _shifted_mask(mod: Callable[..., Any], row: int, head: int) -> Callable[...,
     return shifted
 
 
-def _part(mask: BlockMask, rows: Range, heads: Range) -> BlockMask:
+def _slice_block_mask(mask: BlockMask, rows: Range, heads: Range) -> BlockMask:
     """The part of a block mask of a rank's samples and heads."""
     batch, count = mask.kv_num_blocks.shape[:2]
     if (
@@ -251,9 +251,11 @@ def _part(mask: BlockMask, rows: Range, heads: Range) -> BlockMask:
 
 
 def _take_place() -> None:
-    """Give torch's function the code of `_asking`, under its own name and file."""
-    vars(torchs).update(_partita_plain=_plain, _partita_dtensor=DTensor, _partita_spread=_spread)
-    _found.__code__ = _asking.__code__.replace(
+    """Give torch's function the code of `_call_plain_or_spread`, under its own name and file."""
+    vars(torchs).update(
+        _partita_plain=_plain, _partita_dtensor=DTensor, _partita_spread=_run_on_dtensors
+    )
+    _found.__code__ = _call_plain_or_spread.__code__.replace(
         co_name=_found.__code__.co_name, co_filename=_plain.__code__.co_filename
     )
 

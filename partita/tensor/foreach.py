@@ -61,8 +61,13 @@ def run_foreach(
 ) -> Any:
     """Run a `torch._foreach_*` function."""
     key = (
-        tuple([_kinds(a) if type(a) is list or type(a) is tuple else _kind(a) for a in args]),
-        tuple([(k, _kind(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]),
+        tuple(
+            [
+                _kinds_of_values(a) if type(a) is list or type(a) is tuple else _kind_of_value(a)
+                for a in args
+            ]
+        ),
+        tuple([(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]),
     )
     plan = op.plans.get(key) or op.plans.recall(key)
     if plan is None:
@@ -128,15 +133,15 @@ def _wire_of_place(i: int, args: Sequence[Any]) -> Wire | None:
     return None
 
 
-def _kinds(values: Sequence[Any]) -> tuple[Any, ...]:
+def _kinds_of_values(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([v._spec if type(v) is DTensor else operand_kind(v) for v in values])
 
 
-def _kind(value: Any) -> Any:
+def _kind_of_value(value: Any) -> Any:
     return value._spec if type(value) is DTensor else operand_kind(value)
 
 
-def _place(i: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _arguments_at_place(i: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of the op at place i: of each list its i-th, of all else itself."""
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
@@ -145,21 +150,21 @@ def _function_named(name: str) -> Callable[..., Any] | None:
     return getattr(torch.Tensor, name, None) or getattr(torch, name, None)
 
 
-def _single(op: Op) -> Callable[..., Any]:
+def _find_single_op(op: Op) -> Callable[..., Any]:
     """The op for one place. Of some (`maximum`) there is no form in place but of lists."""
     name = op.form.name
     function = _NUMBERS_TOO.get(name) or _function_named(name)
     if not op.form.inplace:
         assert function is not None
         return function
-    return _function_named(name + "_") or _written(function)
+    return _function_named(name + "_") or _make_inplace_op(function)
 
 
 def _with_number(function: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: torch.Tensor, other: Any) -> torch.Tensor:
+    def call_or_clamp(x: torch.Tensor, other: Any) -> torch.Tensor:
         return (function if isinstance(other, torch.Tensor) else clamp)(x, other)
 
-    return run
+    return call_or_clamp
 
 
 # What lists may be given numbers for, where the op itself takes none in that place.
@@ -171,14 +176,14 @@ _NUMBERS_TOO: dict[str, Callable[..., Any]] = {
 
 
 @once
-def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_inplace_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
 def _plan_of(
     i: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
 ) -> CallPlan | None:
-    single, place = _single(op), _place(i, args, kwargs)
+    single, place = _find_single_op(op), _arguments_at_place(i, args, kwargs)
     own = form_of(single)
     if own.rule is not None:
         return make_plan(own, single, place, kwargs)
@@ -197,12 +202,12 @@ def _plan_of(
 
 
 def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
-    single, outs = _single(op), []
+    single, outs = _find_single_op(op), []
     by_name = op.form.name in ("addcdiv", "addcmul")  # the op itself takes its number so only
     if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):  # one for each place
         args = (*args[:3], args[3].tolist())
     for i, place in enumerate(plan.places):
-        mine, options = _place(i, args, kwargs), kwargs
+        mine, options = _arguments_at_place(i, args, kwargs), kwargs
         if by_name and len(mine) == 4:
             *mine, value = mine
             options = {**kwargs, "value": value}
@@ -221,7 +226,7 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if type(values) not in (list, tuple):
             continue
         for i, value in enumerate(values):
-            target = _settled(args[0][i]._spec)
+            target = _drop_partial(args[0][i]._spec)
             if isinstance(value, DTensor):
                 if value._spec is not target and value._spec.shape == target.shape:
                     new[(j, i)] = moved(value, value._spec, target, op.form.name, "implicit")
@@ -241,7 +246,7 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return out
 
 
-def _settled(spec: Spec) -> Spec:
+def _drop_partial(spec: Spec) -> Spec:
     """`spec` without what is pending."""
     layout = spec.layout
     if not layout.partial:

@@ -60,20 +60,20 @@ def gathered(
         a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
     )
 
-    def whole(shape: Sequence[int]) -> Spec:
+    def make_replicated_spec(shape: Sequence[int]) -> Spec:
         return spec_of(Layout(tuple(shape), invariant=invariant), wire)
 
-    def fresh(out: torch.Tensor) -> Spec:
+    def make_output_spec(out: torch.Tensor) -> Spec:
         if out.layout is not torch.strided:
             raise no_strides(form.name, out)
-        return whole(out.shape)
+        return make_replicated_spec(out.shape)
 
     if writes_copy(form, args) and written == {(0,)}:
         return written_through(func, *args, **kwargs)
     copies = {}
     targets = []
     for path, t in tensors:
-        after = whole(t.shape)
+        after = make_replicated_spec(t.shape)
         if not isinstance(t, DTensor):
             targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
         elif t._spec is not after:
@@ -87,7 +87,7 @@ def gathered(
         wire,
         targets=tuple(targets),
         kernel=drawing(form.local or func, form, wire) or form.local,
-        fresh=fresh,
+        fresh=make_output_spec,
         copies=bool(targets) and gives_view(form, args),
         renews=copies_among(tensors),
     )
@@ -100,10 +100,10 @@ def gathered(
             raise changes_layout(form.name, x)
         layout = x._spec.layout
         if all(op == "sum" for _, op in layout.partial):
-            x.copy_(tagged(copy, whole(x.shape)))
+            x.copy_(tagged(copy, make_replicated_spec(x.shape)))
             continue
         # A pending maximum of one value is that value: each rank keeps it whole.
         after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), wire)
         with Local():
-            x.copy_(moved(copy, whole(x.shape), after, form.name, "implicit"))
+            x.copy_(moved(copy, make_replicated_spec(x.shape), after, form.name, "implicit"))
     return args[0] if form.inplace else out

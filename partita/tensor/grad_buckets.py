@@ -78,8 +78,8 @@ def settle(params: Iterable[DTensor]) -> None:
         groups.setdefault(key, []).append(p)
     _agree_on(params, groups)
     for (wire, partial, _, _), group in groups.items():
-        for bucket in _buckets(group):
-            _settle(bucket, wire, partial)
+        for bucket in _split_into_buckets(group):
+            _reduce_bucket(bucket, wire, partial)
 
 
 def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
@@ -125,7 +125,7 @@ def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
     mark_settled(p)
 
 
-def _buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
+def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
     if HERE.capturing:  # when each gradient is there, and so which go together, its graph will tell
         yield from ([p] for p in params)
         return
@@ -143,7 +143,7 @@ def _buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
         yield bucket
 
 
-def _settle(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], ...]) -> None:
+def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], ...]) -> None:
     """One all-reduce of a flat buffer, in which the gradients then live."""
     mesh = wire.mesh
     pending = {axis for axis, _ in partial}

@@ -114,7 +114,7 @@ def mark_settled(x: DTensor) -> None:
         watch = state_of(x).reopens
         if watch is None:
             known = weakref.ref(x)
-            handle = x.register_hook(lambda _: _reopen(known()))
+            handle = x.register_hook(lambda _: _restore_partial_gradient(known()))
             watch = ReopenHook(handle.id, _hooks(x)[handle.id])
             own_state(x).reopens = watch
         _hooks(x)[watch.id] = watch.hook
@@ -137,7 +137,7 @@ def is_watched(x: torch.Tensor) -> bool:
         return watch.id in _hooks(x)
 
 
-def _reopen(x: DTensor | None) -> None:
+def _restore_partial_gradient(x: DTensor | None) -> None:
     if x is None:
         return
     unmark_settled(x)

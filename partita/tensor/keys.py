@@ -114,7 +114,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
     """
     params = ", ".join(n if i == 0 else f"{n}=None" for i, n in enumerate(names))
     parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
-    key = _compiled(params, parts, False, flagged)
+    key = _compile_key_function(params, parts, False, flagged)
     told = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
     return key_in_c(key, told, flagged)
 
@@ -148,7 +148,7 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
         else:
             unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
     made = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
-    return key_in_c(_compiled(*made), told, flagged)
+    return key_in_c(_compile_key_function(*made), told, flagged)
 
 
 def _to_key(p: inspect.Parameter) -> int:
@@ -160,7 +160,7 @@ def _to_key(p: inspect.Parameter) -> int:
     return by_name | (UNREAD if p.name.startswith("_") else read)
 
 
-def _compiled(
+def _compile_key_function(
     params: str,
     parts: list[str],
     variadic: bool,

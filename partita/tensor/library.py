@@ -60,14 +60,14 @@ def operator_of(func: Callable[..., Any]) -> Operator | None:
 def on_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` on plain aliases of its operands; called with torch-function disabled."""
 
-    def piece(value: Any) -> Any:
+    def local_view_of(value: Any) -> Any:
         if isinstance(value, DTensor):
             return value.view_as(value)
         if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
-            return [piece(v) for v in value]
+            return [local_view_of(v) for v in value]
         return value
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return func(*map(piece, args), **{k: piece(v) for k, v in kwargs.items()})
+    def run_on_pieces(*args: Any, **kwargs: Any) -> Any:
+        return func(*map(local_view_of, args), **{k: local_view_of(v) for k, v in kwargs.items()})
 
-    return run
+    return run_on_pieces

@@ -56,7 +56,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
                 copied = [[a for a in axes if not x.placement(a).is_shard()] for x in layouts]
                 values = torch.where(wire.firsts(copied, values.device), values, 0)
                 values = values if ord in (0, 1) else values**ord
-            whole = _reduced(values, wire, axes, ord, "norms")
+            whole = _reduce_norms(values, wire, axes, ord, "norms")
             whole = whole if math.isinf(ord) or ord in (0, 1) else whole ** (1 / ord)
             for i, value in zip(places, whole, strict=True):
                 parts[i] = value.to(parts[i].dtype)
@@ -93,7 +93,7 @@ def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tens
     return parts
 
 
-def _reduced(
+def _reduce_norms(
     values: torch.Tensor, wire: Wire, axes: set[str], ord: float, asked: str
 ) -> torch.Tensor:
     op = "sum" if not math.isinf(ord) else "max" if ord > 0 else "min"
@@ -148,7 +148,7 @@ def _check_and_unscale(
         increment_version(grads)  # the kernel does not count what it changes
         wires = dict.fromkeys(t._spec.wire for t in grads if isinstance(t, DTensor))
         for wire in wires:
-            mine = _reduced(mine, wire, set(wire.mesh.names), math.inf, "GradScaler")
+            mine = _reduce_norms(mine, wire, set(wire.mesh.names), math.inf, "GradScaler")
         found_inf.copy_(torch.maximum(found_inf, mine))
 
 

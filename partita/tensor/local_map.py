@@ -64,7 +64,7 @@ def local_map(
     name = getattr(func, "__name__", str(func))
 
     @functools.wraps(func)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_local_map(*args: Any, **kwargs: Any) -> Any:
         flat, shape_of_args = pytree.tree_flatten(args)
         named, shape_of_kwargs = pytree.tree_flatten(kwargs)
         tensors = [t for t in (*flat, *named) if isinstance(t, DTensor)]
@@ -79,8 +79,8 @@ def local_map(
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
                 x = _placed_as(x, wanted[i], i, name, redistribute_inputs)
-                flat[i] = _local(x, grads[i])
-        named = [_local(x, None) if isinstance(x, DTensor) else x for x in named]
+                flat[i] = _convert_to_local(x, grads[i])
+        named = [_convert_to_local(x, None) if isinstance(x, DTensor) else x for x in named]
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
         out = func(
             *pytree.tree_unflatten(flat, shape_of_args),
@@ -89,12 +89,12 @@ def local_map(
         results, shape_of_results = pytree.tree_flatten(out)
         if lacks_elements:
             results = _with_lost_operands(results, [*flat, *named])
-        given = _one_each(_listed(out_placements), results, "out_placements", name)
+        given = _one_each(_listed_per_result(out_placements), results, "out_placements", name)
         even = all(_is_even(t._spec) for t in tensors)
-        made = [_typed(o, p, wire, even) for o, p in zip(results, given, strict=True)]
+        made = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
         return pytree.tree_unflatten(made, shape_of_results)
 
-    return run
+    return run_local_map
 
 
 def _with_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
@@ -107,7 +107,7 @@ def _with_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
     ]
 
 
-def _listed(placements: Any) -> Any:
+def _listed_per_result(placements: Any) -> Any:
     """`out_placements` for each result, where they are given for the only one."""
     if placements is None or isinstance(own_placement(placements), Placement):
         return (placements,)
@@ -152,7 +152,7 @@ def _placed_as(x: DTensor, wanted: Placements, i: int, name: str, move: bool) ->
     return x.redistribute(placements=wanted)
 
 
-def _local(x: DTensor, grads: Placements) -> torch.Tensor:
+def _convert_to_local(x: DTensor, grads: Placements) -> torch.Tensor:
     if grads is None:  # the dual: nothing is asked, since `func` is said to compute on pieces
         return x._piece()
     return x.to_local(grad_placements=grads)
@@ -167,7 +167,7 @@ def _is_even(spec: Spec) -> bool:
     )
 
 
-def _typed(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
+def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
     """A result of `func` as a DTensor. Where pieces may be uneven the ranks tell their sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out

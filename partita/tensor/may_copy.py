@@ -85,14 +85,14 @@ def copying_as_one_device(
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
 
-    def kernel(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_and_restride(x: Any, *args: Any, **kwargs: Any) -> Any:
         out = run(x, *args, **kwargs)
         in_order = x.stride() == dense and x.untyped_storage().nbytes() == held * x.element_size()
         if in_order and "memory_format" not in kwargs and (run is not T.contiguous or not args):
             return out
         return as_on_one_device(out, func, (x, *args), kwargs, False)[0]
 
-    return kernel
+    return run_and_restride
 
 
 def _share_memory(out: torch.Tensor, source: torch.Tensor) -> bool:

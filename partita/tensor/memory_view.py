@@ -94,7 +94,7 @@ def _is_part_of_another(x: DTensor) -> bool:
 def _only_of_whole(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[..., Any]:
     """What `name` means: `answer` where each rank has the whole value, else an error."""
 
-    def ask(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def answer_if_replicated(x: Any, *args: Any, **kwargs: Any) -> Any:
         for t in (x, *args):
             if isinstance(t, DTensor) and not t._spec.is_whole:
                 raise _names_a_piece(name, t, fix)
@@ -102,7 +102,7 @@ def _only_of_whole(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[
         with Local():
             return answer(x, *args, **kwargs)
 
-    return ask
+    return answer_if_replicated
 
 
 def _names_a_piece(name: str, x: DTensor, fix: Fix) -> LayoutError:

@@ -87,7 +87,7 @@ _installed: dict[str, Any] = {}
 """For each method the key function that it was made with; a later rule brings another."""
 
 
-def _install() -> None:
+def _install_fast_methods() -> None:
     for kind, names in FAST.items():
         for name in names.split():
             # Some operators of Tensor are Python wrappers of a method that is not.
@@ -95,13 +95,13 @@ def _install() -> None:
             op = op_of(base)
             # Without a rule, or written in Python, there is nothing to skip to.
             if op.run is None and _installed.get(name) is not op.key:
-                setattr(DTensor, name, _method(name, kind, base, op))
+                setattr(DTensor, name, _make_method(name, kind, base, op))
                 _installed[name] = op.key
     # Defining __eq__ took it away. As torch.Tensor's, since a tensor may be re-tagged as a key.
     DTensor.__hash__ = lambda self: id(self)  # type: ignore[method-assign,assignment]
 
 
-def _method(name: str, kind: str, base: Any, op: Op) -> Any:
+def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:
     method = _method_in_python(name, kind, base, op) if IN_C is None else IN_C.Method(op, base)
     method.__name__ = name
     method.__doc__ = f"As torch.Tensor.{name}."
@@ -144,5 +144,5 @@ def _method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
     return space[name]
 
 
-_install()
-ON_NEW_RULE.append(_install)
+_install_fast_methods()
+ON_NEW_RULE.append(_install_fast_methods)

@@ -43,19 +43,19 @@ class _TypedNode:
         self.node, self.specs = node, specs
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        def typed(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
-            out = hook(self._typed(grad_inputs), self._typed(grad_outputs))
-            return None if out is None else self._local(out)
+        def call_typed_hook(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
+            out = hook(self._wrap_gradients(grad_inputs), self._wrap_gradients(grad_outputs))
+            return None if out is None else self._unwrap_gradients(out)
 
-        return self.node.register_hook(typed)
+        return self.node.register_hook(call_typed_hook)
 
-    def _typed(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _wrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
             g if g is None or spec is None else tagged(g.view_as(g), spec)
             for g, spec in zip(grads, self.specs, strict=True)
         )
 
-    def _local(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _unwrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
             moved(g, g._spec, spec, "hook", "gradient") if isinstance(g, DTensor) and spec else g
             for g, spec in zip(grads, self.specs, strict=True)

@@ -34,13 +34,13 @@ class NumberCheck(TorchFunctionMode):
         # What runs on pieces is ours, and may well be another number on each rank.
         if _global_view() and not in_backward() and not HERE.capturing:
             wires = {t._spec.wire for _, t in all_tensors(args, kwargs) if isinstance(t, DTensor)}
-            said = _numbers((*args, *sorted(kwargs.items()))) if wires else ""
+            said = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
             for wire in wires:
-                _compare(getattr(func, "__name__", "?"), said, wire)
+                _compare_numbers(getattr(func, "__name__", "?"), said, wire)
         return func(*args, **kwargs)
 
 
-def _compare(name: str, said: str, wire: Wire) -> None:
+def _compare_numbers(name: str, said: str, wire: Wire) -> None:
     if not said:
         return
     agree(
@@ -53,12 +53,12 @@ def _compare(name: str, said: str, wire: Wire) -> None:
     )
 
 
-def _numbers(values: Any) -> str:
+def _format_numbers(values: Any) -> str:
     """What is no tensor, as text; "" where all are tensors."""
     parts = []
     for value in values:
         if isinstance(value, (tuple, list)):
-            parts.append(f"({_numbers(value)})" if _numbers(value) else "")
+            parts.append(f"({_format_numbers(value)})" if _format_numbers(value) else "")
         elif isinstance(value, _ATOMS):
             parts.append(repr(value))
     return ", ".join(p for p in parts if p)

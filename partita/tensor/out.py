@@ -52,13 +52,13 @@ def into_out(
 
 
 def _other_shape(name: str, into: torch.Tensor, value: torch.Tensor) -> LayoutError:
-    def said(t: torch.Tensor) -> str:
+    def describe_operand(t: torch.Tensor) -> str:
         return t._spec.layout.brief() if isinstance(t, DTensor) else f"plain {tuple(t.shape)}"
 
     return LayoutError(
         f"{name}: out= has another shape than the result",
         place=user_line(),
-        operands=(f"out     {said(into)}", f"result  {said(value)}"),
+        operands=(f"out     {describe_operand(into)}", f"result  {describe_operand(value)}"),
         reason="a DTensor is not resized: its layout says which part each rank holds",
         fixes=(Fix(f"y = torch.{name}(...)", "without out="),),
     )

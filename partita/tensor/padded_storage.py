@@ -79,7 +79,7 @@ def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     # What is said of a storage stays with it, whichever tensor shows it.
     storage.padded = whole  # type: ignore[attr-defined]
     shown = torch.empty(0, dtype=whole.dtype, device=whole.device)
-    return shown.set_(storage, 0, tuple(shape), _strides(shape))
+    return shown.set_(storage, 0, tuple(shape), _contiguous_strides(shape))
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
@@ -128,5 +128,5 @@ def give_room(x: torch.Tensor) -> None:
             _data.__set__(x, copy_with_room(x.detach(), x._spec))
 
 
-def _strides(shape: Sequence[int]) -> Shape:
+def _contiguous_strides(shape: Sequence[int]) -> Shape:
     return tuple(math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape)))

@@ -60,19 +60,19 @@ def without_padding(
     run = kernel or func
     places = [(operands[fill.operand][0], fill, choice.inputs[fill.operand]) for fill in found]
 
-    def filled(*args: Any, **kwargs: Any) -> Any:
+    def run_with_filled_padding(*args: Any, **kwargs: Any) -> Any:
         for path, fill, layout in places:
             path = path_here(path, names, args, kwargs)
             x = at_path(args, kwargs, path)
             if isinstance(x, torch.Tensor) and layout is not None:
-                now = _filled(x, fill, layout, wire, args, kwargs)
+                now = _fill_operand_padding(x, fill, layout, wire, args, kwargs)
                 args, kwargs = replaced(args, kwargs, {path: now})  # type: ignore[assignment]
         return run(*args, **kwargs)
 
-    return filled
+    return run_with_filled_padding
 
 
-def _filled(
+def _fill_operand_padding(
     x: torch.Tensor, fill: Fill, layout: Layout, wire: Wire, args: Any, kwargs: Any
 ) -> torch.Tensor:
     value = fill.value

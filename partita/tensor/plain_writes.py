@@ -28,14 +28,14 @@ from .spec import Spec, spec_of
 __all__ = ["give_history", "whole_alias", "write_into_plain"]
 
 
-def _whole(x: torch.Tensor, wire: Wire) -> Spec:
+def _make_replicated_spec(x: torch.Tensor, wire: Wire) -> Spec:
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def whole_alias(x: torch.Tensor, wire: Wire) -> DTensor:
     """The memory of plain `x`, which every rank holds alike, as a DTensor that may be written."""
     with Local():
-        return tagged(x.view_as(x), _whole(x, wire))
+        return tagged(x.view_as(x), _make_replicated_spec(x, wire))
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
@@ -44,7 +44,7 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
             t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]
-            tagged(t, _whole(t, wire))
+            tagged(t, _make_replicated_spec(t, wire))
 
 
 def write_into_plain(

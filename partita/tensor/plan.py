@@ -151,16 +151,16 @@ class CallPlan:
             if self.fresh is not None:
                 return tagged(out, self.fresh(out))
             if self.spec is None:
-                self._learn((out,))
+                self._learn_output_specs((out,))
             if out.shape != self.local_shape:
-                raise self._broken(out, self.spec)
+                raise self._make_broken_plan_error(out, self.spec)
             return tagged(out, self.spec)  # type: ignore[arg-type]
         if isinstance(out, DTensor):
             self.direct = self._is_direct()  # in place: nothing is new
             if self.retags:
                 if self.spec is None:
                     with Local():
-                        self._learn((out,))
+                        self._learn_output_specs((out,))
                 out._spec = self.spec  # type: ignore[assignment]
             return out
         if self.outputs and (type(out) is tuple or type(out) is list):
@@ -178,14 +178,14 @@ class CallPlan:
                 tagged(t, self.fresh(t))
             return out
         if not self.outputs:
-            self._learn(news)
+            self._learn_output_specs(news)
         for t, (spec, shape) in zip(news, self.outputs, strict=True):
             if t.shape != shape:
-                raise self._broken(t, spec)
+                raise self._make_broken_plan_error(t, spec)
             tagged(t, spec)
         return out
 
-    def _learn(self, outs: Sequence[torch.Tensor]) -> None:
+    def _learn_output_specs(self, outs: Sequence[torch.Tensor]) -> None:
         """Work out the outputs' specs; sizes that no name tells come from the first result."""
         assert self.bound is not None and self.choice is not None
         if len(outs) != len(self.bound.outputs):
@@ -199,7 +199,7 @@ class CallPlan:
         for i, out in enumerate(outs):
             local = tuple(out.shape)
             if len(local) != len(self.bound.outputs[i]):
-                raise self._broken(out, None)
+                raise self._make_broken_plan_error(out, None)
             layout = Layout(
                 self.bound.output_shape(i, local),
                 self.choice.outputs[i],
@@ -208,7 +208,7 @@ class CallPlan:
             )
             spec = spec_of(layout, self.wire)
             if spec.local_shape != out.shape:
-                raise self._broken(out, spec)
+                raise self._make_broken_plan_error(out, spec)
             specs.append((spec, spec.local_shape))
         self.outputs = tuple(specs)  # one of them may come alone in a tuple too: x.chunk(1)
         if len(specs) == 1:
@@ -225,7 +225,7 @@ class CallPlan:
             or self.rewrite
         )
 
-    def _broken(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
+    def _make_broken_plan_error(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:
         promise = (
             "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
         )

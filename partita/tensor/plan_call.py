@@ -86,7 +86,10 @@ def make_plan(
     else:
         positional, named, operands = declared(form, args, kwargs)
         try:
-            said = rule.derive(*map(_seen, positional), **{k: _seen(v) for k, v in named.items()})
+            said = rule.derive(
+                *map(_convert_for_rule, positional),
+                **{k: _convert_for_rule(v) for k, v in named.items()},
+            )
         except (ValueError, IndexError, TypeError, ArithmeticError):
             _let_torch_complain(func, args, kwargs)
             raise
@@ -101,7 +104,7 @@ def make_plan(
                 form.name, wire, rewrite=rewrite, copies=copies, renews=renews, names=names
             )
         if isinstance(said, Like):
-            plan = _like(form.name, func, wire, args[0]._spec, said)
+            plan = _plan_like_call(form.name, func, wire, args[0]._spec, said)
             plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
             return plan
         if isinstance(said, Said):
@@ -119,11 +122,11 @@ def make_plan(
         raise
     values = [value for _, value in operands]
     try:
-        bound = bind(sentence, tuple(_operand(v) for v in values))
+        bound = bind(sentence, tuple(_classify_operand(v) for v in values))
     except SentenceError:
         _let_torch_complain(func, args, kwargs)
         return None
-    layouts = [_layout(v) for v in values]
+    layouts = [_layout_of_value(v) for v in values]
     plain = [isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in values]
     sizes = [v.element_size() if isinstance(v, torch.Tensor) else 0 for v in values]
     keeps = form.inplace and not form.reshapes
@@ -159,7 +162,7 @@ def make_plan(
     if form.writes and {t.path for t in targets} & written_places(form, args, kwargs):
         return None  # what is written keeps its layout
     if local is not None:
-        kernel = local(_call(form.local or func, bound, choice, wire, beyond))
+        kernel = local(_make_kernel_call(form.local or func, bound, choice, wire, beyond))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
             if not gives_view(form, args):
@@ -184,7 +187,9 @@ def make_plan(
         wire,
         targets=tuple(targets),
         kernel=kernel,
-        bare=_bare(form, [path for path, _ in operands], args, kwargs) if kernel is None else None,
+        bare=_find_bare_call(form, [path for path, _ in operands], args, kwargs)
+        if kernel is None
+        else None,
         bound=bound,
         choice=choice,
         retags=form.reshapes,
@@ -199,7 +204,7 @@ def make_plan(
     return plan
 
 
-def _bare(
+def _find_bare_call(
     form: Form, paths: Sequence[Path], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], int] | None:
     """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
@@ -226,7 +231,7 @@ def _write_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -
 def _into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """`run`, which may be an op's form that is not in place, writing into its first argument."""
 
-    def written(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def write_into_first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = run(x, *args, **kwargs)
         if out is x:
             return x
@@ -234,10 +239,10 @@ def _into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
             return x.as_strided_(out.size(), out.stride(), out.storage_offset())
         return x.copy_(out)
 
-    return written
+    return write_into_first
 
 
-def _seen(value: Any) -> Any:
+def _convert_for_rule(value: Any) -> Any:
     """What a rule sees of an argument."""
     if isinstance(value, DTensor):
         spec = value._spec
@@ -247,23 +252,25 @@ def _seen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return Arg(tuple(value.shape), (1,) * value.dim())
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return [_seen(v) for v in value]
+        return [_convert_for_rule(v) for v in value]
     return value
 
 
-def _operand(value: Any) -> Operand:
+def _classify_operand(value: Any) -> Operand:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     return NUMBER if isinstance(value, _NUMBERS) else None
 
 
-def _layout(value: Any) -> Layout | None:
+def _layout_of_value(value: Any) -> Layout | None:
     if isinstance(value, DTensor):
         return value._spec.layout
     return Layout(tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
 
-def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool) -> KernelCall:
+def _make_kernel_call(
+    run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool
+) -> KernelCall:
     pieces = {}
     for name, axes in choice.splits.items():
         if name in bound.sizes and any(wire.mesh.size(a) > 1 for a in axes):
@@ -283,7 +290,7 @@ def _call(run: Kernel, bound: Bound, choice: Choice, wire: Wire, beyond: bool) -
     return KernelCall(run, shapes, tuple(outputs), pieces, wire.share)
 
 
-def _like(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPlan:
+def _plan_like_call(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPlan:
     """A tensor of its own in the operand's layout; whole if its shape is another."""
     if said.shape == spec.layout.shape:
         layout = spec.layout
@@ -309,7 +316,7 @@ def _let_torch_complain(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Run the call on tensors without storage, so that a bad shape gets torch's own message."""
-    new = {path: _meta(t) for path, t in all_tensors(args, kwargs)}
+    new = {path: _make_meta_tensor(t) for path, t in all_tensors(args, kwargs)}
     args, kwargs = replaced(args, kwargs, new)
     try:
         with Local():
@@ -318,5 +325,5 @@ def _let_torch_complain(
         pass
 
 
-def _meta(t: torch.Tensor) -> torch.Tensor:
+def _make_meta_tensor(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta", requires_grad=False)

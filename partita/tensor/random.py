@@ -47,7 +47,7 @@ def random_mode(mode: str) -> Iterator[None]:
         _MODE.reset(token)
 
 
-def _drawn(
+def _draw_piece(
     call: KernelCall, names: tuple[str, ...], x: torch.Tensor, draw: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """This rank's piece of what `draw(empty tensor, generator)` fills on one device."""
@@ -75,14 +75,14 @@ def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty_like(lies).stride()
 
 
-def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
+def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
     names = tuple(x.names)
 
     def local(call: KernelCall) -> Kernel | None:
         if not call.pieces:
             return None
 
-        def kernel(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+        def run_on_piece(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
             if not train or p == 0:
                 return input.clone() if train else torch.dropout(input, p, False)
 
@@ -92,22 +92,22 @@ def _dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
                 return out.bernoulli_(1 - p, generator=generator).div_(1 - p)
 
             with torch.no_grad():
-                mask = _drawn(call, names, input, draw)
+                mask = _draw_piece(call, names, input, draw)
             return input * mask
 
-        return kernel
+        return run_on_piece
 
     return Said(f"+ {x.names} -> {x.names}", local)
 
 
-rule(torch.dropout)(_dropout)
+rule(torch.dropout)(_derive_dropout)
 
 
 @rule(torch.alpha_dropout)
 def _alpha_dropout(x: Any) -> Said:
     names = tuple(x.names)
 
-    def local(call: KernelCall) -> Kernel | None:
+    def make_local_alpha_kernel(call: KernelCall) -> Kernel | None:
         if not call.pieces:
             return None
 
@@ -118,46 +118,46 @@ def _alpha_dropout(x: Any) -> Said:
             b = 1.7580993408473766
             scale = 1 / math.sqrt((b * b * p + 1) * (1 - p))
 
-            def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+            def draw_into(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
                 if generator is None:
                     return torch.alpha_dropout(out.zero_(), p, True)
                 kept = out.bernoulli_(1 - p, generator=generator)
                 return kept.sub_(1).mul_(b * scale).add_(b * scale * p)
 
             with torch.no_grad():
-                shift = _drawn(call, names, input, draw)  # above 0 where it is kept
+                shift = _draw_piece(call, names, input, draw_into)  # above 0 where it is kept
             return input * ((shift > 0) * scale) + shift
 
         return kernel
 
-    return Said(f"{x.names} -> {x.names}", local)
+    return Said(f"{x.names} -> {x.names}", make_local_alpha_kernel)
 
 
 def _register_fill(name: str) -> None:
     fill = getattr(torch.Tensor, name)
 
-    def derive(x: Any) -> Said:
+    def derive_fill(x: Any) -> Said:
         names = tuple(x.names)
 
         def local(call: KernelCall) -> Kernel | None:
             if not call.pieces:
                 return None
 
-            def kernel(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            def run_on_piece(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
                     if generator is not None:
                         kwargs["generator"] = generator
                     return fill(out, *args, **kwargs)  # type: ignore[no-any-return]
 
                 with torch.no_grad():
-                    values = _drawn(call, names, input, draw)
+                    values = _draw_piece(call, names, input, draw)
                 return input.copy_(values)
 
-            return kernel
+            return run_on_piece
 
         return Said(f"{x.names} -> {x.names}", local)
 
-    rule(fill)(derive)
+    rule(fill)(derive_fill)
 
 
 for _name in "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split():
@@ -165,14 +165,14 @@ for _name in "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ rando
 
 
 def _register_like(function: Callable[..., Any]) -> None:
-    def derive(x: Any) -> Like:
+    def derive_like(x: Any) -> Like:
         names = tuple(x.names)
 
         def local(call: KernelCall) -> Kernel | None:
             if not call.pieces:
                 return None
 
-            def kernel(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            def run_on_piece(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 requires = kwargs.pop("requires_grad", False)
                 kwargs.pop("memory_format", None)
 
@@ -181,14 +181,14 @@ def _register_like(function: Callable[..., Any]) -> None:
                     return call.run(out, *args, **kwargs | own)  # type: ignore[no-any-return]
 
                 with torch.no_grad():
-                    out = _drawn(call, names, input, draw)
+                    out = _draw_piece(call, names, input, draw)
                 return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
 
-            return kernel
+            return run_on_piece
 
         return Like(x.shape, local=local)
 
-    rule(function)(derive)
+    rule(function)(derive_like)
 
 
 for _function in (torch.rand_like, torch.randn_like, torch.randint_like):

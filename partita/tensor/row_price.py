@@ -50,7 +50,7 @@ class RowPrice:
         moves = self._of_moves(row)
         if not self.work or not self._is_spread():
             return moves
-        if self._exchanges(row) and not self._is_pending():
+        if self._has_exchanges(row) and not self._is_pending():
             moves += self._of_shares(row)
         work = sum(self._on_a_rank(work, row) for work in self.work)
         repeated = sum(work.operations for work in self.work if row.split not in work.names)
@@ -62,7 +62,7 @@ class RowPrice:
     def _of_moves(self, row: Row) -> float:
         total = 0.0
         for i, (layout, wanted) in enumerate(zip(self.layouts, row.inputs, strict=False)):
-            held = self._held(layout)
+            held = self._placement_of_layout(layout)
             if layout is None or wanted is None or wanted == held:
                 continue
             if self.plain[i]:
@@ -77,9 +77,9 @@ class RowPrice:
                 total += price(moved, whole, self.mesh, self.itemsizes[i])
         return total
 
-    def _exchanges(self, row: Row) -> bool:
+    def _has_exchanges(self, row: Row) -> bool:
         """Are pieces of an operand exchanged for those of another dimension?"""
-        held = [self._held(x) for x in self.layouts]
+        held = [self._placement_of_layout(x) for x in self.layouts]
         return any(
             _is_split(before) and _is_split(after) and before != after
             for before, after in zip(held, row.inputs, strict=False)
@@ -90,37 +90,37 @@ class RowPrice:
         n, total = self.mesh.size(self.axis), 0.0
         for out, placed in zip(self.bound.outputs, row.outputs, strict=True):
             if isinstance(placed, Partial):
-                size = max(self.itemsizes) * self._numel(out) / n
+                size = max(self.itemsizes) * self._local_numel_of_dims(out) / n
                 total += seconds("PS", n, n * size, size, placed.reduce_op)
         return total
 
-    def _numel(self, dims: Sequence[Dim]) -> float:
+    def _local_numel_of_dims(self, dims: Sequence[Dim]) -> float:
         """Elements of a result on a rank; if only the kernel tells how many, of an operand."""
         names = {name for dim in dims for name in dim.names}
         if not names <= self.bound.sizes.keys():
             return max(local_numel(x.shape, x.shards, self.mesh) for x in self.layouts if x)
-        return math.prod([self.bound.sizes[name] for name in names]) / self._parts(names)
+        return math.prod([self.bound.sizes[name] for name in names]) / self._count_parts(names)
 
-    def _held(self, layout: Layout | None) -> Placement | None:
+    def _placement_of_layout(self, layout: Layout | None) -> Placement | None:
         return None if layout is None else layout.placement(self.axis)
 
     def _is_pending(self) -> bool:
-        return any(isinstance(self._held(x), Partial) for x in self.layouts)
+        return any(isinstance(self._placement_of_layout(x), Partial) for x in self.layouts)
 
     def _is_spread(self) -> bool:
         """Does this axis split a factor that is no plain tensor?"""
         factors = {i for work in self.work for i in work.factors if not self.plain[i]}
         return self.mesh.size(self.axis) > 1 and any(
-            _is_split(self._held(self.layouts[i])) for i in factors
+            _is_split(self._placement_of_layout(self.layouts[i])) for i in factors
         )
 
     # -- work --------------------------------------------------------------------------------------
 
     def _on_a_rank(self, work: Work, row: Row) -> float:
         n = self.mesh.size(self.axis) if row.split in work.names else 1
-        return work.operations / (n * self._parts(work.names))
+        return work.operations / (n * self._count_parts(work.names))
 
-    def _parts(self, names: set[str] | frozenset[str]) -> int:
+    def _count_parts(self, names: set[str] | frozenset[str]) -> int:
         """Over how many ranks of other axes something with these names is spread: as the axes
         before do it by their rows, and as those behind may by what they split."""
         known = dict(zip(self.mesh.names, self.before, strict=False))

@@ -45,14 +45,14 @@ _libraries: list[torch.library.Library] = []
 _installing = threading.Lock()
 
 
-def _install(spec: Spec) -> None:
+def _install_read_kernels(spec: Spec) -> None:
     """Take the operator's place where `spec` is of a number that no rank holds whole."""
     if spec.shape.numel() != 1 or spec.is_whole:
         return
     with _installing:
         if _libraries:
             return
-        ON_NEW_SPEC.remove(_install)
+        ON_NEW_SPEC.remove(_install_read_kernels)
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that there was a kernel before
@@ -63,4 +63,4 @@ def _install(spec: Spec) -> None:
 
 
 _OPERATOR = "aten::_local_scalar_dense"
-ON_NEW_SPEC.append(_install)
+ON_NEW_SPEC.append(_install_read_kernels)

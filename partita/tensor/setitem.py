@@ -82,7 +82,7 @@ def _is_mask(x: DTensor, index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == x.shape
 
 
-def _value(value: Any, spec: Spec, x: torch.Tensor | None = None) -> Any:
+def _redistribute_value(value: Any, spec: Spec, x: torch.Tensor | None = None) -> Any:
     """A value whole on every rank, or in shares as x is. Where x is split, its gradient is."""
     layout = spec.layout
     if not isinstance(value, torch.Tensor):
@@ -119,16 +119,16 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
             continue
         dim = len(ranges)
         if _is_number(entry):
-            entry = _value(entry, spec_of(Layout(tuple(spec.shape)), spec.wire))
-        ranges.append(_range(entry, spec.shape[dim], dim))
+            entry = _redistribute_value(entry, spec_of(Layout(tuple(spec.shape)), spec.wire))
+        ranges.append(_find_picked_places(entry, spec.shape[dim], dim))
         if isinstance(entry, slice):
             result.append(len(ranges[-1]))
         else:
             taken.append(dim)
     if any(isinstance(at, torch.Tensor) for at in (*ranges, *(o for o, _ in spec.region))):
-        value = _value(value, spec, x)
+        value = _redistribute_value(value, spec, x)
         with Local():
-            _write_traced(x, spec, ranges, _aligned(value, result, added, taken))
+            _write_traced(x, spec, ranges, _align_value_dims(value, result, added, taken))
         return
     pieces, local = [], []
     for places, (offset, length) in zip(ranges, spec.region, strict=True):
@@ -138,9 +138,9 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
         start = places.start + first * places.step - offset
         stop = start + (end - first - 1) * places.step + 1
         local.append(slice(start, stop, places.step) if end > first else slice(0, 0))
-    value = _value(value, spec, x)
+    value = _redistribute_value(value, spec, x)
     with Local():
-        value = _aligned(value, result, added, taken)
+        value = _align_value_dims(value, result, added, taken)
         if isinstance(value, torch.Tensor):
             for dim, (first, count) in enumerate(pieces):
                 if count != value.shape[dim]:
@@ -148,7 +148,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
         _write(x, tuple(local), value)
 
 
-def _aligned(value: Any, result: list[int], added: list[int], taken: list[int]) -> Any:
+def _align_value_dims(value: Any, result: list[int], added: list[int], taken: list[int]) -> Any:
     """A value for `x[...]` of the shape `result`, with the dimensions that x has."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -192,7 +192,7 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
     part.copy_(torch.where(mask, value, part))
 
 
-def _range(entry: Any, size: int, dim: int) -> Any:
+def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
     """The places that an int or a slice picks from a dimension of `size`: a range, or a tensor."""
     if isinstance(entry, torch.Tensor):
         with Local():
@@ -212,9 +212,11 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
     mesh = spec.wire.mesh
     split = [a for a in mesh.names if not spec.layout.placement(a).is_replicate()]
     whole = spec_of(Layout(tuple(spec.shape), invariant=tuple(split)), spec.wire)
-    value = _value(value, whole)
+    value = _redistribute_value(value, whole)
     entries = index if isinstance(index, tuple) else (index,)
-    places = tuple(_value(e, whole) if isinstance(e, torch.Tensor) else e for e in entries)
+    places = tuple(
+        _redistribute_value(e, whole) if isinstance(e, torch.Tensor) else e for e in entries
+    )
     with Local():
         if spec is whole:
             _write(x, places, value)

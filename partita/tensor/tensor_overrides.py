@@ -62,15 +62,15 @@ def passes(func: Callable[..., Any]) -> bool:
 def means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what functions of torch mean where a DTensor is among their arguments."""
 
-    def register(f: Callable[..., Any]) -> Callable[..., Any]:
+    def register_override(f: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
             SPECIAL[function] = f
         return f
 
-    return register
+    return register_override
 
 
-def _getter(name: str) -> Any:
+def _find_getter(name: str) -> Any:
     return getattr(T, name).__get__
 
 
@@ -86,7 +86,7 @@ def _show_gradient(x: torch.Tensor) -> None:
         rest.owner.show_gradient()
 
 
-@means(_getter("grad"))
+@means(_find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """The gradient, typed by duality. Typed once: later reads give the same object."""
     _show_gradient(x)
@@ -205,7 +205,7 @@ def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
 
 
 @means(T.backward)
-def _backward(
+def _run_backward(
     x: torch.Tensor,
     gradient: torch.Tensor | None = None,
     retain_graph: bool | None = None,
@@ -230,7 +230,7 @@ assert _plain_backward is not None
 @means(torch.autograd.backward)
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward, from DTensors or towards them."""
-    roots, seeds = _seeds(tensors, grad_tensors)
+    roots, seeds = _find_backward_seeds(tensors, grad_tensors)
     try:
         _plain_backward(roots, seeds, *args, **kwargs)
     except BaseException:
@@ -239,7 +239,7 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
         raise
 
 
-def _seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
     """The roots of a backward pass as plain tensors, and for each where it starts."""
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
@@ -265,7 +265,7 @@ def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """torch.autograd.grad with typed results."""
-    outs, given = _seeds(outputs, grad_outputs)
+    outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
     grads = _plain_grad(outs, wanted, given, *args, **kwargs)
     result = []
@@ -282,7 +282,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     known = weakref.ref(x) if x.is_leaf else None
     spec: Spec | None = getattr(x, "_spec", None)
 
-    def typed(grad: torch.Tensor) -> Any:
+    def call_typed_hook(grad: torch.Tensor) -> Any:
         leaf = None if known is None else known()
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
         wanted = now.gradient
@@ -293,8 +293,8 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
             return now.wire.fill_padding(grad, wanted.layout, 0)
         return out
 
-    typed.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
-    return typed
+    call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
+    return call_typed_hook
 
 
 @means(T.register_hook)
@@ -310,7 +310,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 _data: Any = torch._C.TensorBase.data
 
 
-@means(_getter("data"))
+@means(_find_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version: x must not be remembered elsewhere.
     own_state(x).written_unseen = True
@@ -349,24 +349,24 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     )
 
 
-@means(_getter("T"))
-def _transposed(x: DTensor) -> Any:
+@means(_find_getter("T"))
+def _reverse_dims(x: DTensor) -> Any:
     return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
 
 
-@means(_getter("mT"), _getter("H"), _getter("mH"))
+@means(_find_getter("mT"), _find_getter("H"), _find_getter("mH"))
 def _matrix_transposed(x: DTensor) -> Any:
     out = x.transpose(-2, -1)
     return out
 
 
-def _adjoint(x: DTensor) -> Any:
+def _compute_adjoint(x: DTensor) -> Any:
     return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
 
 
-SPECIAL[_getter("H")] = SPECIAL[_getter("mH")] = _adjoint
-SPECIAL[_getter("real")] = lambda x: torch.real(x)
-SPECIAL[_getter("imag")] = lambda x: torch.imag(x)
+SPECIAL[_find_getter("H")] = SPECIAL[_find_getter("mH")] = _compute_adjoint
+SPECIAL[_find_getter("real")] = lambda x: torch.real(x)
+SPECIAL[_find_getter("imag")] = lambda x: torch.imag(x)
 
 
 @means(torch.numel)
@@ -377,7 +377,7 @@ def _global_numel(x: DTensor) -> int:
 # -- ways out to Python ----------------------------------------------------------------------------
 
 
-def _whole(x: Any, op: str) -> Any:
+def _gather_full_value(x: Any, op: str) -> Any:
     """The whole value as a plain tensor without history, on every rank."""
     if not isinstance(x, DTensor):
         return x
@@ -394,10 +394,10 @@ def _whole(x: Any, op: str) -> Any:
 def _by_value(name: str) -> None:
     function = getattr(T, name)
 
-    def read(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(_whole(x, name), *args, **kwargs)
+    def call_on_full_value(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(_gather_full_value(x, name), *args, **kwargs)
 
-    SPECIAL[function] = read
+    SPECIAL[function] = call_on_full_value
 
 
 for _name in (
@@ -407,30 +407,30 @@ for _name in (
 
 
 @means(T.numpy, T.__array__)
-def _numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+def _convert_to_numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     if x.requires_grad:
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
         )
-    return _whole(x, "numpy").numpy()
+    return _gather_full_value(x, "numpy").numpy()
 
 
 @means(T.__format__)
-def _format(x: DTensor, spec: str) -> str:
+def _format_dtensor(x: DTensor, spec: str) -> str:
     if x.ndim == 0:
-        return format(_whole(x, "format").item(), spec)
+        return format(_gather_full_value(x, "format").item(), spec)
     return object.__format__(x, spec)
 
 
 def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
     """What a function means that a DTensor must not come to."""
 
-    def refused(*args: Any, **kwargs: Any) -> Any:
+    def raise_refusal(*args: Any, **kwargs: Any) -> Any:
         raise LayoutError(
             f"{name} cannot take a DTensor", place=user_line(), reason=reason, fixes=fixes
         )
 
-    return refused
+    return raise_refusal
 
 
 SPECIAL[T.__dlpack__] = refusal(
@@ -451,7 +451,7 @@ SPECIAL[T.__setitem__] = set_item
 # -- attributes that are read often skip __torch_function__ too ------------------------------------
 
 
-def _reads(name: str) -> property:
+def _make_shard_property(name: str) -> property:
     """An attribute that the shard answers, as a property that asks it directly."""
     attribute = getattr(torch._C.TensorBase, name)
 
@@ -468,5 +468,5 @@ def _reads(name: str) -> property:
 
 
 for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
-    setattr(DTensor, _name, _reads(_name))
+    setattr(DTensor, _name, _make_shard_property(_name))
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]

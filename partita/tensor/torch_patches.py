@@ -68,7 +68,7 @@ def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Non
 # -- what refuses ----------------------------------------------------------------------------------
 
 
-def _asking(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
+def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
     """A transform, and the function that it makes, which look at their arguments first."""
 
     def look(args: Any, kwargs: Any) -> None:
@@ -92,7 +92,7 @@ def _asking(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in TRANSFORMS:
-    put_in_place_of(_name, _asking(_name, getattr(torch.func, _name)), torch.func)
+    put_in_place_of(_name, _make_checked_transform(_name, getattr(torch.func, _name)), torch.func)
 torch.vmap = torch.func.vmap
 
 
@@ -152,12 +152,12 @@ def refuse_piece(name: str, x: Any) -> None:
 
 
 # A class takes its arguments itself. `nn.Parameter` and other classes of tensors come here, too.
-def _init(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def _refuse_piece_operands(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     for value in args:
         refuse_piece(f"{type(self).__name__}(x)", value)
 
 
-torch.Tensor.__init__ = _init  # type: ignore[method-assign,assignment]
+torch.Tensor.__init__ = _refuse_piece_operands  # type: ignore[method-assign,assignment]
 
 
 # -- TorchScript -----------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _module_of_dtensors(f: Any) -> bool:
     return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
 
 
-def _trace(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _module_of_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
@@ -213,7 +213,7 @@ def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain_script_module(nn_module, *args, **kwargs)
 
 
-put_in_place_of("trace", _trace, torch.jit)
+put_in_place_of("trace", _trace_or_refuse, torch.jit)
 put_in_place_of("create_script_module", _create_script_module, torch.jit._recursive)
 
 
@@ -238,7 +238,7 @@ def operands_of_collective(name: str, given: Any) -> Any:
     """
     if not holds_dtensor(given):
         return given
-    parted = [t for t in _dtensors(given) if not t._spec.is_whole]
+    parted = [t for t in _collect_dtensors(given) if not t._spec.is_whole]
     if not parted:
         return given if "object" in name else _as_plain(given)
     raise LayoutError(
@@ -263,11 +263,11 @@ def _as_plain(value: Any) -> Any:
     return type(value)(map(_as_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _dtensors(value: Any) -> list[DTensor]:
+def _collect_dtensors(value: Any) -> list[DTensor]:
     if isinstance(value, DTensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value
-    return [t for v in parts if holds_dtensor(v) for t in _dtensors(v)]
+    return [t for v in parts if holds_dtensor(v) for t in _collect_dtensors(v)]
 
 
 look_before_collectives(operands_of_collective)

@@ -51,12 +51,12 @@ def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str,
     alias = alias_of(source)
     seen = writes(alias)
 
-    def marked(t: DTensor, index: int | None) -> DTensor:
-        return _marked(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
+    def mark_output(t: DTensor, index: int | None) -> DTensor:
+        return _mark_copy_of_view(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
 
     if isinstance(out, torch.Tensor):
-        return marked(out, None)  # type: ignore[arg-type]
-    return type(out)([marked(t, i) for i, t in enumerate(out)])
+        return mark_output(out, None)  # type: ignore[arg-type]
+    return type(out)([mark_output(t, i) for i, t in enumerate(out)])
 
 
 def alias_of(x: DTensor) -> DTensor:
@@ -70,7 +70,7 @@ def alias_of(x: DTensor) -> DTensor:
     return alias
 
 
-def _marked(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
+def _mark_copy_of_view(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
     if copy is source or state_of(copy).origin is not None:
         return copy
     spec = copy._spec
@@ -108,7 +108,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
         if origin.view is T.__getitem__:
             source[origin.args[0]] = value
         else:
-            source.copy_(_replaced(source, origin, value))
+            source.copy_(_replace_viewed_part(source, origin, value))
     own.seen, own.again = writes(own.source), None
     return copy
 
@@ -119,10 +119,10 @@ def _before_expand(origin: Origin) -> Origin:
     if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
         return origin
 
-    def view(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def apply_view_to_wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return origin.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
 
-    part = Origin(wide.source, view, origin.args, origin.kwargs, origin.index, None)
+    part = Origin(wide.source, apply_view_to_wide, origin.args, origin.kwargs, origin.index, None)
     return _before_expand(part)
 
 
@@ -133,24 +133,34 @@ def reshaped(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: A
     copy._spec = spec_of(spec.layout, spec.wire)
     reshape(copy, *args, **kwargs)
     view = getattr(T, reshape.__name__.removesuffix("_"))
-    return _marked(copy, before, Origin(before, view, args, kwargs, None, writes(before)))
+    return _mark_copy_of_view(
+        copy, before, Origin(before, view, args, kwargs, None, writes(before))
+    )
 
 
-def _replaced(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
+def _replace_viewed_part(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
     """`source` with the part that `origin` views replaced by `value`; both are gathered for it."""
     spec = source._spec
-    whole = _whole(spec, spec.shape)
+    whole = _make_invariant_spec(spec, spec.shape)
     with Local():
         copy = moved(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
         part = origin.view(copy, *origin.args, **origin.kwargs)
         if origin.index is not None:
             part = part[origin.index]
-        part.copy_(moved(value, value._spec, _whole(spec, value._spec.shape), "write", "implicit"))
+        part.copy_(
+            moved(
+                value,
+                value._spec,
+                _make_invariant_spec(spec, value._spec.shape),
+                "write",
+                "implicit",
+            )
+        )
     return tagged(copy, whole)
 
 
-def _whole(spec: Spec, shape: Any) -> Spec:
+def _make_invariant_spec(spec: Spec, shape: Any) -> Spec:
     axes = spec.wire.mesh.names
     invariant = tuple(a for a in axes if not spec.layout.placement(a).is_replicate())
     return spec_of(Layout(tuple(shape), invariant=invariant), spec.wire)

@@ -51,7 +51,9 @@ def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
     """The operands that `func` writes, as far as can be known."""
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
-        return _statistics(list(inspect.signature(func, follow_wrapped=False).parameters))
+        return _find_written_statistics(
+            list(inspect.signature(func, follow_wrapped=False).parameters)
+        )
     overloads = overloads_of(func)
     if not overloads:  # a builtin, or a method: known as the operator of its name
         packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
@@ -63,7 +65,7 @@ def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
             if a.is_write and not a.is_out and _holds_tensors(overload, a.type):
                 found[Written(i, a.name)] = None
         if not found:
-            found |= dict.fromkeys(_statistics([a.name for a in arguments]))
+            found |= dict.fromkeys(_find_written_statistics([a.name for a in arguments]))
     return tuple(found)
 
 
@@ -74,6 +76,6 @@ def _holds_tensors(overload: OpOverload, type: torch.JitType) -> bool:
     return "Tensor" in str(type)
 
 
-def _statistics(names: list[str]) -> tuple[Written, ...]:
+def _find_written_statistics(names: list[str]) -> tuple[Written, ...]:
     flag = next(((i, n) for i, n in enumerate(names) if n in _UPDATING), None)
     return tuple(Written(i, n, flag) for i, n in enumerate(names) if n in _STATISTICS)

@@ -133,13 +133,15 @@ class Backend:
             mine, other = x.view(2, -1).unbind()[:: 1 - 2 * group.rank()]
             share = torch.empty_like(mine)
             # a + b is b + a: in rank order whichever is whose.
-            return Summed(self._swap(group, share, other, ask), (mine, share), out.view(-1))
+            return Summed(
+                self._start_pair_exchange(group, share, other, ask), (mine, share), out.view(-1)
+            )
         shares = torch.empty_like(x)
         work = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
         pieces = shares.view(group.size(), -1).unbind()
         return Summed(self.begun(work, group, ask), pieces, out.view(-1))
 
-    def _swap(
+    def _start_pair_exchange(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask
     ) -> UnderWay:
         """Begin to fill `out` with the other's `x`, of two ranks: one message each, and no copy."""

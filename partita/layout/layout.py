@@ -175,12 +175,16 @@ class Layout:
 
     def __str__(self) -> str:
         """`f32[8@dp, 16, 64@(dp tp)] {sum tp}`; what prints also parses."""
-        dims = ", ".join(f"{n}{_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True))
+        dims = ", ".join(
+            f"{n}{_format_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)
+        )
         return f"{self.dtype}[{dims}]{self._rest()}"
 
     def brief(self) -> str:
         """`8@dp 16 64 {sum tp}`, the form in errors and tables."""
-        dims = " ".join(f"{n}{_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True))
+        dims = " ".join(
+            f"{n}{_format_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)
+        )
         return (dims or "scalar") + self._rest()
 
     def _rest(self) -> str:
@@ -233,5 +237,5 @@ _TEXT = re.compile(r"(?P<dtype>\w*)\[(?P<dims>[^\]]*)\](?:\s*\{(?P<rest>[^}]*)\}
 _DIM = re.compile(r"(?P<size>\d+)(?:@(?:(?P<one>\w+)|\((?P<many>[\w ]+)\)))?")
 
 
-def _axes(axes: tuple[str, ...]) -> str:
+def _format_axes(axes: tuple[str, ...]) -> str:
     return "" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({' '.join(axes)})"

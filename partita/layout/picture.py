@@ -106,8 +106,8 @@ def draw(layout: Layout, mesh: Mesh) -> Picture:
         LayoutError: an axis of the layout is not on the mesh.
     """
     check_axes(layout, mesh)
-    pieces = [_pieces(layout, mesh, dim) for dim in range(len(layout.shape))]
-    down, across = _plane(layout, mesh)
+    pieces = [_find_dim_pieces(layout, mesh, dim) for dim in range(len(layout.shape))]
+    down, across = _choose_drawn_dims(layout, mesh)
     others = [d for d in range(len(layout.shape)) if d not in (down, across)]
     rows = (DimPiece(0, 1),) if down is None else pieces[down]
     columns = (DimPiece(0, 1),) if across is None else pieces[across]
@@ -124,11 +124,11 @@ def draw(layout: Layout, mesh: Mesh) -> Picture:
             tuple(label.cell((*place, row, column)) for column in columns) for row in rows
         )
         drawn.append(Panel(where, rows, columns, cells))
-    notes = (*label.notes(), *_idle(layout, mesh))
+    notes = (*label.notes(), *_describe_empty_ranks(layout, mesh))
     return Picture(f"{layout} on {mesh}", down, across, tuple(drawn), left_out, notes)
 
 
-def _plane(layout: Layout, mesh: Mesh) -> tuple[int | None, int | None]:
+def _choose_drawn_dims(layout: Layout, mesh: Mesh) -> tuple[int | None, int | None]:
     """Which dimensions are rows and columns: the last two that are split, or the last."""
     dims = range(len(layout.shape))
     split = [d for d in dims if any(mesh.size(a) > 1 for a in layout.shards[d])]
@@ -139,7 +139,7 @@ def _plane(layout: Layout, mesh: Mesh) -> tuple[int | None, int | None]:
     return plane[0], plane[1]
 
 
-def _pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ...]:
+def _find_dim_pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ...]:
     """The pieces of a dimension that have elements; the last may stand for several."""
     axes = tuple(a for a in layout.shards[dim] if mesh.size(a) > 1)
     if not axes:
@@ -158,7 +158,7 @@ def _pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ...]:
     return (*shown, DimPiece(rest[0].offset, length, rest[0].at, left_out=len(rest)))
 
 
-def _idle(layout: Layout, mesh: Mesh) -> Iterator[str]:
+def _describe_empty_ranks(layout: Layout, mesh: Mesh) -> Iterator[str]:
     """Who holds no element, where pieces are fewer than ranks."""
     empty = [
         str(rank)
@@ -166,7 +166,7 @@ def _idle(layout: Layout, mesh: Mesh) -> Iterator[str]:
         if any(n == 0 for n in layout.local_shape(mesh, at))
     ]
     if empty and 0 not in layout.shape:
-        yield f"nothing of it: rank{'s' * (len(empty) > 1)} {_some(empty, ', ')}"
+        yield f"nothing of it: rank{'s' * (len(empty) > 1)} {_join_shortened(empty, ', ')}"
 
 
 class _Label:
@@ -186,14 +186,14 @@ class _Label:
             return PictureCell("", 0, False)
         at = dict(pair for piece in place for pair in piece.at)
         self.count += 1
-        return PictureCell(self._ranks(at), self.count - 1, bool(self.shares))
+        return PictureCell(self._format_ranks(at), self.count - 1, bool(self.shares))
 
-    def _ranks(self, at: dict[str, int]) -> str:
+    def _format_ranks(self, at: dict[str, int]) -> str:
         free = [(a, ", ") for a in self.copies] + [(a, " = ") for a in self.same]
         free += [(a, " + " if op == "sum" else op) for a, op in self.shares]
-        return self._joined(at, free)
+        return self._join_ranks(at, free)
 
-    def _joined(self, at: dict[str, int], free: Sequence[tuple[str, str]]) -> str:
+    def _join_ranks(self, at: dict[str, int], free: Sequence[tuple[str, str]]) -> str:
         if not free:
             rank = 0
             for axis, n in zip(self.mesh.names, self.mesh.sizes, strict=True):
@@ -202,7 +202,7 @@ class _Label:
         (axis, sign), *rest = free
         n = self.mesh.size(axis)
         where = range(n) if n <= RANKS_SHOWN else (0, 1, n - 1)
-        parts = [self._joined({**at, axis: i}, rest) for i in where]
+        parts = [self._join_ranks({**at, axis: i}, rest) for i in where]
         if n > RANKS_SHOWN:
             parts.insert(2, "…")
         return f"{sign}({' '.join(parts)})" if sign in ("max", "min") else sign.join(parts)
@@ -217,7 +217,7 @@ class _Label:
             yield f"{sign}: each rank along {axis} has a share of the {op}"
 
 
-def _some(texts: Sequence[str], sign: str) -> str:
+def _join_shortened(texts: Sequence[str], sign: str) -> str:
     if len(texts) > RANKS_SHOWN:
         texts = [texts[0], texts[1], "…", texts[-1]]
     return sign.join(texts)

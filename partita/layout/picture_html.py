@@ -34,34 +34,37 @@ def html_of(picture: Picture, width: int = 560) -> str:
 
 
 def _panel(panel: Panel, picture: Picture, width: int) -> str:
-    tracks = " ".join(f"minmax(max-content, {_share(p, panel.columns)}fr)" for p in panel.columns)
+    tracks = " ".join(
+        f"minmax(max-content, {_fraction_of_dim(p, panel.columns)}fr)" for p in panel.columns
+    )
     heights = " ".join(
-        f"minmax(2.2em, {round(_share(p, panel.rows) * _height(panel))}px)" for p in panel.rows
+        f"minmax(2.2em, {round(_fraction_of_dim(p, panel.rows) * _choose_panel_height(panel))}px)"
+        for p in panel.rows
     )
     grid = (
         f"display:grid; grid-template-columns:max-content {tracks}; "
-        f"grid-template-rows:max-content {heights}; gap:2px; width:{_width(picture, width)}px"
+        f"grid-template-rows:max-content {heights}; gap:2px; width:{_choose_panel_width(picture, width)}px"
     )
     corner = escape(picture.corner)
     body = [f'<div style="{_RULER}">{corner}</div>']
     body += [f'<div style="{_RULER}">{_ruler(p, picture.across)}</div>' for p in panel.columns]
     for piece, cells in zip(panel.rows, panel.cells, strict=True):
         body.append(f'<div style="{_RULER}">{_ruler(piece, picture.down)}</div>')
-        body += map(_cell, cells)
+        body += map(_cell_html, cells)
     where = f'<div style="margin-bottom:2px">{escape(panel.where)}</div>' if panel.where else ""
     return f'<div style="max-width:100%">{where}<div style="{grid}">{"".join(body)}</div></div>'
 
 
-def _width(picture: Picture, width: int) -> int:
+def _choose_panel_width(picture: Picture, width: int) -> int:
     return width if len(picture.panels) == 1 else max(220, width // 2 - 8)
 
 
-def _height(panel: Panel) -> int:
+def _choose_panel_height(panel: Panel) -> int:
     """Pixels of all rows together."""
     return min(260, 70 + 26 * len(panel.rows))
 
 
-def _share(piece: DimPiece, of: Sequence[DimPiece]) -> float:
+def _fraction_of_dim(piece: DimPiece, of: Sequence[DimPiece]) -> float:
     """How much of the dimension a piece is; what stands for many is drawn as one."""
     lengths = [of[0].length if p.left_out else p.length for p in of]
     length = of[0].length if piece.left_out else piece.length
@@ -72,7 +75,7 @@ def _ruler(piece: DimPiece, dim: int | None) -> str:
     return "" if dim is None else escape(str(piece))
 
 
-def _cell(cell: PictureCell) -> str:
+def _cell_html(cell: PictureCell) -> str:
     if not cell.ranks:
         return f'<div style="{_RULER}">…</div>'
     color = f"hsl({cell.color * 137.5 % 360:.0f} 62% 80%)"

@@ -88,7 +88,7 @@ class ModelPlan:
         """What made the runner-up slower; "" where there is none."""
         if len(self.choices) < 2:
             return ""
-        first, second = (self._parts(choice) for choice in self.choices[:2])
+        first, second = (self._find_time_parts(choice) for choice in self.choices[:2])
         more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
         name = max(more, key=more.__getitem__)
         lost = self.choices[1].seconds - self.choices[0].seconds
@@ -97,7 +97,7 @@ class ModelPlan:
         )
 
     @staticmethod
-    def _parts(choice: PlannedWay) -> dict[str, float]:
+    def _find_time_parts(choice: PlannedWay) -> dict[str, float]:
         found = choice.simulation
         scale = choice.seconds / found.seconds
         parts = {f"waiting for {axes}": s * scale for axes, s in found.exposed.items()}
@@ -191,14 +191,14 @@ class _WaySearch:
                 self.outcomes["not looked at"] += 1
             else:
                 self.outcomes["simulated"] += 1
-                seconds, peak = self._estimate(way)
+                seconds, peak = self._estimate_cost(way)
                 if peak <= self.memory:
                     ranked.append((seconds, len(ranked), way))
                 else:
                     self.outcomes["too big"] += 1
-        return self._confirm([way for _, _, way in sorted(ranked)])
+        return self._confirm_choices([way for _, _, way in sorted(ranked)])
 
-    def _confirm(self, ranked: list[Way]) -> tuple[PlannedWay, ...]:
+    def _confirm_choices(self, ranked: list[Way]) -> tuple[PlannedWay, ...]:
         """The first five that fit when all of their blocks are simulated."""
         choices: list[PlannedWay] = []
         for way in ranked:
@@ -211,26 +211,26 @@ class _WaySearch:
                 break
         return tuple(sorted(choices, key=lambda c: c.seconds))
 
-    def _estimate(self, way: Way) -> tuple[float, float]:
+    def _estimate_cost(self, way: Way) -> tuple[float, float]:
         """Seconds and peak, of one block and of two where there are more."""
         layers = way.strategy.layers or self.layers
         if layers <= 2:
             return self._cost(way)[:2]
-        one, two = (self._cost(_with(way, layers=n))[:2] for n in (1, 2))
+        one, two = (self._cost(_replace_strategy(way, layers=n))[:2] for n in (1, 2))
         seconds, peak = (a + (layers - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True))
         return seconds, peak
 
     def _cost(self, way: Way) -> tuple[float, int, Simulation]:
         """Seconds, peak and simulation of a way whose further micro-batches are as its second."""
         count = way.strategy.micro_batches
-        first = self._simulated(_with(way, micro_batches=1))
+        first = self._simulate_once(_replace_strategy(way, micro_batches=1))
         if count == 1:
             return first.seconds, first.peak, first
-        second = self._simulated(_with(way, micro_batches=2))
+        second = self._simulate_once(_replace_strategy(way, micro_batches=2))
         seconds = second.seconds + (count - 2) * max(second.seconds - first.seconds, 0.0)
         return seconds, max(first.peak, second.peak), second
 
-    def _simulated(self, way: Way) -> Simulation:
+    def _simulate_once(self, way: Way) -> Simulation:
         if way not in self.known:
             self.known[way] = simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
         return self.known[way]
@@ -241,7 +241,7 @@ def _simplest_first(way: Way) -> tuple[int, ...]:
     return of.remat, of.micro_batches, of.zero, of.sequence
 
 
-def _with(way: Way, **changes: Any) -> Way:
+def _replace_strategy(way: Way, **changes: Any) -> Way:
     return dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, **changes))
 
 

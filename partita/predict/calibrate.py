@@ -57,7 +57,7 @@ def calibrate(ranks: int) -> Machine:
             raise RuntimeError(f"rank {rank} ended with {process.returncode}: {error.strip()}")
     measured = [json.loads(out.strip().splitlines()[-1]) for out, _ in told]
     slowest = {name: max(one[name] for one in measured) for name in measured[0]}
-    return _machine(slowest, ranks)
+    return _make_machine(slowest, ranks)
 
 
 def machine_toml(machine: Machine) -> str:
@@ -80,7 +80,7 @@ def machine_toml(machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _machine(seconds: dict[str, float], ranks: int) -> Machine:
+def _make_machine(seconds: dict[str, float], ranks: int) -> Machine:
     kernel = seconds["small"]
     size = _MATRIX
     flops = {
@@ -116,7 +116,7 @@ def _link(seconds: dict[str, float], ranks: int) -> Link:
 _MATRIX = 768
 
 
-def _measure(ranks: int) -> dict[str, float]:
+def _measure_seconds(ranks: int) -> dict[str, float]:
     small = torch.ones(16)
     large = torch.ones(_MANY)
     square = torch.ones(_MATRIX, _MATRIX)
@@ -162,7 +162,7 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
         join()
-    print(json.dumps(_measure(ranks)), flush=True)
+    print(json.dumps(_measure_seconds(ranks)), flush=True)
 
 
 if __name__ == "__main__":

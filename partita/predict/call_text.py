@@ -73,10 +73,10 @@ def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any],
         )
     inside = ", ".join(filter(None, [match["args"], arguments]))
     args, kwargs = _Arguments(inside, mesh).read()
-    return _function(match["name"]), args, kwargs
+    return _find_function(match["name"]), args, kwargs
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _find_function(name: str) -> Callable[..., Any]:
     module, colon, inner = name.partition(":")
     if colon:
         try:
@@ -109,48 +109,48 @@ class _Arguments:
     def read(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        while self._rest():
+        while self._remaining_text():
             named = _NAME.match(self.text, self.at)
             if named is not None:
                 self.at = named.end()
-                kwargs[named[1]] = self._value()
+                kwargs[named[1]] = self._read_value()
             else:
-                args.append(self._value())
-            self._skip(",")
+                args.append(self._read_value())
+            self._skip_mark(",")
         return tuple(args), kwargs
 
-    def _rest(self) -> str:
-        self._skip("")
+    def _remaining_text(self) -> str:
+        self._skip_mark("")
         return self.text[self.at :]
 
-    def _skip(self, mark: str) -> None:
+    def _skip_mark(self, mark: str) -> None:
         while self.at < len(self.text) and self.text[self.at] in " \t\n" + mark:
             self.at += 1
 
-    def _value(self) -> Any:
-        self._skip("")
+    def _read_value(self) -> Any:
+        self._skip_mark("")
         layout = _LAYOUT.match(self.text, self.at)
         if layout is not None:
             self.at = layout.end()
-            return self._tensor(layout[0])
+            return self._make_tensor(layout[0])
         if self.text[self.at : self.at + 1] == "[":
-            return self._list()
-        return self._literal()
+            return self._read_list()
+        return self._read_literal()
 
-    def _list(self) -> list[Any]:
+    def _read_list(self) -> list[Any]:
         self.at += 1
         found = []
-        while self._rest() and self.text[self.at] != "]":
-            found.append(self._value())
-            self._skip(",")
-        if not self._rest():
+        while self._remaining_text() and self.text[self.at] != "]":
+            found.append(self._read_value())
+            self._skip_mark(",")
+        if not self._remaining_text():
             raise self._cannot_read("a list has no end")
         self.at += 1
         return found
 
-    def _literal(self) -> Any:
+    def _read_literal(self) -> Any:
         """The shortest text from here that is one of Python's literals."""
-        for end in filter(self._ends, range(self.at + 1, len(self.text) + 1)):
+        for end in filter(self._is_literal_end, range(self.at + 1, len(self.text) + 1)):
             try:
                 value = ast.literal_eval(self.text[self.at : end].strip())
             except (ValueError, SyntaxError):
@@ -159,7 +159,7 @@ class _Arguments:
             return value
         raise self._cannot_read("it is no layout, and no number, text, list or None")
 
-    def _ends(self, i: int) -> bool:
+    def _is_literal_end(self, i: int) -> bool:
         return i == len(self.text) or self.text[i] in ",]) \t\n"
 
     def _cannot_read(self, reason: str) -> LayoutError:
@@ -169,7 +169,7 @@ class _Arguments:
             fixes=(Fix('"f32[8@dp, 16], dim=1"'),),
         )
 
-    def _tensor(self, text: str) -> DTensor:
+    def _make_tensor(self, text: str) -> DTensor:
         layout = Layout.parse(text)
         if layout.dtype not in _DTYPES:
             raise LayoutError(

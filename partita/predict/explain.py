@@ -76,10 +76,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             run()
     meshes = dict.fromkeys(str(wire.mesh) for wire in explainer.wires)
     ops = tuple(explainer.calls[0].inner)
-    return Explanation(_title(fn), ", ".join(meshes), ops, explainer.goes_backward)
+    return Explanation(_name_of_function(fn), ", ".join(meshes), ops, explainer.goes_backward)
 
 
-def _title(fn: Any) -> str:
+def _name_of_function(fn: Any) -> str:
     if isinstance(fn, nn.Module):
         return type(fn).__name__
     return getattr(fn, "__name__", None) or type(fn).__name__
@@ -145,8 +145,8 @@ class Explainer:
         """Within, this thread's calls on DTensors are told to this one."""
         before, HERE.explainer = HERE.explainer, self
         hooks = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
         )
         try:
             yield
@@ -155,12 +155,12 @@ class Explainer:
             for hook in hooks:
                 hook.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
         if HERE.explainer is self and id(module) in self._names:
             self._modules.append(self._names[id(module)])
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # A forward that fails may end before `_enter` of it was called.
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A forward that fails may end before `_enter_module` of it was called.
         if HERE.explainer is self and self._modules[-1:] == [self._names.get(id(module))]:
             self._modules.pop()
 
@@ -177,17 +177,17 @@ class Explainer:
                 return gathered(func, args, kwargs, form), None
             return made.run(func, args, kwargs), made
 
-        return self._noted(form.name, args, kwargs, run)
+        return self._run_and_note(form.name, args, kwargs, run)
 
     def explain_gathered(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
     ) -> Any:
         """As `explain_call`, of an op that has no rule."""
-        return self._noted(
+        return self._run_and_note(
             form.name, args, kwargs, lambda: (gathered(func, args, kwargs, form), None)
         )
 
-    def _noted(
+    def _run_and_note(
         self,
         name: str,
         args: Any,
@@ -207,7 +207,7 @@ class Explainer:
             ExplainedOp(
                 name,
                 source,
-                self._module(),
+                self._current_module(),
                 call.rule or _rule_of(made),
                 operands,
                 _layouts_of(out),
@@ -220,7 +220,7 @@ class Explainer:
         )
         return out
 
-    def _module(self) -> str:
+    def _current_module(self) -> str:
         return self._modules[-1] if self._modules else ""
 
     def hear_rows(
@@ -260,7 +260,7 @@ class Explainer:
             ExplainedOp(
                 name,
                 user_line(),
-                self._module(),
+                self._current_module(),
                 rule,
                 (told.before,),
                 (told.after,),
@@ -307,7 +307,7 @@ class _Needs:
     mesh: Mesh
 
     def row(self, one: Considered) -> ConsideredRow:
-        moved = [*self._moves(one.axis, one.row)]
+        moved = [*self._find_moves(one.axis, one.row)]
         needs = [text for text, _ in moved]
         repeats = any(one.row.split not in work.names for work in self.work)
         if repeats and self._is_spread(one.axis):
@@ -326,7 +326,7 @@ class _Needs:
         held = [layout.placement(axis) for layout in self.layouts if layout is not None]
         return self.mesh.size(axis) > 1 and any(p.is_shard() for p in held)
 
-    def _moves(self, axis: str, row: Row) -> Iterator[tuple[str, int]]:
+    def _find_moves(self, axis: str, row: Row) -> Iterator[tuple[str, int]]:
         """What moves each operand to where the row wants it, and the bytes of that."""
         for i, (layout, wanted) in enumerate(zip(self.layouts, row.inputs, strict=False)):
             if layout is None or wanted is None or wanted == layout.placement(axis):

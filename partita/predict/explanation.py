@@ -128,27 +128,27 @@ class ExplainedOp:
         return tuple(dict.fromkeys(row.axis for row in self.rows))
 
     def __str__(self) -> str:
-        lines = [self.op + (f"  {self._place()}" if self._place() else "")]
+        lines = [self.op + (f"  {self._format_place()}" if self._format_place() else "")]
         lines += [f"  rule   {self.rule}"] if self.rule else []
-        lines += [f"  takes  {_layouts(self.operands)}"] if self.operands else []
-        lines += [f"  gives  {_layouts(self.results)}"] if self.results else []
+        lines += [f"  takes  {_format_layouts(self.operands)}"] if self.operands else []
+        lines += [f"  gives  {_format_layouts(self.results)}"] if self.results else []
         lines += [f"  moves  {move}" for move in self.moves] or ["  moves  nothing"]
-        lines += [f"  work   {self._work()}"] if self.work else []
+        lines += [f"  work   {self._format_work()}"] if self.work else []
         for axis in self.axes:
             lines += _rows_of(axis, [row for row in self.rows if row.axis == axis])
-            lines.append(f"    {self._why(axis)}")
+            lines.append(f"    {self._explain_choice(axis)}")
         for one in self.inner:
             lines += [f"  {line}" for line in str(one).splitlines()]
         return "\n".join(lines)
 
-    def _place(self) -> str:
+    def _format_place(self) -> str:
         return " ".join(filter(None, [self.source, self.module and f"in {self.module}"]))
 
-    def _work(self) -> str:
+    def _format_work(self) -> str:
         text = f"{counted(self.work)} operations on a rank"
         return text + f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
 
-    def _why(self, axis: str) -> str:
+    def _explain_choice(self, axis: str) -> str:
         best, second = self.chosen(axis), self.runner_up(axis)
         if second is None or best is None:
             return "no other row is legal here"
@@ -179,7 +179,7 @@ class Explanation:
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
         """All moves, in order; their transposes are no moves of their own here."""
-        return tuple(move for op in _flat(self.ops) for move in op.moves)
+        return tuple(move for op in _flatten_ops(self.ops) for move in op.moves)
 
     @property
     def nbytes(self) -> int:
@@ -201,10 +201,10 @@ class Explanation:
         if not self.ops:
             return f"{self.title}: nothing is planned, since no call takes a DTensor"
         head = f"{self.title} on {self.mesh}"
-        body = str(self.ops[0]) if len(self.ops) == 1 else _table(self.ops)
-        return f"{head}\n{body}\n{self._totals()}"
+        body = str(self.ops[0]) if len(self.ops) == 1 else _format_table(self.ops)
+        return f"{head}\n{body}\n{self._format_totals()}"
 
-    def _totals(self) -> str:
+    def _format_totals(self) -> str:
         sending = [move for move in self.moves if move.nbytes]
         moves = f"{len(sending)} collective{'s' * (len(sending) != 1)}"
         said = f"{moves}, {human(self.nbytes) if self.nbytes else 'nothing'} sent by a rank"
@@ -214,10 +214,10 @@ class Explanation:
         return said + (f"; {counted(self.work)} operations on a rank" if self.work else "")
 
 
-def _flat(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:
+def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:
     for op in ops:
         yield op
-        yield from _flat(op.inner)
+        yield from _flatten_ops(op.inner)
 
 
 def _rows_of(axis: str, rows: Sequence[ConsideredRow]) -> list[str]:
@@ -235,8 +235,8 @@ _HEAD = ("op", "rows", "gives", "sent", "backward", "work", "where")
 _RIGHT = frozenset(("sent", "backward", "work"))
 
 
-def _table(ops: Sequence[ExplainedOp]) -> str:
-    rows = [_HEAD, *(_cells(op, depth) for op, depth in _with_depth(ops))]
+def _format_table(ops: Sequence[ExplainedOp]) -> str:
+    rows = [_HEAD, *(_format_cells(op, depth) for op, depth in _with_depth(ops))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = []
     for row in rows:
@@ -252,22 +252,22 @@ def _with_depth(ops: Iterable[ExplainedOp], depth: int = 0) -> Iterable[tuple[Ex
         yield from _with_depth(op.inner, depth + 1)
 
 
-def _cells(op: ExplainedOp, depth: int) -> tuple[str, ...]:
+def _format_cells(op: ExplainedOp, depth: int) -> tuple[str, ...]:
     chosen = [(axis, op.chosen(axis)) for axis in op.axes]
     rows = "; ".join(f"{axis}: {row.row}" for axis, row in chosen if row is not None)
     sent, backward = (sum(getattr(m, n) for m in op.moves) for n in ("nbytes", "backward_nbytes"))
     return (
         "  " * depth + op.op,
         rows or op.rule,
-        _layouts(op.results),
+        _format_layouts(op.results),
         human(sent),
         human(backward),
         counted(op.work) if op.work else "-",
-        op._place(),
+        op._format_place(),
     )
 
 
-def _layouts(layouts: Sequence[Layout]) -> str:
+def _format_layouts(layouts: Sequence[Layout]) -> str:
     return ", ".join(map(str, layouts))
 
 

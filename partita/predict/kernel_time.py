@@ -69,12 +69,12 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
     kinds = {node: _kind_of(node) for node in calls}
-    sources = _sources(graph, kinds)
+    sources = _find_memory_owners(graph, kinds)
     if fuses:
-        joins = _joined(calls, kinds, sources)
+        joins = _fuse_elementwise(calls, kinds, sources)
     else:
         joins = {}
-    written = _leaving(calls, kinds, sources, joins)
+    written = _find_written_results(calls, kinds, sources, joins)
     found: dict[fx.Node, Kernel] = {}
     seen: set[tuple[fx.Node, fx.Node]] = set()
     for node in calls:
@@ -91,7 +91,9 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
             if (group, source) not in seen:
                 seen.add((group, source))
                 nbytes += min(_nbytes(operand), _read_at_most(node, operand))
-        found[node] = Kernel(kind, count_flops(node), nbytes, _dtype(node), group is node)
+        found[node] = Kernel(
+            kind, count_flops(node), nbytes, _dtype_of_operands(node), group is node
+        )
     return found
 
 
@@ -100,15 +102,19 @@ def count_flops(node: fx.Node) -> float:
 
     Causal attention is counted as half of the whole, as fused kernels compute it.
     """
-    name = _name(node)
+    name = _name_of_op(node)
     if "scaled_dot_product" in name and "attention" in name:
         backward = "backward" in name
         # A backward's first operand is the gradient of the result.
-        q, k = (_shape(a) for a in node.args[1:3]) if backward else map(_shape, node.args[:2])
+        q, k = (
+            (_shape_of_node(a) for a in node.args[1:3])
+            if backward
+            else map(_shape_of_node, node.args[:2])
+        )
         if len(q) != 4 or len(k) != 4:
             return 0.0
         b, h, t, d = q
-        causal = _operand(node, "is_causal") is True
+        causal = _operand_named(node, "is_causal") is True
         flops = 4.0 * b * h * t * k[2] * d * (0.5 if causal else 1.0)
         return flops * (_BACKWARD_OF_ATTENTION if backward else 1.0)
     packet = getattr(node.target, "overloadpacket", None)
@@ -118,7 +124,7 @@ def count_flops(node: fx.Node) -> float:
     return float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _operand(node: fx.Node, name: str) -> Any:
+def _operand_named(node: fx.Node, name: str) -> Any:
     """The operand of this name of a call, by its schema; None where it is not given."""
     if name in node.kwargs or not isinstance(node.target, torch._ops.OpOverload):
         return node.kwargs.get(name)
@@ -131,13 +137,15 @@ def _kind_of(node: fx.Node) -> str:
     if is_collective(node):
         return "collective"
     facts = facts_of(node.target)
-    if "wait_tensor" in _name(node) or (facts.is_view and not facts.writes):
-        return "free" if not _copies(node) else "elementwise"
-    if not any(_numel(t) > 1 for t in _tensors(node.meta.get("val"))) and not any(
-        _numel(t) > 1 for o in node.all_input_nodes for t in _tensors(o.meta.get("val"))
+    if "wait_tensor" in _name_of_op(node) or (facts.is_view and not facts.writes):
+        return "free" if not _makes_copy(node) else "elementwise"
+    if not any(_numel_of_fake(t) > 1 for t in _collect_tensors(node.meta.get("val"))) and not any(
+        _numel_of_fake(t) > 1
+        for o in node.all_input_nodes
+        for t in _collect_tensors(o.meta.get("val"))
     ):
         return "free"  # numbers of an optimizer: the host works them out
-    name = _name(node)
+    name = _name_of_op(node)
     if "scaled_dot_product" in name or "flash_attention" in name:
         return "attention"
     if count_flops(node):
@@ -154,15 +162,15 @@ _APART = frozenset(
 """Calls of aten that a compiler joins with nothing."""
 
 
-def _copies(node: fx.Node) -> bool:
+def _makes_copy(node: fx.Node) -> bool:
     """Does a call that may show its operand's memory make new memory instead?"""
-    if "reshape" not in _name(node) or not node.all_input_nodes:
+    if "reshape" not in _name_of_op(node) or not node.all_input_nodes:
         return False
     before = node.all_input_nodes[0].meta.get("val")
     return isinstance(before, torch.Tensor) and not before.is_contiguous()
 
 
-def _sources(graph: fx.Graph, kinds: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
+def _find_memory_owners(graph: fx.Graph, kinds: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory it shows, itself where that is its own."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -172,7 +180,7 @@ def _sources(graph: fx.Graph, kinds: dict[fx.Node, str]) -> dict[fx.Node, fx.Nod
     return found
 
 
-def _joined(
+def _fuse_elementwise(
     calls: list[fx.Node], kinds: dict[fx.Node, str], sources: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """For each element-wise call the first of the kernel that it is fused into."""
@@ -189,13 +197,13 @@ def _joined(
             for operand in node.all_input_nodes
             if kinds.get(source := sources[operand]) == "elementwise"
             and place[node] - place[source] <= _NEAR
-            and _phase(node) == _phase(source)
+            and _phase_of_node(node) == _phase_of_node(source)
         ]
         joins[node] = joins[near[-1]] if near else node
     return joins
 
 
-def _leaving(
+def _find_written_results(
     calls: list[fx.Node],
     kinds: dict[fx.Node, str],
     sources: dict[fx.Node, fx.Node],
@@ -214,13 +222,13 @@ def _leaving(
     return found
 
 
-def _phase(node: fx.Node) -> str:
+def _phase_of_node(node: fx.Node) -> str:
     return note_of(node).phase if not facts_of(node.target).writes else "update"
 
 
 def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
     """Bytes that a call reads of an operand: of a table no more than it takes from it."""
-    name = _name(node)
+    name = _name_of_op(node)
     is_table = any(part in name for part in ("embedding", "index", "gather"))
     if is_table and operand is node.args[0]:
         return float(_nbytes(node))
@@ -229,34 +237,34 @@ def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
     return math.inf
 
 
-def _name(node: fx.Node) -> str:
+def _name_of_op(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return str(schema.name if schema is not None else getattr(node.target, "__name__", node.target))
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def _collect_tensors(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _tensors(one)
+            yield from _collect_tensors(one)
 
 
-def _numel(value: torch.Tensor) -> int:
+def _numel_of_fake(value: torch.Tensor) -> int:
     return math.prod(value.shape)
 
 
 def _nbytes(node: fx.Node) -> int:
-    return sum(_numel(t) * t.element_size() for t in _tensors(node.meta.get("val")))
+    return sum(_numel_of_fake(t) * t.element_size() for t in _collect_tensors(node.meta.get("val")))
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def _shape_of_node(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _dtype(node: fx.Node) -> str:
+def _dtype_of_operands(node: fx.Node) -> str:
     for operand in node.all_input_nodes:
-        for tensor in _tensors(operand.meta.get("val")):
+        for tensor in _collect_tensors(operand.meta.get("val")):
             if tensor.is_floating_point():
                 return str(tensor.dtype).removeprefix("torch.")
     return "float32"

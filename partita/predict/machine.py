@@ -149,34 +149,34 @@ class _Reader:
         self._check_keys("", found, needed, ["overlaps"])
         for key in tables:
             if not isinstance(found[key], dict):
-                raise self._error(key, f"is a table: write [{key}]")
+                raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys("efficiency.", found["efficiency"], EFFICIENCIES)
         if not found["flops"]:
-            raise self._error("flops", 'names no dtype: write bfloat16 = "989 TFLOP/s"')
+            raise self._make_error("flops", 'names no dtype: write bfloat16 = "989 TFLOP/s"')
         return Machine(
-            name=self._typed("name", found["name"], str),
-            source=self._typed("source", found["source"], str),
-            fuses=self._typed("fuses", found["fuses"], bool),
-            overlaps=self._typed("overlaps", found.get("overlaps", True), bool),
-            ranks_per_host=self._count("ranks_per_host", found["ranks_per_host"]),
+            name=self._check_type("name", found["name"], str),
+            source=self._check_type("source", found["source"], str),
+            fuses=self._check_type("fuses", found["fuses"], bool),
+            overlaps=self._check_type("overlaps", found.get("overlaps", True), bool),
+            ranks_per_host=self._read_count("ranks_per_host", found["ranks_per_host"]),
             flops={
-                dtype: self._amount(f"flops.{dtype}", value, "operations per second")
+                dtype: self._read_amount(f"flops.{dtype}", value, "operations per second")
                 for dtype, value in found["flops"].items()
             },
             efficiency={
-                kind: self._share(f"efficiency.{kind}", value)
+                kind: self._read_share(f"efficiency.{kind}", value)
                 for kind, value in found["efficiency"].items()
             },
             host=self._link("host", found["host"]),
             network=self._link("network", found["network"]),
-            **{key: self._amount(key, found[key], unit) for key, unit in amounts.items()},
+            **{key: self._read_amount(key, found[key], unit) for key, unit in amounts.items()},
         )
 
     def _link(self, key: str, found: Mapping[str, Any]) -> Link:
         self._check_keys(f"{key}.", found, ["latency", "bandwidth"])
         return Link(
-            self._amount(f"{key}.latency", found["latency"], "seconds"),
-            self._amount(f"{key}.bandwidth", found["bandwidth"], "bytes per second"),
+            self._read_amount(f"{key}.latency", found["latency"], "seconds"),
+            self._read_amount(f"{key}.bandwidth", found["bandwidth"], "bytes per second"),
         )
 
     def _check_keys(
@@ -184,43 +184,47 @@ class _Reader:
     ) -> None:
         for key in needed:
             if key not in found:
-                raise self._error(f"{of}{key}", "is missing")
+                raise self._make_error(f"{of}{key}", "is missing")
         for key in found:
             if key not in needed and key not in also:
-                raise self._error(f"{of}{key}", f"is not known: {', '.join([*needed, *also])} are")
+                raise self._make_error(
+                    f"{of}{key}", f"is not known: {', '.join([*needed, *also])} are"
+                )
 
-    def _amount(self, key: str, value: Any, what: str) -> float:
+    def _read_amount(self, key: str, value: Any, what: str) -> float:
         if isinstance(value, str):
             match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
             units = _UNITS[what]
             if match is None or match[2] not in units:
-                raise self._error(key, f"is {value!r}, no amount of {what}: {', '.join(units)}")
+                raise self._make_error(
+                    key, f"is {value!r}, no amount of {what}: {', '.join(units)}"
+                )
             try:
                 number = float(match[1]) * units[match[2]]
             except ValueError:
-                raise self._error(key, f"is {value!r}, which has no number") from None
+                raise self._make_error(key, f"is {value!r}, which has no number") from None
         elif isinstance(value, int | float) and not isinstance(value, bool):
             number = float(value)
         else:
-            raise self._error(key, f"is {value!r}, no amount of {what}")
+            raise self._make_error(key, f"is {value!r}, no amount of {what}")
         if not (math.isfinite(number) and number > 0):
-            raise self._error(key, f"is {value!r}: {what} are above 0")
+            raise self._make_error(key, f"is {value!r}: {what} are above 0")
         return number
 
-    def _share(self, key: str, value: Any) -> float:
+    def _read_share(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise self._error(key, f"is {value!r}, no part of a peak: above 0, at most 1")
+            raise self._make_error(key, f"is {value!r}, no part of a peak: above 0, at most 1")
         return float(value)
 
-    def _count(self, key: str, value: Any) -> int:
+    def _read_count(self, key: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._error(key, f"is {value!r}, no number of ranks")
+            raise self._make_error(key, f"is {value!r}, no number of ranks")
         return value
 
-    def _typed(self, key: str, value: Any, kind: type) -> Any:
+    def _check_type(self, key: str, value: Any, kind: type) -> Any:
         if not isinstance(value, kind):
-            raise self._error(key, f"is {value!r}, not of type {kind.__name__}")
+            raise self._make_error(key, f"is {value!r}, not of type {kind.__name__}")
         return value
 
-    def _error(self, key: str, what: str) -> MachineError:
+    def _make_error(self, key: str, what: str) -> MachineError:
         return MachineError(f"{self.path}: {key} {what}")

@@ -79,7 +79,7 @@ def least_bytes(model: str, way: Way) -> float:
 
     A lower bound of the peak of a simulation, whatever else is held.
     """
-    _, parameters = _counts(model, way.strategy.layers or MODELS[model].layers)
+    _, parameters = _count_parameters(model, way.strategy.layers or MODELS[model].layers)
     of = way.strategy
     split = parameters / way.tp
     weights = split / (way.dp if of.zero == 3 else 1)
@@ -96,7 +96,7 @@ def least_seconds(model: str, way: Way, machine: Machine) -> float:
     """
     shape, of = MODELS[model], way.strategy
     layers, context = of.layers or shape.layers, of.context or shape.context
-    matrices, parameters = _counts(model, layers)
+    matrices, parameters = _count_parameters(model, layers)
     tokens = of.batch * of.micro_batches * context
     peak = machine.peak_flops(of.precision) * machine.efficiency["matmul"]
     compute = 6.0 * matrices * tokens / way.tp / peak
@@ -116,7 +116,7 @@ def least_seconds(model: str, way: Way, machine: Machine) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _counts(model: str, layers: int) -> tuple[int, int]:
+def _count_parameters(model: str, layers: int) -> tuple[int, int]:
     """Elements of a model's matrices in blocks, and of all of its parameters."""
     shape: Shape = MODELS[model]
     with torch.device("meta"):

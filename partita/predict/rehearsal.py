@@ -111,10 +111,10 @@ class _Fakes:
             return value
         found = self._standing.get(id(value))
         if found is None:
-            found = self._standing[id(value)] = self._fake(value)
+            found = self._standing[id(value)] = self._make_fake(value)
         return found
 
-    def _fake(self, value: torch.Tensor) -> torch.Tensor:
+    def _make_fake(self, value: torch.Tensor) -> torch.Tensor:
         fake: torch.Tensor = self.mode.from_tensor(local_of(value), static_shapes=True)
         if isinstance(value, DTensor):
             spec = value._spec

@@ -34,7 +34,7 @@ class Shown:
     pictures: tuple[tuple[str, Picture], ...]
 
     def __str__(self) -> str:
-        return "".join(text for text, _ in self._parts()).rstrip("\n")
+        return "".join(text for text, _ in self._styled_parts()).rstrip("\n")
 
     __repr__ = __str__
 
@@ -49,18 +49,18 @@ class Shown:
         from rich.text import Text
 
         whole = Text(no_wrap=True)
-        for text, style in self._parts():
+        for text, style in self._styled_parts():
             whole.append(text, style)
         whole.rstrip()
         return whole
 
-    def _parts(self) -> list[tuple[str, str]]:
+    def _styled_parts(self) -> list[tuple[str, str]]:
         """Pieces of text, and the style of each."""
         parts: list[tuple[str, str]] = []
         for name, picture in self.pictures:
             parts.append((f"{name}  " * bool(name) + f"{picture.title}\n", "bold"))
             for panel in picture.panels:
-                parts += _panel(panel, picture)
+                parts += _format_panel(panel, picture)
             if picture.panels_left_out:
                 parts.append((f"{picture.panels_left_out} more of these are not drawn\n", "dim"))
             parts += [(f"{note}\n", "dim") for note in picture.notes]
@@ -86,14 +86,14 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
     Raises:
         LayoutError: `x` is none of these, or a layout without a mesh that has its axes.
     """
-    shown = Shown(tuple(_pictures(x, mesh)))
+    shown = Shown(tuple(_draw_pictures(x, mesh)))
     if out is None and _in_notebook():
         return shown
-    _write(shown, sys.stdout if out is None else out)
+    _write_shown(shown, sys.stdout if out is None else out)
     return None
 
 
-def _pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
+def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
     if isinstance(x, DTensor):
         return [("", draw(x.layout_over_mesh, x._spec.wire.mesh))]
     if isinstance(x, Layout):
@@ -107,7 +107,7 @@ def _pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
                 found = draw(p.layout_over_mesh, p._spec.wire.mesh)
                 alike.setdefault(found, []).append(name)
         if alike:
-            return [(_names(names), picture) for picture, names in alike.items()]
+            return [(_format_names(names), picture) for picture, names in alike.items()]
     raise LayoutError(
         f"show draws a DTensor, not {type(x).__name__}",
         place=user_line(),
@@ -119,7 +119,7 @@ def _pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
     )
 
 
-def _names(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}"
 
@@ -130,7 +130,7 @@ def _in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def _write(shown: Shown, out: TextIO) -> None:
+def _write_shown(shown: Shown, out: TextIO) -> None:
     if out.isatty():
         try:
             from rich.console import Console
@@ -139,10 +139,10 @@ def _write(shown: Shown, out: TextIO) -> None:
         else:
             Console(file=out, highlight=False).print(shown, soft_wrap=True)
             return
-    print(_encodable(str(shown), out), file=out)
+    print(_make_encodable(str(shown), out), file=out)
 
 
-def _encodable(text: str, out: TextIO) -> str:
+def _make_encodable(text: str, out: TextIO) -> str:
     """The text in characters that the stream can write; lines are drawn in ASCII where not."""
     encoding = getattr(out, "encoding", None) or "utf-8"
     try:
@@ -158,9 +158,9 @@ _ASCII = str.maketrans("┌┬┐├┼┤└┴┘─│…↓→", "+++++++++-
 # -- a panel as text -------------------------------------------------------------------------------
 
 
-def _panel(panel: Panel, picture: Picture) -> list[tuple[str, str]]:
-    head = [_ruler(piece, picture.across) for piece in panel.columns]
-    side = [_ruler(piece, picture.down) for piece in panel.rows]
+def _format_panel(panel: Panel, picture: Picture) -> list[tuple[str, str]]:
+    head = [_format_ruler(piece, picture.across) for piece in panel.columns]
+    side = [_format_ruler(piece, picture.down) for piece in panel.rows]
     corner = picture.corner
     left = max(map(len, [corner, *side]))
     widths = [
@@ -170,22 +170,22 @@ def _panel(panel: Panel, picture: Picture) -> list[tuple[str, str]]:
     parts = [(f"{panel.where}\n", "bold")] if panel.where else []
     top = " ".join(text.center(w) for text, w in zip(head, widths, strict=True))
     parts.append((f"{corner.rjust(left)}  {top.rstrip()}\n" if corner else "", "dim"))
-    parts.append((f"{' ' * left} {_line('┌┬┐', widths)}\n", "dim"))
+    parts.append((f"{' ' * left} {_format_line('┌┬┐', widths)}\n", "dim"))
     for i, (text, cells) in enumerate(zip(side, panel.cells, strict=True)):
         if i:
-            parts.append((f"{' ' * left} {_line('├┼┤', widths)}\n", "dim"))
+            parts.append((f"{' ' * left} {_format_line('├┼┤', widths)}\n", "dim"))
         parts.append((f"{text.rjust(left)} │", "dim"))
         for cell, width in zip(cells, widths, strict=True):
             style = f"bold black on {_COLORS[cell.color % len(_COLORS)]}" if cell.ranks else "dim"
             parts += [((cell.ranks or "…").center(width), style), ("│", "dim")]
         parts.append(("\n", ""))
-    parts.append((f"{' ' * left} {_line('└┴┘', widths)}\n", "dim"))
+    parts.append((f"{' ' * left} {_format_line('└┴┘', widths)}\n", "dim"))
     return parts
 
 
-def _ruler(piece: Any, dim: int | None) -> str:
+def _format_ruler(piece: Any, dim: int | None) -> str:
     return "" if dim is None else str(piece)
 
 
-def _line(corners: str, widths: Sequence[int]) -> str:
+def _format_line(corners: str, widths: Sequence[int]) -> str:
     return corners[0] + corners[1].join("─" * w for w in widths) + corners[2]

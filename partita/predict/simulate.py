@@ -61,14 +61,14 @@ def simulate(
         CaptureError: the step cannot be captured.
     """
     found = load_machine(machine)
-    sizes = _sizes(mesh)
+    sizes = _sizes_of_mesh(mesh)
     if isinstance(step_or_model, str):
         step, args, tokens = make_step(step_or_model, sizes, strategy or Strategy())
         what = step_or_model
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
         what = getattr(step_or_model, "title", type(step_or_model).__name__)
-    program = _captured(step, args)
+    program = _capture_step(step, args)
     return simulate_program(program, sizes, found, what=what, tokens=tokens, links=links)
 
 
@@ -88,7 +88,7 @@ def simulate_program(
     return simulation_of(program, memory, played, **facts)
 
 
-def _captured(step: Callable[..., Any], args: Sequence[Any]) -> Program:
+def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
     if isinstance(step, CompiledStep):
         if not args:
             return step.program
@@ -117,7 +117,7 @@ def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
     return step
 
 
-def _sizes(mesh: Any) -> dict[str, int]:
+def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
     """The size of each axis, outermost first."""
     if isinstance(mesh, Mapping):
         return {str(name): int(size) for name, size in mesh.items()}

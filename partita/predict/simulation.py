@@ -92,12 +92,22 @@ class Simulation:
     def __str__(self) -> str:
         axes = ",".join(f"{name}={size}" for name, size in self.mesh.items()) or "one rank"
         rows = [
-            ("step", _time(self.seconds), "a roofline; no host, no stragglers, no data loading"),
-            ("compute", _time(self.compute_seconds), f"{self.flops / 1e12:.4g} TFLOP a rank"),
+            (
+                "step",
+                _format_seconds(self.seconds),
+                "a roofline; no host, no stragglers, no data loading",
+            ),
+            (
+                "compute",
+                _format_seconds(self.compute_seconds),
+                f"{self.flops / 1e12:.4g} TFLOP a rank",
+            ),
         ]
         for name in sorted(self.link_seconds):
-            said = f"of {_time(self.link_seconds[name])}, {human(self.nbytes.get(name, 0))} sent"
-            rows.append((f"exposed {name}", _time(self.exposed.get(name, 0.0)), said + ", rings"))
+            said = f"of {_format_seconds(self.link_seconds[name])}, {human(self.nbytes.get(name, 0))} sent"
+            rows.append(
+                (f"exposed {name}", _format_seconds(self.exposed.get(name, 0.0)), said + ", rings")
+            )
         if self.tokens_per_second is not None:
             said = f"{self.tokens:,} a step, all ranks together"
             rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}", said))
@@ -164,12 +174,12 @@ def classes_at_peak(
     """
 
     def counts(buffer: Buffer) -> bool:
-        return staged or not (buffer.passing and _sends(buffer))
+        return staged or not (buffer.passing and _is_made_by_collective(buffer))
 
     live = memory.live_of(counts)
     place = live.index(max(live)) if live else 0
     here = [b for b in memory.at(place) if counts(b)]
-    reduced = _gradients(program)
+    reduced = _find_gradient_names(program)
     classes = dict.fromkeys(CLASSES, 0)
     for held in memory.held:
         classes[_HELD.get(held.kind, "arguments")] += held.nbytes
@@ -178,7 +188,7 @@ def classes_at_peak(
     return sum(classes.values()), classes, tuple(here[:16])
 
 
-def _sends(buffer: Buffer) -> bool:
+def _is_made_by_collective(buffer: Buffer) -> bool:
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
     return any(kind in buffer.made_by for kind in kinds)
 
@@ -193,7 +203,7 @@ def _class_of(buffer: Buffer, reduced: set[str]) -> str:
     return "activations" if buffer.phase == "forward" else "workspace"
 
 
-def _gradients(program: Program) -> set[str]:
+def _find_gradient_names(program: Program) -> set[str]:
     """Names of what backward makes and an update, or the reduction of gradients, reads."""
     found = set()
     for node in program.graph.graph.nodes:
@@ -211,7 +221,7 @@ def _gradients(program: Program) -> set[str]:
     return found
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

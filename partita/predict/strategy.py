@@ -48,7 +48,7 @@ class Shape:
     plan: Callable[..., dict[str, Any]]
 
 
-def _llama(layers: int, width: int, heads: int, hidden: int) -> Shape:
+def _llama_shape(layers: int, width: int, heads: int, hidden: int) -> Shape:
     def make(layers: int, context: int) -> nn.Module:
         from partita.app.models import Llama  # the app is no part of `import partita`
 
@@ -65,7 +65,7 @@ def _llama(layers: int, width: int, heads: int, hidden: int) -> Shape:
     return Shape(make, layers, width, heads, 8, 8192, 128_256, plans.llama)
 
 
-def _gpt(layers: int, width: int, heads: int, context: int) -> Shape:
+def _gpt_shape(layers: int, width: int, heads: int, context: int) -> Shape:
     def make(layers: int, context: int) -> nn.Module:
         from partita.app.models import GPT
 
@@ -75,10 +75,10 @@ def _gpt(layers: int, width: int, heads: int, context: int) -> Shape:
 
 
 MODELS: dict[str, Shape] = {
-    "gpt": _gpt(4, 256, 4, 256),
-    "gpt2-xl": _gpt(48, 1600, 25, 1024),
-    "llama3-8b": _llama(32, 4096, 32, 14_336),
-    "llama3-70b": _llama(80, 8192, 64, 28_672),
+    "gpt": _gpt_shape(4, 256, 4, 256),
+    "gpt2-xl": _gpt_shape(48, 1600, 25, 1024),
+    "llama3-8b": _llama_shape(32, 4096, 32, 14_336),
+    "llama3-70b": _llama_shape(80, 8192, 64, 28_672),
 }
 """By name: a byte-level GPT as small as `partita train`'s and one of GPT-2 XL's blocks, and the
 shapes of Llama 3 (Grattafiori et al., arXiv 2407.21783, table 3)."""
@@ -124,7 +124,7 @@ def make_step(
         StrategyError: names what does not divide.
     """
     shape = _shape_of(model)
-    _check(model, shape, mesh, strategy)
+    _check_strategy(model, shape, mesh, strategy)
     dry = dry_mesh(**mesh)  # type: ignore[arg-type]
     context = strategy.context or shape.context
     dp = mesh.get("dp", 1)
@@ -171,7 +171,7 @@ def _shape_of(model: str) -> Shape:
     return MODELS[model]
 
 
-def _check(model: str, shape: Shape, mesh: Mapping[str, int], strategy: Strategy) -> None:
+def _check_strategy(model: str, shape: Shape, mesh: Mapping[str, int], strategy: Strategy) -> None:
     for name, size in mesh.items():
         if name not in ("dp", "tp") or size < 1:
             raise StrategyError(f"{name}={size} is no axis of a named model: dp=N, tp=N")

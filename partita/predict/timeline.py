@@ -104,24 +104,24 @@ class _Player:
             if node.op != "call_function":
                 continue
             if is_collective(node):
-                self._issue(node)
+                self._issue_collective(node)
             elif "wait_tensor" in str(node.target):
-                self._join(node.all_input_nodes[0])
+                self._wait_for_collective(node.all_input_nodes[0])
             else:
-                self._compute(node, kernels[node])
+                self._run_kernel(node, kernels[node])
         for node in list(self.ready):
-            self._join(node)
+            self._wait_for_collective(node)
         self.found.seconds = self.now
         if self.by_dtype:
             self.found.dtype = max(self.by_dtype, key=self.by_dtype.__getitem__)
         return self.found
 
-    def _issue(self, node: fx.Node) -> None:
+    def _issue_collective(self, node: fx.Node) -> None:
         wire, axes = self.program.groups[str(node.args[-1])]
         stream = " ".join(axes)
         sizes = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
         ranks = math.prod(sizes[a] for a in axes)
-        kind = _kind(node)
+        kind = _kind_of_collective(node)
         given = _nbytes(node if kind == "all_gather" else node.all_input_nodes[0])
         sent = collective_bytes(kind, ranks, given)
         link = self.links.get(stream) or self.machine.link_of(axes, sizes)
@@ -131,17 +131,17 @@ class _Player:
         for axis in axes:
             self.free[axis] = start + seconds
         self.ready[node] = (start + seconds, stream)
-        self._note(node, stream, start, seconds, kind, sent)
+        self._record_event(node, stream, start, seconds, kind, sent)
         if not self.machine.overlaps:
-            self._join(node)
+            self._wait_for_collective(node)
 
-    def _join(self, node: fx.Node) -> None:
+    def _wait_for_collective(self, node: fx.Node) -> None:
         end, stream = self.ready.pop(node, (0.0, ""))
         if end > self.now:
             self.found.exposed[stream] = self.found.exposed.get(stream, 0.0) + end - self.now
             self.now = end
 
-    def _compute(self, node: fx.Node, kernel: Kernel) -> None:
+    def _run_kernel(self, node: fx.Node, kernel: Kernel) -> None:
         seconds = kernel.seconds(self.machine)
         if kernel.flops:
             self.found.flops += kernel.flops
@@ -149,10 +149,10 @@ class _Player:
             if not note_of(node).again:
                 self.found.model_flops += kernel.flops
         if seconds:
-            self._note(node, COMPUTE, self.now, seconds, kernel.kind, kernel.nbytes)
+            self._record_event(node, COMPUTE, self.now, seconds, kernel.kind, kernel.nbytes)
             self.now += seconds
 
-    def _note(
+    def _record_event(
         self, node: fx.Node, stream: str, start: float, seconds: float, kind: str, nbytes: float
     ) -> None:
         note = note_of(node)
@@ -196,7 +196,7 @@ def save_trace(played: Play, path: str | Path) -> None:
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _kind(node: fx.Node) -> str:
+def _kind_of_collective(node: fx.Node) -> str:
     name = str(node.target)
     for kind in _KINDS:
         if kind in name:

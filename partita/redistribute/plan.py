@@ -85,7 +85,7 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
     """
     if before == after:
         return Plan()
-    _check(before, after, mesh)
+    _check_layouts(before, after, mesh)
     if before.dtype != after.dtype:
         after = Layout(after.shape, after.shards, after.partial, after.invariant, before.dtype)
         if before == after:
@@ -96,7 +96,7 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
     return Plan(_PlanSearch(before, after, mesh, itemsize).path())
 
 
-def _check(before: Layout, after: Layout, mesh: Mesh) -> None:
+def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
     asked = (f"from {before}", f"to   {after}")
     if before.shape != after.shape:
         raise LayoutError(
@@ -238,7 +238,7 @@ class _PlanSearch:
                     yield free, stacks
             return
         cuts = [
-            range(_common(stack, goal), len(stack) + 1)
+            range(_count_common_axes(stack, goal), len(stack) + 1)
             for stack, goal in zip(stacks, self.goal[0], strict=True)
         ]
         for cut in product(*cuts):
@@ -250,7 +250,7 @@ class _PlanSearch:
         """`free` put where they belong; those that cannot go there yet behind some one stack."""
         stacks = []
         for stack, goal in zip(base, self.goal[0], strict=True):
-            if _common(stack, goal) == len(stack):
+            if _count_common_axes(stack, goal) == len(stack):
                 for axis in goal[len(stack) :]:
                     if axis not in free:
                         break
@@ -279,7 +279,7 @@ class _PlanSearch:
         return Layout(self.before.shape, state[0], partial, invariant, self.before.dtype)
 
 
-def _common(stack: tuple[str, ...], goal: tuple[str, ...]) -> int:
+def _count_common_axes(stack: tuple[str, ...], goal: tuple[str, ...]) -> int:
     """How many axes, from the outermost, the two have in common."""
     same = 0
     while same < min(len(stack), len(goal)) and stack[same] == goal[same]:

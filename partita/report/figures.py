@@ -37,7 +37,7 @@ _POINTS = 2000
 """Places of a schedule that are drawn; of more, the highest of each few."""
 
 
-def _layout(height: int, **more: Any) -> dict[str, Any]:
+def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
     return {
         "template": "plotly_white",
         "height": height,
@@ -72,7 +72,7 @@ def loss_figure(runs: Sequence[RunFacts]) -> Any:
             )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
-    figure.update_layout(**_layout(400, legend={"orientation": "h", "y": -0.22}))
+    figure.update_layout(**_figure_layout(400, legend={"orientation": "h", "y": -0.22}))
     return figure
 
 
@@ -99,7 +99,7 @@ def memory_figure(run: RunFacts) -> Any:
             )
     figure.update_xaxes(title_text="place in the step (forward, backward, update)")
     figure.update_yaxes(title_text="MiB on a rank")
-    figure.update_layout(**_layout(380))
+    figure.update_layout(**_figure_layout(380))
     return figure
 
 
@@ -139,7 +139,9 @@ def moves_figure(run: RunFacts) -> Any:
     figure.update_yaxes(automargin=True)
     beside = {"orientation": "v", "x": 1.02, "y": 1}
     height = max(160 + 26 * len(shown), 120 + 20 * len(kinds))
-    figure.update_layout(**_layout(height, barmode="stack", hovermode="closest", legend=beside))
+    figure.update_layout(
+        **_figure_layout(height, barmode="stack", hovermode="closest", legend=beside)
+    )
     return figure
 
 
@@ -161,5 +163,5 @@ def passes_figure(run: RunFacts) -> Any:
             col=column,
         )
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(**_layout(340))
+    figure.update_layout(**_figure_layout(340))
     return figure

@@ -49,14 +49,14 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
         OSError: the file cannot be written.
     """
     check_plotly()
-    Path(path).write_text(_page(runs), encoding="utf-8")
+    Path(path).write_text(_page_html(runs), encoding="utf-8")
 
 
-def _page(runs: Sequence[RunFacts]) -> str:
+def _page_html(runs: Sequence[RunFacts]) -> str:
     from plotly.offline import get_plotlyjs
 
     title = escape(", ".join(run.name for run in runs))
-    body = "\n".join(_sections(runs))
+    body = "\n".join(_make_sections(runs))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -66,15 +66,15 @@ def _page(runs: Sequence[RunFacts]) -> str:
     )
 
 
-def _sections(runs: Sequence[RunFacts]) -> Iterator[str]:
-    yield _side_by_side("", runs, _summary)
+def _make_sections(runs: Sequence[RunFacts]) -> Iterator[str]:
+    yield _side_by_side("", runs, _summary_html)
     if any(run.steps for run in runs):
-        yield f"<h2>Loss and speed</h2>{_drawn(loss_figure(runs))}"
-    yield _side_by_side("Memory over a step", runs, _memory)
-    yield _side_by_side("Bytes by line of the program", runs, _moves)
-    yield _side_by_side("What the passes did", runs, _passes)
-    yield _side_by_side("Layouts of the parameters", runs, _layouts)
-    yield _side_by_side("What the model writes", runs, _sample)
+        yield f"<h2>Loss and speed</h2>{_figure_html(loss_figure(runs))}"
+    yield _side_by_side("Memory over a step", runs, _memory_html)
+    yield _side_by_side("Bytes by line of the program", runs, _moves_html)
+    yield _side_by_side("What the passes did", runs, _passes_html)
+    yield _side_by_side("Layouts of the parameters", runs, _layouts_html)
+    yield _side_by_side("What the model writes", runs, _sample_html)
 
 
 def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFacts], str]) -> str:
@@ -87,13 +87,13 @@ def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFa
     return (f"<h2>{title}</h2>" if title else "") + f'<div class="runs">{cells}</div>'
 
 
-def _drawn(figure: Any) -> str:
+def _figure_html(figure: Any) -> str:
     config = {"displayModeBar": False, "responsive": True}
     html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
     return html
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Numbers and sizes, which come as text with a leading digit, stand at the right."""
     cells = "".join(f"<th>{escape(h)}</th>" for h in head)
     lines = [f"<tr>{cells}</tr>"] if head else []
@@ -110,7 +110,7 @@ def _is_figure(text: str) -> bool:
     return number.replace(".", "", 1).isdigit() and (not unit or unit in _UNITS)
 
 
-def _size(nbytes: float) -> str:
+def _format_size(nbytes: float) -> str:
     unit = 0
     while nbytes >= 1024 and unit < len(_UNITS) - 1:
         nbytes, unit = nbytes / 1024, unit + 1
@@ -120,7 +120,7 @@ def _size(nbytes: float) -> str:
 # -- the sections of a run -------------------------------------------------------------------------
 
 
-def _summary(run: RunFacts) -> str:
+def _summary_html(run: RunFacts) -> str:
     rows: list[tuple[str, Any]] = []
     if "parameters" in run.about:
         rows.append(("parameters", f"{run.about['parameters']:,}"))
@@ -131,79 +131,91 @@ def _summary(run: RunFacts) -> str:
             ("steps", len(run.steps)),
             ("last loss", f"{last['loss']:.4f}"),
             ("a step, median", f"{seconds * 1e3:.1f} ms"),
-            ("sent by a rank in a step", _size(last["nbytes"])),
+            ("sent by a rank in a step", _format_size(last["nbytes"])),
         ]
     if run.memory is not None:
-        rows.append(("peak of a step, predicted", _size(_peak(run.memory))))
+        rows.append(("peak of a step, predicted", _format_size(_find_peak(run.memory))))
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
-    options = f"<details><summary>options</summary>{_table((), given)}</details>" if given else ""
-    return (_table((), rows) if rows else "") + options
+    options = (
+        f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
+    )
+    return (_table_html((), rows) if rows else "") + options
 
 
-def _peak(memory: dict[str, Any]) -> int:
+def _find_peak(memory: dict[str, Any]) -> int:
     """Bytes of a rank at the place of the step at which most is held."""
     totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
     return int(sum(memory["held"].values()) + max(totals, default=0))
 
 
-def _memory(run: RunFacts) -> str:
+def _memory_html(run: RunFacts) -> str:
     if run.memory is None:
         return ""
     head = ("at the peak", "what", "class", "line")
-    rows = [(_size(b["nbytes"]), b["name"], b["kind"], b["source"]) for b in run.memory["holders"]]
+    rows = [
+        (_format_size(b["nbytes"]), b["name"], b["kind"], b["source"])
+        for b in run.memory["holders"]
+    ]
     note = (
         '<p class="note">Predicted from the schedule of the captured step, on one rank; what '
         "an allocator keeps beyond it is not in it.</p>"
     )
-    return _drawn(memory_figure(run)) + note + _table(head, rows)
+    return _figure_html(memory_figure(run)) + note + _table_html(head, rows)
 
 
-def _moves(run: RunFacts) -> str:
+def _moves_html(run: RunFacts) -> str:
     sending = sorted((m for m in run.moves if m["nbytes"]), key=lambda m: -m["nbytes"])
     if not sending:
         return ""
     head = ("sent", "times", "move", "axes", "why", "line")
     rows = [
-        (_size(m["nbytes"]), m["count"], m["kind"], m["axes"], m["reason"], m["source"] or "-")
+        (
+            _format_size(m["nbytes"]),
+            m["count"],
+            m["kind"],
+            m["axes"],
+            m["reason"],
+            m["source"] or "-",
+        )
         for m in sending[:24]
     ]
-    return _drawn(moves_figure(run)) + _table(head, rows)
+    return _figure_html(moves_figure(run)) + _table_html(head, rows)
 
 
-def _passes(run: RunFacts) -> str:
+def _passes_html(run: RunFacts) -> str:
     if not run.passes:
         return ""
     head = ("pass", "what it did", "collectives", "sent", "predicted peak")
     rows = []
     for one in run.passes:
-        sizes = ([_size(n) for n in one[what]] for what in ("sent", "peak"))
+        sizes = ([_format_size(n) for n in one[what]] for what in ("sent", "peak"))
         pairs = [one["collectives"], *sizes]
         told = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
         rows.append((one["name"], one["did"] or one["promise"], *told))
-    return _drawn(passes_figure(run)) + _table(head, rows)
+    return _figure_html(passes_figure(run)) + _table_html(head, rows)
 
 
-def _layouts(run: RunFacts) -> str:
+def _layouts_html(run: RunFacts) -> str:
     alike: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, layout, mesh, nbytes in run.layouts:
         alike.setdefault((layout, mesh), []).append((name, nbytes))
     found = []
     for (layout, mesh), members in [*alike.items()][:_LAYOUTS_SHOWN]:
-        picture = html_of(draw(Layout.parse(layout), _mesh(mesh)), width=460)
+        picture = html_of(draw(Layout.parse(layout), _parse_mesh(mesh)), width=460)
         names = ", ".join(name for name, _ in members[:3])
         more = f" and {len(members) - 3} more" if len(members) > 3 else ""
-        held = _size(sum(nbytes for _, nbytes in members))
+        held = _format_size(sum(nbytes for _, nbytes in members))
         about = f"{escape(names)}{more}: {held} on a rank"
         found.append(f'<div class="layout"><div>{about}</div>{picture}</div>')
     left = len(alike) - _LAYOUTS_SHOWN
     return "".join(found) + (f'<p class="note">and {left} more layouts</p>' if left > 0 else "")
 
 
-def _mesh(text: str) -> Mesh:
+def _parse_mesh(text: str) -> Mesh:
     """The mesh that prints so."""
     axes = [axis.split("=") for axis in text.split()]
     return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
 
-def _sample(run: RunFacts) -> str:
+def _sample_html(run: RunFacts) -> str:
     return f"<pre>{escape(run.sample)}</pre>" if run.sample else ""

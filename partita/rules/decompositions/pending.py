@@ -20,7 +20,7 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 @rule(settled)
-def _settled(x: Arg) -> str:
+def _reduced_sentence(x: Arg) -> str:
     # A dimension that is whole stays whole: what x meets next may be split along another one.
     names = Names(n if x.is_split(d) else f"{n}!" for d, n in enumerate(x.names))
     return f"{names} -> {names}"

@@ -39,7 +39,7 @@ class _Read:
     tensors: list[int] = field(default_factory=list)
 
 
-def _filled(entries: Sequence[Any], ndim: int) -> list[Any] | None:
+def _fill_ellipsis(entries: Sequence[Any], ndim: int) -> list[Any] | None:
     """The entries with `...` written out; None if there are too many."""
     used = sum(e is not None and e is not Ellipsis for e in entries)
     if used > ndim:
@@ -81,7 +81,7 @@ def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
     entries = _entries_of_index(index)
     if any(_is_tensor(e) for e in entries):
         return Rewrite(_by_kind)
-    full = _filled(entries, input.ndim) if all(map(_is_basic_entry, entries)) else None
+    full = _fill_ellipsis(entries, input.ndim) if all(map(_is_basic_entry, entries)) else None
     if full is None:
         return None
     read = _read(input, full)
@@ -210,7 +210,7 @@ def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor
 @rule(picked)
 def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
     args = [x for t in tensors for x in (t if isinstance(t, list | tuple) else [t])]
-    full = _filled(pattern, input.ndim)
+    full = _fill_ellipsis(pattern, input.ndim)
     if full is None or not all(_is_basic_entry(e) for e in pattern if not isinstance(e, str)):
         return None
     read = _read(input, full)

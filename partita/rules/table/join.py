@@ -36,7 +36,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
     return f"+ {terms} -> {names.insert(i, f'z={len(tensors)}!')}"
 
 
-def _joined(dim: int, ndim: int) -> Any:
+def _derive_stack_along(dim: int, ndim: int) -> Any:
     """A stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
 
     def derive_stack(tensors: Sequence[Any]) -> Rewrite:
@@ -49,9 +49,9 @@ def _joined(dim: int, ndim: int) -> Any:
     return derive_stack
 
 
-rule(torch.hstack)(_joined(1, 1))
-rule(torch.vstack, torch.row_stack)(_joined(0, 2))
-rule(torch.dstack)(_joined(2, 3))
+rule(torch.hstack)(_derive_stack_along(1, 1))
+rule(torch.vstack, torch.row_stack)(_derive_stack_along(0, 2))
+rule(torch.dstack)(_derive_stack_along(2, 3))
 
 
 @rule(torch.column_stack)
@@ -123,13 +123,13 @@ def unbind(input: Arg, dim: int = 0) -> str | None:
     return f"+ {input.names.whole(i)} -> {', '.join([str(left)] * count)}"
 
 
-def _cut(dim: int, ndim: int) -> Any:
+def _derive_split_along(dim: int, ndim: int) -> Any:
     def derive_split(input: Arg, _indices_or_sections: Any = None) -> Rewrite:
         return Rewrite(lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim))
 
     return derive_split
 
 
-rule(torch.hsplit)(_cut(1, 2))
-rule(torch.vsplit)(_cut(0, 2))
-rule(torch.dsplit)(_cut(2, 3))
+rule(torch.hsplit)(_derive_split_along(1, 2))
+rule(torch.vsplit)(_derive_split_along(0, 2))
+rule(torch.dsplit)(_derive_split_along(2, 3))

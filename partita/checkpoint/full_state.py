@@ -109,13 +109,13 @@ class WholeCopies:
                 place=user_line(),
                 fixes=(Fix("pt.materialize(model)"), Fix("pt.load_safetensors(model, path)")),
             )
-        whole = _whole(x)
+        whole = _gather_full_value(x)
         out = whole.to(self.device or whole.device, copy=True) if self.keeps else None
         self.made[id(x)] = out  # on all ranks, which gather what has two names once
         return out
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def _gather_full_value(x: torch.Tensor) -> torch.Tensor:
     """The value of `x` on every rank, which may share its memory."""
     with torch.no_grad():
         x = x.detach()
@@ -398,7 +398,7 @@ class _SpreadTensors:
         return isinstance(x, DTensor)
 
     def whole(self, x: DTensor) -> torch.Tensor:
-        return _whole(x)
+        return _gather_full_value(x)
 
     def piece_like(self, x: DTensor, whole: torch.Tensor) -> torch.Tensor:
         whole = whole.detach()

@@ -231,7 +231,7 @@ def _copy_alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
 # -- moves that stay on the rank -----------------------------------------------------------------
 
 
-def _slice(move: Move, transport: Transport) -> Step:
+def _make_slice_step(move: Move, transport: Transport) -> Step:
     cuts_of(move, transport.mesh)
     source = move.before.local_region(transport.mesh, transport.at)
     where = _slices_of_region(
@@ -241,13 +241,13 @@ def _slice(move: Move, transport: Transport) -> Step:
     return lambda x, ask: x[where].clone(memory_format=_CONTIGUOUS)
 
 
-def _place(move: Move, transport: Transport) -> Step:
+def _make_place_step(move: Move, transport: Transport) -> Step:
     cuts_of(move, transport.mesh)
     target = move.after.local_region(transport.mesh, transport.at)
     where = _slices_of_region(
         _offset_region_within(move.before.local_region(transport.mesh, transport.at), target)
     )
-    shape, reduce_op = _shape(target), move.op
+    shape, reduce_op = _shape_of_region(target), move.op
 
     def run_place(x: torch.Tensor, ask: Ask) -> torch.Tensor:
         out = x.new_full(shape, neutral(reduce_op, x.dtype))
@@ -257,7 +257,7 @@ def _place(move: Move, transport: Transport) -> Step:
     return run_place
 
 
-def _mask(move: Move, transport: Transport) -> Step:
+def _make_mask_step(move: Move, transport: Transport) -> Step:
     first = all(transport.at[transport.mesh.index(a)] == 0 for a in move.axes)
     # Of equal values the greatest and the least are the value itself: only a sum needs the zeros.
     if first or move.op != "sum":
@@ -291,16 +291,16 @@ _BUILD = {
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
-    "slice": _slice,
-    "place": _place,
-    "mask": _mask,
+    "slice": _make_slice_step,
+    "place": _make_place_step,
+    "mask": _make_mask_step,
     "retype": _make_retype_step,
 }
 
 # -- regions -------------------------------------------------------------------------------------
 
 
-def _shape(region: Region) -> tuple[int, ...]:
+def _shape_of_region(region: Region) -> tuple[int, ...]:
     return tuple(length for _, length in region)
 
 

@@ -102,7 +102,7 @@ class RankWire(Wire):
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
         def perform_all_reduce(all_: Sequence[Payload]) -> None:
-            total = _reduced([x for (x,) in all_], reduce_op)
+            total = _reduce_in_rank_order([x for (x,) in all_], reduce_op)
             for (x,) in all_:
                 x.copy_(total)
 
@@ -112,7 +112,7 @@ class RankWire(Wire):
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
         def perform_reduce_scatter(all_: Sequence[Payload]) -> None:
-            total = _reduced([x.reshape(-1) for _, x in all_], reduce_op)
+            total = _reduce_in_rank_order([x.reshape(-1) for _, x in all_], reduce_op)
             for (to, _), part in zip(all_, total.view(len(all_), -1), strict=True):
                 to.view(-1).copy_(part)
 
@@ -146,7 +146,7 @@ class RankWire(Wire):
         self._meet_group(("from_first", x.dtype, x.shape, root), axes, ask, (x,), perform_broadcast)
 
 
-def _reduced(shares: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
+def _reduce_in_rank_order(shares: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
     """In rank order, and 16-bit floats in 32 bits until the end."""
     dtype = shares[0].dtype
     narrow = dtype in (torch.float16, torch.bfloat16)

@@ -50,7 +50,7 @@ class Graph:
                 often it comes.
         """
         nodes, roles = self.nodes, list(self._find_roles())
-        rows = [_row(node, says) for node, says in zip(nodes, roles, strict=True)]
+        rows = [_row_of_node(node, says) for node, says in zip(nodes, roles, strict=True)]
         widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
         lines = []
         for row in rows:
@@ -58,7 +58,7 @@ class Graph:
             lines.append("  ".join([*cells, row[5]]).rstrip())
         if not repeats:
             numbers: dict[Any, int] = {}
-            alike = [_alike(n, row) for n, row in zip(nodes, rows, strict=True)]
+            alike = [_signature_of_row(n, row) for n, row in zip(nodes, rows, strict=True)]
             lines = _fold_repeats(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
         sent = sum(note_of(n).nbytes for n in self.moves)
         total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
@@ -79,7 +79,7 @@ class Graph:
                 yield ""
 
 
-def _row(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
+def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
     """Name, what it does, what it makes, bytes, why, where."""
     note, value = note_of(node), node.meta.get("val")
     shape, size = "", ""
@@ -101,7 +101,7 @@ _FEW = 8
 """Lines: what repeats itself is at least as long."""
 
 
-def _alike(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
+def _signature_of_row(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
     """What is equal for lines that say the same of two blocks, which have numbers."""
     others = fx.node.map_arg((node.args, node.kwargs), lambda _: None)
     called = "" if node.op == "placeholder" else f"{node.target}{others}"
@@ -161,12 +161,12 @@ def canonical(program: Program) -> list[str]:
             layout = "" if given.spec is None else f" {given.spec.layout} on {given.spec.wire.mesh}"
             text = f"input {given.kind}{layout}"
         elif node.op == "get_attr":
-            text = f"constant {_digest(getattr(program.graph, str(node.target)))}"
+            text = f"constant {_digest_constant(getattr(program.graph, str(node.target)))}"
         elif node.op == "output":
-            text = f"output {_said(node.args[0], number)}"
+            text = f"output {_format_value(node.args[0], number)}"
         else:
             text = _format_call(node, number)
-        lines.append(f"%{i} = {text}{_made(node.meta.get('val'))}")
+        lines.append(f"%{i} = {text}{_format_result(node.meta.get('val'))}")
     for output in program.outputs:
         spec = output.spec
         layout = "plain" if spec is None else f"{spec.layout} on {spec.wire.mesh}"
@@ -183,14 +183,14 @@ def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
         number: how the nodes that it reads are named.
     """
     if node.op == "output":
-        return f"output {_said(node.args[0], number)}"
+        return f"output {_format_value(node.args[0], number)}"
     text = _format_call(node, number) if node.op == "call_function" else node.op
-    return f"{text}{_made(node.meta.get('val'))}"
+    return f"{text}{_format_result(node.meta.get('val'))}"
 
 
 def _format_call(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    args = [_said(a, number) for a in node.args]
-    args += [f"{k}={_said(v, number)}" for k, v in sorted(node.kwargs.items())]
+    args = [_format_value(a, number) for a in node.args]
+    args += [f"{k}={_format_value(v, number)}" for k, v in sorted(node.kwargs.items())]
     return f"{_name(node.target)}({', '.join(args)})"
 
 
@@ -200,26 +200,26 @@ def _name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _said(value: Any, number: Mapping[fx.Node, str]) -> str:
+def _format_value(value: Any, number: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return number[value]
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_said(v, number) for v in value) + "]"
+        return "[" + ", ".join(_format_value(v, number) for v in value) + "]"
     if isinstance(value, torch.device):
         return value.type
     return repr(value)
 
 
-def _made(value: Any) -> str:
+def _format_result(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         strides = "" if value.is_contiguous() else f" by {tuple(value.stride())}"
         return f" : {short_dtype(value.dtype)}{list(value.shape)}{strides} {value.device.type}"
     if isinstance(value, (list, tuple)):
-        return "".join(_made(v) for v in value)
+        return "".join(_format_result(v) for v in value)
     return ""
 
 
-def _digest(value: Any) -> str:
+def _digest_constant(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     plain = value.detach().cpu().contiguous()

@@ -54,14 +54,14 @@ def agree(
     Raises:
         LayoutError: the first line in which two ranks differ, as both have it.
     """
-    told = wire.gather_ints(_digest(lines))
+    told = wire.gather_ints(_hash_lines(lines))
     if len(set(told)) <= 1:
         return
     shortest = min(n for (n,) in wire.gather_ints((len(lines),)))
     same, differ = 0, shortest + 1  # that many lines are equal; that many are not
     while differ - same > 1:
         middle = (same + differ) // 2
-        if middle <= shortest and len(set(wire.gather_ints(_digest(lines[:middle])))) <= 1:
+        if middle <= shortest and len(set(wire.gather_ints(_hash_lines(lines[:middle])))) <= 1:
             same = middle
         else:
             differ = middle
@@ -94,6 +94,6 @@ def _parted_at(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
     return ""
 
 
-def _digest(lines: Sequence[str]) -> tuple[int, ...]:
+def _hash_lines(lines: Sequence[str]) -> tuple[int, ...]:
     raw = hashlib.sha256("\n".join(lines).encode()).digest()
     return tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))

@@ -65,7 +65,7 @@ def split(program: Program) -> Halves:
     parts = sorted({o.part for o in program.outputs if o.kind == "cotangent"})
     return Halves(
         _make_forward(program, given, late, inside),
-        {part: _backward(program, given, late, needs, inside, part) for part in parts},
+        {part: _make_backward(program, given, late, needs, inside, part) for part in parts},
         [-1 if n in inside else given[n].index for n in needs],
     )
 
@@ -190,7 +190,7 @@ def _make_forward(
     return new.program(values, outputs, program)
 
 
-def _backward(
+def _make_backward(
     program: Program,
     given: dict[fx.Node, Input],
     late: set[fx.Node],

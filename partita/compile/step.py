@@ -83,7 +83,9 @@ class CompiledStep(LastProgram):
         """As a method, a function that stands in a class: each instance compiles for itself."""
         if instance is None:
             return self
-        bound = CompiledStep(self.step.__get__(instance, owner), self._given, **self._said())
+        bound = CompiledStep(
+            self.step.__get__(instance, owner), self._given, **self._describe_how()
+        )
         # It is found before this.
         vars(instance)[getattr(self, "_name", self.step.__name__)] = bound
         return bound
@@ -98,7 +100,7 @@ class CompiledStep(LastProgram):
 
     def __reduce__(self) -> Any:
         """To be copied and pickled, without what is compiled: a copy of a module has its own."""
-        return _rebuild_step, (self.step, self._given, self._said())
+        return _rebuild_step, (self.step, self._given, self._describe_how())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -114,7 +116,7 @@ class CompiledStep(LastProgram):
             HERE.watcher = watcher
         if program is None:
             return self._run_eagerly(args, kwargs)
-        return self._heard(program, tensors, args, kwargs)
+        return self._run_heard_by_remat(program, tensors, args, kwargs)
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
         """The program of such a call, captured where there is none yet, and not run: nothing is
@@ -194,7 +196,7 @@ class CompiledStep(LastProgram):
             if refused is not None and refused.holds():
                 self._runs_eagerly = refused
                 return None, []
-            return self._first(signature, args, kwargs, why, found)
+            return self._run_first_call(signature, args, kwargs, why, found)
         self._history.reused()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
@@ -288,7 +290,9 @@ class CompiledStep(LastProgram):
         finally:
             end_graph()
 
-    def _heard(self, program: CapturedProgram, tensors: list[Any], args: Any, kwargs: Any) -> Any:
+    def _run_heard_by_remat(
+        self, program: CapturedProgram, tensors: list[Any], args: Any, kwargs: Any
+    ) -> Any:
         """Run it as a call that remat hears of."""
         watcher = HERE.watcher
 
@@ -297,7 +301,7 @@ class CompiledStep(LastProgram):
 
         return watcher.applied(self, tuple(tensors), {}, run)
 
-    def _first(
+    def _run_first_call(
         self,
         signature: Any,
         args: Any,
@@ -321,7 +325,7 @@ class CompiledStep(LastProgram):
         how: dict[str, Any] = {
             "without": self.without,
             "passes": self.passes,
-            "options": self._options(),
+            "options": self._list_options(),
         }
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.of(self.blocks)
@@ -337,7 +341,7 @@ class CompiledStep(LastProgram):
         except ReachedMore as more:
             unprime(primed, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
-            return self._first(signature, args, kwargs, why, found, more.state)
+            return self._run_first_call(signature, args, kwargs, why, found, more.state)
         except StepRaises as raised:
             unprime(primed, lambda t: False)
             self._raised = raised
@@ -397,7 +401,7 @@ class CompiledStep(LastProgram):
             roll_call(wire, f"captures {self.title}, at {user_line()}: {why}")
         return why
 
-    def _said(self) -> dict[str, Any]:
+    def _describe_how(self) -> dict[str, Any]:
         """How the user wants it."""
         return {
             "backend": self.backend,
@@ -410,7 +414,7 @@ class CompiledStep(LastProgram):
             "sections": self.sections,
         }
 
-    def _options(self) -> list[str]:
+    def _list_options(self) -> list[str]:
         """What of how it is compiled makes another program of it."""
         how = [] if self.sections is None else [f"sections {self.sections}"]
         return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]

@@ -40,10 +40,10 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
         }
         for change, peak in zip(changes, pairwise(peaks), strict=True)
     ]
-    return {"memory": _memory(step.memory), "passes": passes}
+    return {"memory": _memory_facts(step.memory), "passes": passes}
 
 
-def _memory(memory: Memory) -> dict[str, Any]:
+def _memory_facts(memory: Memory) -> dict[str, Any]:
     held: dict[str, int] = {}
     for one in memory.held:
         kind = _HELD.get(one.kind, "arguments")

@@ -81,7 +81,7 @@ class Layout:
                 f"{len(placements)} placements for mesh {mesh}, which has {mesh.ndim} axes",
                 operands=(f"placements  {list(placements)}",),
                 reason="give one placement for each axis of the mesh, in its order",
-                fixes=(_instead([*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]),),
+                fixes=(_fix_of_placements([*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]),),
             )
         given = placements
         placements, order = own_placements(mesh, placements, order)
@@ -98,7 +98,7 @@ class Layout:
                         operands=(f"placements  {list(placements)} on mesh {mesh}",),
                         reason=f"a tensor of {len(shape)} dimensions has "
                         + (f"dimensions 0 to {len(shape) - 1}" if shape else "none to shard"),
-                        fixes=(_instead([_in_range(q, len(shape)) for q in placements]),),
+                        fixes=(_fix_of_placements([_in_range(q, len(shape)) for q in placements]),),
                     )
                 shards[dim].append(axis)
             elif isinstance(p, Partial):
@@ -109,7 +109,7 @@ class Layout:
                 raise LayoutError(
                     f"{p!r} on axis {axis} is no placement",
                     operands=(f"placements  {list(given)} on mesh {mesh}",),
-                    fixes=(_instead([_in_range(q, len(shape)) for q in placements]),),
+                    fixes=(_fix_of_placements([_in_range(q, len(shape)) for q in placements]),),
                 )
         return Layout(
             tuple(shape), tuple(map(tuple, shards)), tuple(partial), tuple(invariant), dtype
@@ -221,7 +221,7 @@ class Layout:
         return Layout(tuple(shape), tuple(shards), tuple(partial), tuple(invariant), dtype)
 
 
-def _instead(placements: Sequence[Placement]) -> Fix:
+def _fix_of_placements(placements: Sequence[Placement]) -> Fix:
     return Fix(f"placements={list(placements)}")
 
 

@@ -20,7 +20,7 @@ def html_of(picture: Picture, width: int = 560) -> str:
     Args:
         width: in pixels, at the most; a cell is never narrower than what it says.
     """
-    panels = "".join(_panel(one, picture, width) for one in picture.panels)
+    panels = "".join(_panel_html(one, picture, width) for one in picture.panels)
     notes = [*picture.notes]
     if picture.panels_left_out:
         notes.insert(0, f"{picture.panels_left_out} more of these are not drawn")
@@ -33,7 +33,7 @@ def html_of(picture: Picture, width: int = 560) -> str:
     )
 
 
-def _panel(panel: Panel, picture: Picture, width: int) -> str:
+def _panel_html(panel: Panel, picture: Picture, width: int) -> str:
     tracks = " ".join(
         f"minmax(max-content, {_fraction_of_dim(p, panel.columns)}fr)" for p in panel.columns
     )
@@ -41,15 +41,16 @@ def _panel(panel: Panel, picture: Picture, width: int) -> str:
         f"minmax(2.2em, {round(_fraction_of_dim(p, panel.rows) * _choose_panel_height(panel))}px)"
         for p in panel.rows
     )
+    pixels = _choose_panel_width(picture, width)
     grid = (
         f"display:grid; grid-template-columns:max-content {tracks}; "
-        f"grid-template-rows:max-content {heights}; gap:2px; width:{_choose_panel_width(picture, width)}px"
+        f"grid-template-rows:max-content {heights}; gap:2px; width:{pixels}px"
     )
     corner = escape(picture.corner)
     body = [f'<div style="{_RULER}">{corner}</div>']
-    body += [f'<div style="{_RULER}">{_ruler(p, picture.across)}</div>' for p in panel.columns]
+    body += [f'<div style="{_RULER}">{_ruler_html(p, picture.across)}</div>' for p in panel.columns]
     for piece, cells in zip(panel.rows, panel.cells, strict=True):
-        body.append(f'<div style="{_RULER}">{_ruler(piece, picture.down)}</div>')
+        body.append(f'<div style="{_RULER}">{_ruler_html(piece, picture.down)}</div>')
         body += map(_cell_html, cells)
     where = f'<div style="margin-bottom:2px">{escape(panel.where)}</div>' if panel.where else ""
     return f'<div style="max-width:100%">{where}<div style="{grid}">{"".join(body)}</div></div>'
@@ -71,7 +72,7 @@ def _fraction_of_dim(piece: DimPiece, of: Sequence[DimPiece]) -> float:
     return round(length / max(sum(lengths), 1), 4) or 1
 
 
-def _ruler(piece: DimPiece, dim: int | None) -> str:
+def _ruler_html(piece: DimPiece, dim: int | None) -> str:
     return "" if dim is None else escape(str(piece))
 
 

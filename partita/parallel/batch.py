@@ -89,7 +89,7 @@ def distribute_batch(
         tagged(piece, spec).requires_grad_(t.requires_grad)
         for t, piece, spec in zip(tensors, pieces, specs, strict=True)
     ]
-    return _with(batch, iter(spread))
+    return _replace_tensors(batch, iter(spread))
 
 
 def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
@@ -226,12 +226,12 @@ def _describe_batch(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
     return ", ".join(text for text in (_describe_batch(part, shape) for part in parts) if text)
 
 
-def _with(batch: Any, new: Any) -> Any:
+def _replace_tensors(batch: Any, new: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return next(new)
     if isinstance(batch, Mapping):
-        return type(batch)({key: _with(part, new) for key, part in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({key: _replace_tensors(part, new) for key, part in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, (list, tuple)):
-        parts = [_with(part, new) for part in batch]
+        parts = [_replace_tensors(part, new) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

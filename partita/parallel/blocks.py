@@ -134,7 +134,7 @@ def _find_chosen_modules(
         if isinstance(one, str):
             # The model itself has no name, and a list of modules nothing that could be run again.
             called = [m for m, name in names.items() if name and fnmatchcase(name, one)]
-            matching = _outermost([m for m in called if not isinstance(m, _WITHOUT_FORWARD)])
+            matching = _keep_outermost([m for m in called if not isinstance(m, _WITHOUT_FORWARD)])
             if not matching:
                 some = ", ".join(n for n in list(names.values())[1:6])
                 what = f"no module is called {one!r}; there are {some}, ..."
@@ -149,7 +149,7 @@ def _find_chosen_modules(
     return list(found)
 
 
-def _outermost(matching: Sequence[nn.Module]) -> list[nn.Module]:
+def _keep_outermost(matching: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that lie within no other: "*" matches dots too, and "layers.*" means the layers."""
     within = {child for m in matching for child in m.modules() if child is not m}
     return [m for m in matching if m not in within]

@@ -97,12 +97,12 @@ def _make_machine(seconds: dict[str, float], ranks: int) -> Machine:
         ranks_per_host=ranks,
         flops=flops,
         efficiency=dict.fromkeys(("matmul", "attention", "memory", "link"), 1.0),
-        host=(link := _link(seconds, ranks)),
+        host=(link := _fit_link(seconds, ranks)),
         network=link,
     )
 
 
-def _link(seconds: dict[str, float], ranks: int) -> Link:
+def _fit_link(seconds: dict[str, float], ranks: int) -> Link:
     """Latency and bandwidth at which the ring formulas give what was measured of all-reduces."""
     if ranks == 1:
         return Link(1e-6, 1e12)

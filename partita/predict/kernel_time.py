@@ -83,14 +83,14 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
             found[node] = Kernel()
             continue
         group = joins.get(node, node)
-        nbytes = float(_nbytes(node)) if node in written else 0.0
+        nbytes = float(_nbytes_of_node(node)) if node in written else 0.0
         for operand in node.all_input_nodes:
             source = sources[operand]
             if kinds.get(source, "") != "free" and joins.get(source, source) is group:
                 continue  # it is in registers
             if (group, source) not in seen:
                 seen.add((group, source))
-                nbytes += min(_nbytes(operand), _read_at_most(node, operand))
+                nbytes += min(_nbytes_of_node(operand), _read_at_most(node, operand))
         found[node] = Kernel(
             kind, count_flops(node), nbytes, _dtype_of_operands(node), group is node
         )
@@ -231,7 +231,7 @@ def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
     name = _name_of_op(node)
     is_table = any(part in name for part in ("embedding", "index", "gather"))
     if is_table and operand is node.args[0]:
-        return float(_nbytes(node))
+        return float(_nbytes_of_node(node))
     if "copy_" in name and operand is node.args[0] and len(node.args) > 1:
         return 0.0  # it is only written
     return math.inf
@@ -254,7 +254,7 @@ def _numel_of_fake(value: torch.Tensor) -> int:
     return math.prod(value.shape)
 
 
-def _nbytes(node: fx.Node) -> int:
+def _nbytes_of_node(node: fx.Node) -> int:
     return sum(_numel_of_fake(t) * t.element_size() for t in _collect_tensors(node.meta.get("val")))
 
 

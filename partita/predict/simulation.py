@@ -104,7 +104,8 @@ class Simulation:
             ),
         ]
         for name in sorted(self.link_seconds):
-            said = f"of {_format_seconds(self.link_seconds[name])}, {human(self.nbytes.get(name, 0))} sent"
+            sent = human(self.nbytes.get(name, 0))
+            said = f"of {_format_seconds(self.link_seconds[name])}, {sent} sent"
             rows.append(
                 (f"exposed {name}", _format_seconds(self.exposed.get(name, 0.0)), said + ", rings")
             )

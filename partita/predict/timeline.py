@@ -122,7 +122,7 @@ class _Player:
         sizes = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
         ranks = math.prod(sizes[a] for a in axes)
         kind = _kind_of_collective(node)
-        given = _nbytes(node if kind == "all_gather" else node.all_input_nodes[0])
+        given = _nbytes_of_value(node if kind == "all_gather" else node.all_input_nodes[0])
         sent = collective_bytes(kind, ranks, given)
         link = self.links.get(stream) or self.machine.link_of(axes, sizes)
         reached = Link(link.latency, link.bandwidth * self.machine.efficiency["link"])
@@ -204,6 +204,6 @@ def _kind_of_collective(node: fx.Node) -> str:
     raise ValueError(f"a collective that has no formula: {name}")
 
 
-def _nbytes(node: fx.Node) -> int:
+def _nbytes_of_value(node: fx.Node) -> int:
     value = node.meta["val"]
     return int(math.prod(value.shape)) * int(value.element_size())

@@ -56,7 +56,7 @@ class RegionInputs:
             return _Place(len(tensors) - 1)
 
         self._emptied = rebuilt((args, kwargs), torch.Tensor, put_away)
-        self._meta = [_meta(t) for t in tensors]
+        self._meta = [_spec_and_gradient(t) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
             self._node: Any = _Saved.apply(graded, *tensors).grad_fn
@@ -80,5 +80,5 @@ class RegionInputs:
         return args, kwargs
 
 
-def _meta(t: torch.Tensor) -> tuple[Spec | None, bool]:
+def _spec_and_gradient(t: torch.Tensor) -> tuple[Spec | None, bool]:
     return (t._spec if isinstance(t, DTensor) else None), t.requires_grad

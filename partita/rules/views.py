@@ -46,7 +46,7 @@ def views(before: Sequence[int], after: Sequence[int]) -> str:
     left: list[str] = []
     right: list[str] = []
     for ins, outs in _split_into_sections(before, after):
-        cuts = _cuts(ins, outs)
+        cuts = _find_common_cuts(ins, outs)
         if cuts is None:
             left += [f"{next(names)}!" for _ in ins]
             right += [f"{next(names)}={n}!" for n in outs]
@@ -78,7 +78,7 @@ def _split_into_sections(
         yield tuple(before[start_i:i]), tuple(after[start_j:j])
 
 
-def _cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None:
+def _find_common_cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None:
     """How many steps lie outside each boundary, rising; None where the boundaries do not nest."""
     if 0 in ins or 0 in outs:
         return None

@@ -133,14 +133,17 @@ def numbers_elsewhere(op: str, tensors: Sequence[tuple[Path, Any]]) -> dict[Path
     if not all(_is_number(t) for _, t in away):
         return {}
     with torch.no_grad():
-        return {path: moved(t, t._spec, _whole(t._spec), op, "implicit") for path, t in away}
+        return {
+            path: moved(t, t._spec, _make_replicated_spec(t._spec), op, "implicit")
+            for path, t in away
+        }
 
 
 def _is_number(t: DTensor) -> bool:
     return not (t._spec.shape or (t.requires_grad and torch.is_grad_enabled()))
 
 
-def _whole(spec: Spec) -> Spec:
+def _make_replicated_spec(spec: Spec) -> Spec:
     layout = spec.layout
     return spec_of(Layout(layout.shape, invariant=layout.invariant), spec.wire)
 

@@ -124,7 +124,9 @@ def _choose_layouts(
             splits[row.split] = (*splits.get(row.split, ()), axis)
     for name, axes in splits.items():
         if len(axes) > 1:
-            splits[name] = _order(name, axes, bound, layouts[:1] if inplace else layouts)
+            splits[name] = _choose_axis_order(
+                name, axes, bound, layouts[:1] if inplace else layouts
+            )
     by_axis = dict(zip(mesh.names, rows, strict=True))
     inputs: list[Layout | None] = []
     for i, layout in enumerate(layouts):
@@ -146,7 +148,7 @@ def _choose_layouts(
     return Choice(tuple(inputs), tuple(outputs), tuple(partial), tuple(invariant), splits)
 
 
-def _order(
+def _choose_axis_order(
     name: str, axes: tuple[str, ...], bound: Bound, layouts: Sequence[Layout | None]
 ) -> tuple[str, ...]:
     """The order in which several axes split one name: that of the largest operand split by them."""

@@ -66,7 +66,9 @@ def as_with_elements(
             known[graded] = None
             # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
             for shapes in ([*largest.values()], wholes):
-                metas = [_meta(t, shape) for t, shape in zip(given, shapes, strict=True)]
+                metas = [
+                    _make_meta_tensor(t, shape) for t, shape in zip(given, shapes, strict=True)
+                ]
                 given_metas = dict(zip(there, metas, strict=True))
                 try:
                     known[graded] = _run_on_meta(
@@ -98,7 +100,7 @@ def as_with_elements(
     return run_as_with_elements
 
 
-def _meta(t: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _make_meta_tensor(t: torch.Tensor, shape: Shape) -> torch.Tensor:
     return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 

@@ -251,19 +251,21 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     if after.largest > before.largest or state_of(x).written_unseen:
         return moved(x, before, after, op, "implicit")
     graded = torch.is_grad_enabled()
-    kept, version = state_of(x).moved, (_version(x), graded)
+    kept, version = state_of(x).moved, (_version_of_tensor(x), graded)
     fits = kept is not None and kept.spec is after and kept.version == version
-    if kept is not None and fits and _version(kept.value) == kept.value_version:
+    if kept is not None and fits and _version_of_tensor(kept.value) == kept.value_version:
         return kept.value
     # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
     with Local():
         value = value if value._base is None else alias_without_base(value)
-    own_state(x).moved = MovedValue(after, (_version(x), graded), value, _version(value))
+    own_state(x).moved = MovedValue(
+        after, (_version_of_tensor(x), graded), value, _version_of_tensor(value)
+    )
     return value
 
 
-def _version(x: torch.Tensor) -> int:
+def _version_of_tensor(x: torch.Tensor) -> int:
     with Local():
         return x._version
 

@@ -288,9 +288,13 @@ class _Part:
                 continue
             seen.add(node)
             owners = [*self._cutting._find_owners(node)]
-            if len(owners) == 1 and owners[0] not in inside and _size(node) < _size(owners[0]):
+            if (
+                len(owners) == 1
+                and owners[0] not in inside
+                and _numel_of_node(node) < _numel_of_node(owners[0])
+            ):
                 source = node
-                while _size(node := source.all_input_nodes[0]) < _size(owners[0]):  # type: ignore[arg-type]
+                while _numel_of_node(node := source.all_input_nodes[0]) < _numel_of_node(owners[0]):  # type: ignore[arg-type]
                     source = node
                 pieces.setdefault(owners[0], set()).add(source)
             else:
@@ -298,7 +302,7 @@ class _Part:
         return {
             piece
             for owner, found in pieces.items()
-            if sum(map(_size, found)) <= _PIECES * _size(owner)
+            if sum(map(_numel_of_node, found)) <= _PIECES * _numel_of_node(owner)
             for piece in found
         }
 
@@ -338,7 +342,7 @@ def _meta_of(node: fx.Node) -> dict[str, Any]:
     return {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
 
 
-def _size(node: fx.Node) -> int:
+def _numel_of_node(node: fx.Node) -> int:
     """Elements of a tensor, or of all that a call gives."""
     return sum(t.numel() for t in tensors_in(node.meta["val"]))
 

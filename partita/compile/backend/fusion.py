@@ -59,7 +59,10 @@ class Choices(InductorChoices):
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May the second, which needs the first, be one kernel with it?"""
         if node1.is_reduction():
-            read, written = _read(scheduler, node1), _count_written_bytes(scheduler, node1)
+            read, written = (
+                _count_bytes_read(scheduler, node1),
+                _count_written_bytes(scheduler, node1),
+            )
             if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
                 return False  # it lets go of more than it makes, and should do so when it can
         return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
@@ -74,10 +77,10 @@ class Choices(InductorChoices):
 
 
 def _count_moved_bytes(scheduler: Any, node: Any) -> int:
-    return _read(scheduler, node) + _count_written_bytes(scheduler, node)
+    return _count_bytes_read(scheduler, node) + _count_written_bytes(scheduler, node)
 
 
-def _read(scheduler: Any, node: Any) -> int:
+def _count_bytes_read(scheduler: Any, node: Any) -> int:
     return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.reads)
 
 

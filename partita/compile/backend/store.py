@@ -93,7 +93,7 @@ class Store:
         try:
             check_folder(self.folder)
             with open_trusted(path) as file:
-                artifact = _read(file, key)
+                artifact = _read_artifact(file, key)
             os.utime(path)  # it is of use
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -264,7 +264,7 @@ def _read_header(file: BinaryIO, key: str) -> tuple[str, int, int]:
     return match[2].decode(), int(match[3]), int(match[4])
 
 
-def _read(file: BinaryIO, key: str) -> Artifact:
+def _read_artifact(file: BinaryIO, key: str) -> Artifact:
     digest, length, size = _read_header(file, key)
     rest = file.read()
     if len(rest) != length + size:
@@ -282,7 +282,7 @@ def _read_entry(path: Path, check: bool) -> Entry | None:
         check_folder(path.parent)
         with open_trusted(path) as file:
             if check:
-                metadata = _read(file, key).metadata
+                metadata = _read_artifact(file, key).metadata
             else:
                 length = _read_header(file, key)[1]
                 metadata = json.loads(file.read(length))

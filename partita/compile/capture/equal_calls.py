@@ -143,7 +143,11 @@ def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
 def key_of(target: Any, args: Any, kwargs: Any) -> Any:
     """What decides what a call gives; None where more does."""
     try:
-        key = target, _said(args), tuple((k, _said(v)) for k, v in kwargs.items()) if kwargs else ()
+        key = (
+            target,
+            _describe_value(args),
+            tuple((k, _describe_value(v)) for k, v in kwargs.items()) if kwargs else (),
+        )
         hash(key)
     except (TypeError, RuntimeError):  # a number that is not known; a tensor without strides
         return None
@@ -156,13 +160,13 @@ _PLAIN = (
 )
 
 
-def _said(value: Any) -> Any:
+def _describe_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.dtype.is_complex or value.is_quantized:
             raise TypeError("more than this is to be said of it")
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple(_said(v) for v in value)
+        return tuple(_describe_value(v) for v in value)
     if type(value) in _PLAIN:  # what stands for a number that is an input says that it is a float
         return type(value), value
     raise TypeError("not known to be compared by value")

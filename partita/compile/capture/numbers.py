@@ -112,7 +112,7 @@ class Numbers:
             code = None  # what is read as a number has the sign of its zero, too
             if not _is_value(guard.expr):
                 code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
-            said = _said(guard.expr, {n: g.name for n, g in self._symbols.items()})
+            said = _describe_condition(guard.expr, {n: g.name for n, g in self._symbols.items()})
             found.append(
                 Condition(
                     said,
@@ -158,16 +158,20 @@ def _is_value(expr: Any) -> bool:
     return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
 
 
-def _said(expr: Any, names: dict[str, str]) -> str:
+def _describe_condition(expr: Any, names: dict[str, str]) -> str:
     """A condition in words."""
     kind = type(expr).__name__
     if _is_value(expr):
-        return f"{_named(expr.lhs, names)} is read as a number"
+        return f"{_name_symbols(expr.lhs, names)} is read as a number"
     sign = {"Equality": "==", "Unequality": "!="}.get(kind, getattr(expr, "rel_op", ""))
-    text = f"{_named(expr.lhs, names)} {sign} {_named(expr.rhs, names)}" if sign else str(expr)
-    return f"the program asks whether {_named(text, names)}"
+    text = (
+        f"{_name_symbols(expr.lhs, names)} {sign} {_name_symbols(expr.rhs, names)}"
+        if sign
+        else str(expr)
+    )
+    return f"the program asks whether {_name_symbols(text, names)}"
 
 
-def _named(expr: Any, names: dict[str, str]) -> str:
+def _name_symbols(expr: Any, names: dict[str, str]) -> str:
     text = re.sub(r"\b\d+\.\d+(e[+-]?\d+)?", lambda found: repr(float(found[0])), str(expr))
     return re.sub(r"\bzf\d+\b", lambda found: names.get(found[0], found[0]), text)

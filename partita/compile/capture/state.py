@@ -186,7 +186,7 @@ class State:
             return True
         if any(len(held) != count for held, count in self.lists):
             return True
-        return any(_inside(module) != inside for module, inside in self.parts)
+        return any(_contents_of_module(module) != inside for module, inside in self.parts)
 
     def regrouped(self) -> bool:
         """Has an optimizer other groups, as `load_state_dict` gives it?"""
@@ -481,7 +481,7 @@ class _Search:
     def _module(self, name: str, module: nn.Module) -> None:
         for prefix, part in module.named_modules():
             self._first_time(part)
-            self.state.parts.append((part, _inside(part)))
+            self.state.parts.append((part, _contents_of_module(part)))
             where = f"{name}.{prefix}." if prefix else f"{name}."
             for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
                 for key, t in home.items():
@@ -505,7 +505,7 @@ def _holds_tensor(value: Any, but_parameters: bool) -> bool:
     return any(isinstance(v, torch.Tensor) and not isinstance(v, others) for v in held)
 
 
-def _inside(module: nn.Module) -> tuple[Any, ...]:
+def _contents_of_module(module: nn.Module) -> tuple[Any, ...]:
     """Its modules, and how many tensors it has; where these are, a slot knows."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (*module._modules.values(), sum(t is not None for t in tensors))

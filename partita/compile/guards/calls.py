@@ -159,7 +159,7 @@ class Calls:
             yield
             return
         states = _find_generator_states()
-        with self._collections_unheard(), heard_by(self._event):
+        with self._collections_unheard(), heard_by(self._handle_event):
             yield
         for name, (state, put) in states.items():
             if _find_generator_states()[name][0] != state and self._record.error is None:
@@ -190,7 +190,7 @@ class Calls:
             gc.callbacks.remove(begins)
             gc.callbacks.remove(ends)
 
-    def _event(self, frame: FrameType, what: str, argument: Any) -> None:
+    def _handle_event(self, frame: FrameType, what: str, argument: Any) -> None:
         if self._collecting:
             return
         kind = self._kinds.get(id(frame.f_code))

@@ -339,7 +339,7 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
         return list(value), list(value.values())
     if isinstance(value, _SETS):
         # Keys compare as a set does; a set of equal members may have another order.
-        return sorted(value, key=_order), []
+        return sorted(value, key=_sort_key_of_member), []
     if isinstance(value, functools.partial):
         held = vars(value)
         own = [value.func, value.args, value.keywords]
@@ -349,7 +349,7 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
     return None, list(value)
 
 
-def _order(member: Any) -> Any:
+def _sort_key_of_member(member: Any) -> Any:
     return (type(member).__name__, repr(member) if _is_plain(member) else id(member))
 
 

@@ -74,7 +74,7 @@ class Marks:
         self._others = [t for t in self._attributed if not OF_TENSORS.issuperset(vars(t))]
         self._names = [*chain.from_iterable(map(vars, self._others))]
         self._tables = self._tables_now()
-        self._sizes, self._hooks = _inside(self._tables)
+        self._sizes, self._hooks = _hooks_in_tables(self._tables)
 
     def same(self) -> bool:
         """Does torch keep the same?"""
@@ -85,7 +85,7 @@ class Marks:
         tables = self._tables_now()
         if not all(map(is_, tables, self._tables)):
             return False
-        sizes, hooks = _inside(tables)
+        sizes, hooks = _hooks_in_tables(tables)
         return sizes == self._sizes and all(map(is_, hooks, self._hooks))
 
     def _tables_now(self) -> list[Any]:
@@ -93,7 +93,7 @@ class Marks:
             return [*map(_hooks_of_backward, self._hooked), *map(_hooks_of_gradient, self._hooked)]
 
 
-def _inside(tables: Iterable[Any]) -> tuple[list[int], list[Any]]:
+def _hooks_in_tables(tables: Iterable[Any]) -> tuple[list[int], list[Any]]:
     """How many hooks are in each table, and these."""
     there = [table for table in tables if table is not None]
     return [*map(len, there)], [*chain.from_iterable([table.values() for table in there])]

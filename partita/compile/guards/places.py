@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def _own(home: dict[Any, Any]) -> type[dict[Any, Any]]:
+def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
     """Whose methods change it, whatever a class of the user's makes of them: an order is kept."""
     return collections.OrderedDict if isinstance(home, collections.OrderedDict) else dict
 
@@ -66,9 +66,9 @@ class Place:
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
-            _own(self.home).pop(self.home, self.key, None)
+            _builtin_kind_of(self.home).pop(self.home, self.key, None)
         else:
-            _own(self.home).__setitem__(self.home, self.key, value)
+            _builtin_kind_of(self.home).__setitem__(self.home, self.key, value)
 
 
 def entry(name: str, home: dict[Any, Any], key: Any) -> Place:

@@ -110,7 +110,7 @@ def take_whole(record: StateReader, space: Any, name: str) -> None:
                 record.read_at(place, place.value)
     else:
         return
-    names = functools.partial(_names, space)
+    names = functools.partial(_names_in_space, space)
     record.read_at(Place(f"the names in {name}", space, "()", names), names(), alone=True)
 
 
@@ -126,7 +126,7 @@ def names_asked_by(getter: Any) -> set[str]:
     return {name for text in texts for name in text.split(".")}
 
 
-def _names(space: Any) -> tuple[Any, ...]:
+def _names_in_space(space: Any) -> tuple[Any, ...]:
     return tuple([key for key in variables_of(space) if not _is_pythons(key)])
 
 

@@ -142,11 +142,11 @@ def memory_of(program: Program) -> Memory:
             end = last.get(s)
             death = len(nodes) if end is None else place[end] + 1
             buffers.append(
-                _buffer(node, storages.nbytes[s], place[node], death, tuple(views.get(s, ())))
+                _make_buffer(node, storages.nbytes[s], place[node], death, tuple(views.get(s, ())))
             )
         if node in storages.passing:
             at = place[node]
-            buffers.append(_buffer(node, storages.passing[node], at, at + 1, passing=True))
+            buffers.append(_make_buffer(node, storages.passing[node], at, at + 1, passing=True))
     return Memory(
         tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
         (*made_at_entry(program, len(nodes)), *buffers),
@@ -210,7 +210,7 @@ def opname(node: fx.Node) -> str:
     return str(getattr(target, "_opname", getattr(target, "__name__", target)))
 
 
-def _buffer(
+def _make_buffer(
     node: fx.Node,
     nbytes: int,
     birth: int,

@@ -97,7 +97,7 @@ class Seen:
             "nodes": len(nodes),
             "collectives": len(sends),
             "sent": sum(sends),
-            "saved": _saved(nodes),
+            "saved": _saved_bytes_of_gathers(nodes),
             "seconds": sum(map(seconds_of, sends)),
         }
         self.lines = [line.split(" = ", 1)[-1] for line in lines]
@@ -118,7 +118,7 @@ class Seen:
         )
 
 
-def _saved(nodes: list[fx.Node]) -> int:
+def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:
     """Bytes that all-gathers of forward make and that backward reads."""
     total = 0
     for node in nodes:

@@ -98,7 +98,7 @@ def _make_levels(program: Program) -> list[frozenset[str]]:
     saved = _find_saved_storages(graph, storages)
     narrow = _find_narrow_points(graph, storages, saved)
     ranked = [s for s in saved if s not in narrow]
-    ranked.sort(key=lambda s: (_cost(storages.maker[s]) / storages.nbytes[s], s))
+    ranked.sort(key=lambda s: (_estimate_seconds(storages.maker[s]) / storages.nbytes[s], s))
     step = max(1, -(-len(ranked) // _LEVELS))
     dropped = [ranked[:count] for count in range(step, len(ranked) + step, step)]
     stays = 2
@@ -160,7 +160,7 @@ def _close_over_inputs(
     return {n.name for n in chosen}
 
 
-def _cost(node: fx.Node) -> float:
+def _estimate_seconds(node: fx.Node) -> float:
     """Seconds that a recompute of one call takes, about: it ranks, and is no measurement."""
     nbytes = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))
     seconds = nbytes / 1e10

@@ -99,7 +99,9 @@ def zero(
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
     for p in model.parameters():  # a 0-d one stays whole: its gradient settles with the others
         if not applied or not _is_placed(p, axes):
-            grads[p] = hold_value(p, _placed(p, mesh, axes if stage == 3 and p.ndim else ()))
+            grads[p] = hold_value(
+                p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
+            )
     for module in model.modules():
         for attr, b in list(module._buffers.items()):
             if b is not None and not isinstance(b, DTensor):
@@ -248,7 +250,7 @@ def _shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
     return spec_of(layout, spec.wire)
 
 
-def _placed(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
+def _shard_parameter(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
     value: Any = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
     spec = value._spec
     after = _shard_spec(spec, axes)

@@ -227,9 +227,9 @@ class Zero:
         own.
         """
         if not self._forwards or in_backward():
-            return _Enter.apply(self, [group], *_graded([group]))
+            return _Enter.apply(self, [group], *_find_trained([group]))
         if self._token is None:
-            self._token = _Enter.apply(self, self.groups, *_graded(self.groups))
+            self._token = _Enter.apply(self, self.groups, *_find_trained(self.groups))
         return self._token
 
     def reduce(self, group: FsdpGroup, k: int, shares: Shares) -> None:
@@ -265,7 +265,7 @@ class Zero:
 
     def take_with_history(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
         """What was added for the parameters of `groups`."""
-        mine = [p for p in _graded(groups) if p in self._with_history]
+        mine = [p for p in _find_trained(groups) if p in self._with_history]
         return {p: self._with_history.pop(p) for p in mine}
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
@@ -335,7 +335,7 @@ class Zero:
         self.peak = max(self.peak, self.alive)
 
 
-def _graded(groups: Sequence[FsdpGroup]) -> list[DTensor]:
+def _find_trained(groups: Sequence[FsdpGroup]) -> list[DTensor]:
     return [
         p
         for group in groups

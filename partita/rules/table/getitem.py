@@ -48,7 +48,7 @@ def _fill_ellipsis(entries: Sequence[Any], ndim: int) -> list[Any] | None:
     return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
 
 
-def _read(input: Arg, entries: Sequence[Any]) -> _Read:
+def _read_entries(input: Arg, entries: Sequence[Any]) -> _Read:
     read = _Read(list(input.names))
     d = 0
     for e in entries:
@@ -84,7 +84,7 @@ def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
     full = _fill_ellipsis(entries, input.ndim) if all(map(_is_basic_entry, entries)) else None
     if full is None:
         return None
-    read = _read(input, full)
+    read = _read_entries(input, full)
     text = f"+ {' '.join(read.left)} -> {' '.join(n for n in read.out if n)}"
     return Said(text, lambda call: _make_pick_kernel(call, full, input.names, read.chosen))
 
@@ -213,7 +213,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
     full = _fill_ellipsis(pattern, input.ndim)
     if full is None or not all(_is_basic_entry(e) for e in pattern if not isinstance(e, str)):
         return None
-    read = _read(input, full)
+    read = _read_entries(input, full)
     left = list(read.left)
     # Ints are taken first, as torch does: their dimensions must be here.
     left = [f"{n}!" if n in read.chosen else n for n in left]

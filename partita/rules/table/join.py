@@ -64,7 +64,7 @@ def column_stack(tensors: Sequence[Any]) -> Rewrite:
 # -- apart -----------------------------------------------------------------------------------------
 
 
-def _pieces(input: Arg, dim: int, lengths: Sequence[int]) -> str:
+def _sentence_of_pieces(input: Arg, dim: int, lengths: Sequence[int]) -> str:
     i = input.names.at(dim)
     outs = [str(input.names.put(i, f"z{k}={n}!")) for k, n in enumerate(lengths)]
     return f"+ {input.names.whole(i)} -> {', '.join(outs)}"
@@ -78,8 +78,10 @@ def _split_into_lengths(size: int, step: int) -> list[int]:
 def split(tensor: Arg, split_size_or_sections: Any, dim: int = 0) -> str:
     size = tensor.shape[tensor.names.at(dim)]
     if isinstance(split_size_or_sections, int):
-        return _pieces(tensor, dim, _split_into_lengths(size, max(split_size_or_sections, 1)))
-    return _pieces(tensor, dim, split_size_or_sections)
+        return _sentence_of_pieces(
+            tensor, dim, _split_into_lengths(size, max(split_size_or_sections, 1))
+        )
+    return _sentence_of_pieces(tensor, dim, split_size_or_sections)
 
 
 @rule(torch.Tensor.split)
@@ -96,8 +98,8 @@ def split_with_sizes(input: Arg, split_sizes: Any, dim: int = 0) -> str:
 def chunk(input: Arg, chunks: int, dim: int = 0) -> str:
     size = input.shape[input.names.at(dim)]
     if size == 0:
-        return _pieces(input, dim, [0] * chunks)
-    return _pieces(input, dim, _split_into_lengths(size, -(-size // chunks)))
+        return _sentence_of_pieces(input, dim, [0] * chunks)
+    return _sentence_of_pieces(input, dim, _split_into_lengths(size, -(-size // chunks)))
 
 
 @rule(torch.tensor_split)
@@ -105,12 +107,12 @@ def tensor_split(input: Arg, indices_or_sections: Any, dim: int = 0) -> str | No
     size = input.shape[input.names.at(dim)]
     if isinstance(indices_or_sections, int):
         n = indices_or_sections
-        return _pieces(input, dim, [size // n + (i < size % n) for i in range(n)])
+        return _sentence_of_pieces(input, dim, [size // n + (i < size % n) for i in range(n)])
     if not isinstance(indices_or_sections, list | tuple):
         return None
     ends = [slice(None, i).indices(size)[1] for i in indices_or_sections]
     starts = zip([0, *ends], [*ends, size], strict=True)
-    return _pieces(input, dim, [max(b - a, 0) for a, b in starts])
+    return _sentence_of_pieces(input, dim, [max(b - a, 0) for a, b in starts])
 
 
 @rule(torch.unbind)

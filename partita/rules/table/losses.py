@@ -22,7 +22,7 @@ NONE, MEAN, SUM = 0, 1, 2
 _n = torch._C._nn
 
 
-def _reduced(terms: str, out: str, count: int, reduction: Any, at: int) -> Said | str | None:
+def _rule_of_loss(terms: str, out: str, count: int, reduction: Any, at: int) -> Said | str | None:
     """The rule of a loss.
 
     Args:
@@ -59,7 +59,7 @@ def _of_elements(operands: Sequence[Any], reduction: Any, at: int) -> Said | str
     """A loss of each element of operands that are broadcast."""
     args = [x for x in operands if isinstance(x, Arg)]
     count = math.prod(torch.broadcast_shapes(*(x.shape for x in args)))
-    return _reduced(", ".join("..." for _ in args), "...", count, reduction, at)
+    return _rule_of_loss(", ".join("..." for _ in args), "...", count, reduction, at)
 
 
 @rule(_n.mse_loss, _n.l1_loss, _n.smooth_l1_loss, _n.huber_loss, _n.soft_margin_loss, torch.kl_div)
@@ -112,7 +112,7 @@ def cosine_embedding_loss(
 ) -> Any:
     if target.ndim != 1 or input1.shape != input2.shape:
         return None
-    return _reduced("n d!, n d!, n", "n", target.shape[0], reduction, 4)
+    return _rule_of_loss("n d!, n d!, n", "n", target.shape[0], reduction, 4)
 
 
 @rule(torch.triplet_margin_loss)
@@ -129,14 +129,14 @@ def triplet_margin_loss(
     if not anchor.shape == positive.shape == negative.shape:
         return None
     count = math.prod(anchor.shape[:-1])
-    return _reduced("... d!, ... d!, ... d!", "...", count, reduction, 7)
+    return _rule_of_loss("... d!, ... d!, ... d!", "...", count, reduction, 7)
 
 
 @rule(_n.multilabel_margin_loss)
 def multilabel_margin_loss(input: Arg, target: Arg, reduction: Any = None) -> Any:
     if input.ndim != 2:
         return None
-    return _reduced("n c!, n c!", "n", input.shape[0], reduction, 2)
+    return _rule_of_loss("n c!, n c!", "n", input.shape[0], reduction, 2)
 
 
 @rule(_n.multi_margin_loss)
@@ -151,7 +151,7 @@ def multi_margin_loss(
     if input.ndim != 2:
         return None
     terms = "n c!, n" + ", c!" * (weight is not None)
-    return _reduced(terms, "n", input.shape[0], reduction, 5)
+    return _rule_of_loss(terms, "n", input.shape[0], reduction, 5)
 
 
 # -- losses of a class -----------------------------------------------------------------------------

@@ -110,14 +110,14 @@ def _dim_kept(split: Any) -> Any:
 
 
 def _run_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return decompositions.softmax(input, dim, dtype or _dtype(rest))
+    return decompositions.softmax(input, dim, dtype or _find_dtype(rest))
 
 
 def _log_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return decompositions.log_softmax(input, dim, dtype or _dtype(rest))
+    return decompositions.log_softmax(input, dim, dtype or _find_dtype(rest))
 
 
-def _dtype(rest: Sequence[Any]) -> Any:
+def _find_dtype(rest: Sequence[Any]) -> Any:
     return next((x for x in rest if isinstance(x, torch.dtype)), None)
 
 

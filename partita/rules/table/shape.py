@@ -33,7 +33,7 @@ _reshape = _local_shape(torch.reshape)
 _expand = _local_shape(torch.Tensor.expand)
 
 
-def _sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:
+def _flatten_sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:
     """Sizes that are given as x.view(2, 3), as x.view((2, 3)) or by name."""
     if named is not None:
         return tuple(named)
@@ -50,7 +50,7 @@ def _derive_view(input: Arg, shape: Sequence[int]) -> str:
 
 @rule(torch.Tensor.view)
 def view(input: Arg, *sizes: Any, shape: Any = None) -> Said | str:
-    shape = _sizes(sizes, shape)
+    shape = _flatten_sizes(sizes, shape)
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         last = input.ndim - 1
         return f"{input.names.whole(last)} -> {input.names.put(last, 'z!')}" if input.ndim else "->"
@@ -59,7 +59,7 @@ def view(input: Arg, *sizes: Any, shape: Any = None) -> Said | str:
 
 @rule(torch.reshape)
 def reshape(input: Arg, *sizes: Any, shape: Any = None) -> Said:
-    return Said(_derive_view(input, _sizes(sizes, shape)), _reshape)
+    return Said(_derive_view(input, _flatten_sizes(sizes, shape)), _reshape)
 
 
 @rule(torch.Tensor.view_as)
@@ -111,7 +111,7 @@ def _at_least(ndim: int) -> Callable[..., Rewrite | Said]:
     def at_least(*tensors: Any) -> Rewrite | Said:
         if len(tensors) != 1 or not isinstance(tensors[0], Arg):
             return Rewrite(
-                lambda *xs: tuple(getattr(torch, f"atleast_{ndim}d")(x) for x in _sizes(xs))
+                lambda *xs: tuple(getattr(torch, f"atleast_{ndim}d")(x) for x in _flatten_sizes(xs))
             )
         shape = tensors[0].shape
         wide = {
@@ -146,7 +146,7 @@ def transpose(input: Arg, dim0: int, dim1: int) -> str:
 
 @rule(torch.permute)
 def permute(input: Arg, *order: Any, dims: Any = None) -> str:
-    return _derive_permute(input, [input.names.at(d) for d in _sizes(order, dims)])
+    return _derive_permute(input, [input.names.at(d) for d in _flatten_sizes(order, dims)])
 
 
 @rule(torch.t)
@@ -176,7 +176,7 @@ def movedim(input: Arg, source: Any, destination: Any) -> str:
 
 @rule(torch.Tensor.expand, torch.broadcast_to)
 def expand(input: Arg, *sizes: Any, size: Any = None) -> Said:
-    size = _sizes(sizes, size)
+    size = _flatten_sizes(sizes, size)
     new = len(size) - input.ndim
     if new < 0 or min(size[:new], default=0) < 0:
         raise ValueError(f"expand of {input.shape} to {size}")
@@ -199,7 +199,7 @@ def expand_as(input: Arg, other: Arg) -> Rewrite:
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Any) -> Rewrite:
     def broadcast_all(*tensors: Any) -> Any:
-        tensors = _sizes(tensors)
+        tensors = _flatten_sizes(tensors)
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         return tuple(t.expand(shape) for t in tensors)
 
@@ -208,7 +208,7 @@ def broadcast_tensors(*tensors: Any) -> Rewrite:
 
 @rule(torch.tile, torch.Tensor.repeat)
 def repeat(input: Arg, *times: Any, dims: Any = None, repeats: Any = None) -> str:
-    dims = _sizes(times, repeats if dims is None else dims)
+    dims = _flatten_sizes(times, repeats if dims is None else dims)
     dims = (1,) * (input.ndim - len(dims)) + dims
     new = len(dims) - input.ndim
     right = [f"z{i}={n}!" if n != 1 else "1" for i, n in enumerate(dims[:new])]
@@ -231,7 +231,7 @@ def repeat_interleave(input: Arg, repeats: Any = None, dim: int | None = None) -
 @rule(torch.meshgrid)
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Rewrite:
     def expand_to_grids(*tensors: Any, indexing: str | None = None) -> Any:
-        tensors = _sizes(tensors)
+        tensors = _flatten_sizes(tensors)
         shape = [t.numel() for t in tensors]
         n = len(shape)
         grids = [

@@ -32,6 +32,7 @@ NOT_RUNTIME = ("app", "cli", "__main__", "bench", "testing")
 BACKENDS = re.compile(r"\b(gloo|nccl)\b", re.IGNORECASE)
 CORRECTIONS = (
     "tensor/op_facts.py",
+    "tensor/function_facts.py",
     "rules/table/",
     "rules/decompositions/",
 )
@@ -270,7 +271,8 @@ def follow_arguments() -> WayOfArguments:
 
 
 def lists_of_functions(modules: list[Module]) -> list[str]:
-    """Lists, sets and tables at the top of a module of which two or more are torch's functions."""
+    """Lists, sets, tables and texts of names at the top of a module, of which two or more are
+    functions of torch; of a text more than half."""
     found = []
     for module in modules:
         if module.path.startswith(CORRECTIONS):
@@ -278,27 +280,52 @@ def lists_of_functions(modules: list[Module]) -> list[str]:
         for node in module.tree.body:
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
-            values = [n for n in ast.walk(node.value)
-                      if isinstance(n, ast.List | ast.Tuple | ast.Set | ast.Dict)]  # fmt: skip
-            if any(_count_functions(value) > 1 for value in values):
+            if any(_count_functions(n) > 1 for n in ast.walk(node.value)):
                 found.append(f"{module.path}:{node.lineno}")
     return found
 
 
-def _count_functions(node: ast.List | ast.Tuple | ast.Set | ast.Dict) -> int:
-    inner = node.keys if isinstance(node, ast.Dict) else node.elts
-    texts = [ast.unparse(one) for one in inner if isinstance(one, ast.Attribute)]
-    return sum(
-        bool(re.match(r"(torch\.|_?aten\.|F\.|_?prims\.)", text)) and _is_function(text)
-        for text in texts
-    )
+def _count_functions(node: ast.AST) -> int:
+    """How many functions of torch's a list, a set, a table or a text of names holds."""
+    match node:
+        case (
+            ast.Dict(keys=inner)
+            | ast.List(elts=inner)
+            | ast.Tuple(elts=inner)
+            | ast.Set(elts=inner)
+        ):
+            texts = [ast.unparse(one) for one in inner if isinstance(one, ast.Attribute)]
+            return sum(map(_is_function, texts))
+        case ast.Call(func=ast.Attribute(attr="split", value=ast.Constant(value=str(names)))):
+            found = sum(map(_is_name_of_function, names.split()))
+            return found if found > len(names.split()) / 2 else 0
+    return 0
+
+
+_SHORT = {"_aten": "torch.ops.aten", "F": "torch.nn.functional", "T": "torch.Tensor"}
+"""What modules call the homes of torch's functions."""
 
 
 def _is_function(text: str) -> bool:
-    """Not a dtype, a class or an error: its last name, or that of its operator, begins small."""
-    last = re.sub(r"\.(default|Tensor|Scalar|out|int|\w+_\w+)$", "", text).rpartition(".")[2]
-    dtype = re.match(r"(u?int|b?float|complex|bool|half|double|strided|q?u?int)\w*\d*$", last)
-    return last[:1].islower() and dtype is None
+    """Is it a function of torch's, as `torch.add` or `_aten.add.Tensor`, and no type?"""
+    import torch
+
+    home, _, path = text.partition(".")
+    found: Any = torch if home == "torch" else None
+    if home in _SHORT:
+        path, found = f"{_SHORT[home]}.{path}".removeprefix("torch."), torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return callable(found) and not isinstance(found, type)
+
+
+def _is_name_of_function(name: str) -> bool:
+    import torch
+
+    homes = (torch.Tensor, torch, torch.nn.functional)
+    return any(callable(getattr(home, name, None)) for home in homes) or (
+        not name.startswith("__") and name in dir(torch.ops.aten)
+    )
 
 
 def files_that_name_a_backend(modules: list[Module]) -> list[str]:

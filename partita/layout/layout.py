@@ -160,6 +160,10 @@ class Layout:
         """The shape in elements of what the rank at `at` holds."""
         return tuple(length for _, length in self.local_region(mesh, at))
 
+    def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
+        """Does the rank at `at` hold no element of a tensor that has some?"""
+        return 0 not in self.shape and 0 in self.local_shape(mesh, at)
+
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
         """`(offset, length)` in the global tensor, per dimension, of what the rank `at` holds."""
         region = []

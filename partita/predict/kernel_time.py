@@ -150,16 +150,8 @@ def _kind_of(node: fx.Node) -> str:
         return "attention"
     if count_flops(node):
         return "matmul"
-    if getattr(node.target, "namespace", "") == "aten" and name.split("::")[-1] not in _APART:
-        return "elementwise"
-    return "other"
-
-
-_APART = frozenset(
-    """embedding_dense_backward sort topk cumsum scatter scatter_add index_put gather
-    native_dropout max_pool2d_with_indices unique nonzero""".split()
-)
-"""Calls of aten that a compiler joins with nothing."""
+    is_torchs = getattr(node.target, "namespace", "") == "aten"
+    return "elementwise" if is_torchs and not facts.stands_alone else "other"
 
 
 def _makes_copy(node: fx.Node) -> bool:

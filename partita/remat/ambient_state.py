@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.tensor.function_facts import facts_of_function
+
 __all__ = ["Draws", "Surroundings", "Writes", "is_random"]
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -23,21 +25,12 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 # -- random numbers --------------------------------------------------------------------------------
 
-_RANDOM = frozenset(
-    """dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu bernoulli
-    multinomial normal poisson binomial rand randn randint randperm rand_like randn_like
-    randint_like uniform exponential log_normal geometric cauchy random rnn_tanh rnn_relu lstm gru
-    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices""".split()
-)
-"""Functions that draw random numbers, by the names of their ops."""
-
 
 def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does a call of this op draw random numbers?"""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
-    return name in _RANDOM or "generator" in kwargs
+    return facts_of_function(name).draws or "generator" in kwargs
 
 
 def _find_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:

@@ -12,30 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from partita.tensor.composite import entered
 from partita.tensor.dispatch import op_of
+from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_overrides import SPECIAL, passes
 from partita.tensor.watch import HERE
 
 __all__ = ["Kind", "Listening", "is_plumbing", "listening"]
-
-_NO_CALLS = frozenset(
-    """size dim numel nelement ndimension backward grad register_hook requires_grad_ is_same_size
-    _set_grad_enabled _set_view_replay_enabled _is_view __len__ __repr__ __str__ __format__ __iter__
-    __reversed__ is_tensor is_floating_point is_complex is_contiguous retain_grad __dir__ __array__
-    __reduce_ex__ __setstate__ __deepcopy__ share_memory_ refine_names align_as __hash__""".split()
-)
-"""Functions that compute nothing: attributes, and the entries to autograd."""
-
-_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
-"""Attributes that are calls all the same."""
-
-_WRITES_BUFFERS = {
-    torch.nn.functional.batch_norm: ((1, "running_mean"), (2, "running_var")),
-    torch.nn.functional.instance_norm: ((1, "running_mean"), (2, "running_var")),
-    torch.batch_norm: ((3, "running_mean"), (4, "running_var")),
-    torch.instance_norm: ((3, "running_mean"), (4, "running_var")),
-}
-"""Of functions that write arguments and do not say so by their name, the arguments."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +43,8 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return Kind(attribute, func, is_call=name == "__get__" and attribute in _VIEWS)
-    if name in _NO_CALLS or (passes(func) and func not in SPECIAL):
+        return Kind(attribute, func, is_call=name == "__get__" and attribute in VIEW_ATTRIBUTES)
+    if facts_of_function(name).computes_nothing or (passes(func) and func not in SPECIAL):
         return Kind(name, func, is_call=False)
     form = op_of(func).form
     body = None
@@ -73,7 +55,7 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
         and func not in SPECIAL
     ):
         body = entered(func)  # as DTensors enter it too
-    writes: tuple[tuple[int, str], ...] = _WRITES_BUFFERS.get(func, ())
+    writes = tuple((one.place, one.name) for one in form.writes)
     if form.inplace or name == "__setitem__":
         writes = ((0, "input"),)
     elif isinstance(func, torch._ops.OpOverload):  # an op of the user's says so in its schema

@@ -5,30 +5,22 @@ What may stand in padding, so that what is reduced over it is as without it?
 While a step is captured, shards are padded to equal size. An op that keeps a split name computes
 something of the padding that nobody reads. One that reduces the name must not see it: before it
 runs, its operands get values there that add nothing. Where the op is linear, which its sentence
-says, that is 0; where it is not, it is in the table here. Of others nothing is known.
+says, that is 0; where it is not, it is in a table (`table/identities`). Of others nothing is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from . import decompositions
 from .bind import Bound
 from .rule import RULES, Rule
-from .table.getitem import picked
+from .table.identities import EXTREME, IDENTITIES, Identity, argument_getter
 
 __all__ = ["EXTREME", "Fill", "fills"]
-
-EXTREME = object()
-"""Of a maximum the least value that there is, of a minimum the greatest."""
-
-Value = Any
-Asked = Callable[[Sequence[Any], dict[str, Any]], Value]
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Fill:
 
     operand: int
     dims: tuple[int, ...]
-    value: Value
+    value: Identity
     reduce: str
 
 
@@ -79,7 +71,7 @@ def _find_reduction(bound: Bound, name: str) -> str | None:
     return None
 
 
-def _zeros_of_linear_group(bound: Bound, name: str) -> dict[int, Value] | None:
+def _zeros_of_linear_group(bound: Bound, name: str) -> dict[int, Identity] | None:
     """Zeros for one factor of each product of a linear group; None where no such group has it.
 
     A function that is linear in a group is 0 where the group is.
@@ -90,7 +82,7 @@ def _zeros_of_linear_group(bound: Bound, name: str) -> dict[int, Value] | None:
 
     for group in bound.sentence.groups:
         if group.linear and any(has(i) for product in group.products for i in product):
-            values: dict[int, Value] = {}
+            values: dict[int, Identity] = {}
             for product in group.products:
                 able = [i for i in product if has(i) and not bound.sentence.terms[i].index]
                 if able:
@@ -106,65 +98,12 @@ def _numel_of_operand(bound: Bound, i: int) -> int:
     return math.prod(shape) if isinstance(shape, tuple) else 0
 
 
-def _find_known_values(rule: Rule, bound: Bound) -> dict[int, Value] | None:
-    for function, values in _VALUES.items():
+def _find_known_values(rule: Rule, bound: Bound) -> dict[int, Identity] | None:
+    for function, values in IDENTITIES.items():
         if RULES.get(function) is rule:
             return values
-    if RULES[_n.cross_entropy_loss] is rule and bound.inputs[0] != bound.inputs[1]:
+    if RULES[torch._C._nn.cross_entropy_loss] is rule and bound.inputs[0] != bound.inputs[1]:
         return {
-            1: _make_argument_getter(4, "ignore_index", -100)
+            1: argument_getter(4, "ignore_index", -100)
         }  # not of probabilities, which are smoothed
     return None
-
-
-# -- what is not linear ----------------------------------------------------------------------------
-
-
-def _make_argument_getter(place: int, name: str, default: Any) -> Asked:
-    return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
-
-
-def _identity_of_power_sum(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """|x|**p is 0 of 0, or of infinity where p is negative."""
-    return 0.0 if _make_argument_getter(1, "p", 2)(args, kwargs) > 0 else math.inf
-
-
-def _identity_of_poisson_loss(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """exp(x) - 0 * x is 0 far to the left, x - 0 * log(x) at 0."""
-    return -1e4 if _make_argument_getter(2, "log_input", True)(args, kwargs) else 0.0
-
-
-_n = torch._C._nn
-_NOTHING: dict[int, Value] = {}
-_VALUES: dict[Callable[..., Any], dict[int, Value]] = {
-    torch.sum: {0: 0},  # into integers
-    torch.nansum: {0: 0},
-    torch.count_nonzero: {0: 0},
-    torch.any: {0: 0},
-    torch.all: {0: 1},
-    decompositions.pending_max: {0: EXTREME},
-    decompositions.power_sum: {0: _identity_of_power_sum},
-    decompositions.target_weight: {0: _make_argument_getter(2, "ignore_index", -100)},
-    _n.mse_loss: {0: 0, 1: 0},
-    _n.l1_loss: {0: 0, 1: 0},
-    _n.smooth_l1_loss: {0: 0, 1: 0},
-    _n.huber_loss: {0: 0, 1: 0},
-    torch.kl_div: {0: 0, 1: 0},
-    torch.hinge_embedding_loss: {0: 0, 1: 1},
-    _n.binary_cross_entropy: {0: 0, 1: 0},
-    torch.binary_cross_entropy_with_logits: {0: 1e4, 1: 1},
-    torch.poisson_nll_loss: {0: _identity_of_poisson_loss, 1: 0},
-    torch.margin_ranking_loss: {0: math.inf, 1: 0, 2: 1},
-    torch.cosine_embedding_loss: {2: 0},  # neither alike nor unlike
-    # What reads places by number reads no padding, and the first of equals is no copy.
-    decompositions.first_index: _NOTHING,
-    torch.nn.functional.embedding: _NOTHING,
-    torch.embedding: _NOTHING,
-    torch.index_select: _NOTHING,
-    torch.gather: _NOTHING,
-    torch.take_along_dim: _NOTHING,
-    torch.select: _NOTHING,
-    torch.Tensor.__getitem__: _NOTHING,
-    picked: _NOTHING,
-}
-"""For each function what its operands get, by their places among the tensors of the sentence."""

@@ -5,14 +5,14 @@ In reading order: `spec` and `dtensor` (the class), `dispatch` (the way of a cal
 with `op`, `names`, `library`, `arguments`, `choose`, `row_price` and `work`, `autograd` (a change
 of layout, and its gradient), `gathered`, `composite` and `lists` (calls without a rule of their
 own), `tensor_overrides` (what is no op), `construct`, `copies`, `setitem`, `random` with `draws`,
-`padding` with `padded_storage`, `op_facts` with `shared`, `written`, `view_writes` and `origin`
-(memory), `tensor_state`, `mixed_operands`, `grad_state` and `grad_buckets` (gradients),
-`torch_patches` (functions of torch that ask no tensor); calls of torch with ways of their own:
-`constructors`, `may_copy`, `out`, `foreach`, `flex`, `local_map`, `custom_function`,
-`module_hooks`, `parameter`, `scalar_reads`, `checkpoint_inputs`, `checkpoint_in_graph`, `dynamo`,
-`torch_doors`; what ranks compare: `agreement`, `number_check`, `checksum`; and small parts:
-`autocast`, `pieces`, `empty_pieces`, `one_device`, `memory_view`, `plain_writes`, `engine`,
-`watch`.
+`padding` with `padded_storage`, `op_facts` and `function_facts` (what is so of every call),
+`written`, `view_writes` and `origin` (memory), `tensor_state`, `mixed_operands`, `grad_state` and
+`grad_buckets` (gradients), `torch_patches` (functions of torch that ask no tensor); calls of torch
+with ways of their own: `constructors`, `may_copy`, `out`, `foreach`, `flex`, `local_map`,
+`custom_function`, `module_hooks`, `parameter`, `scalar_reads`, `checkpoint_inputs`,
+`checkpoint_in_graph`, `dynamo`, `torch_doors`; what ranks compare: `agreement`, `number_check`,
+`checksum`; and small parts: `autocast`, `pieces`, `empty_pieces`, `one_device`, `memory_view`,
+`plain_writes`, `engine`, `watch`.
 """
 
 # They take their places in torch.

@@ -1,6 +1,7 @@
 """Arguments of a call.
 
 Which of a call's arguments are the operands of its rule, and where do its tensors stand?
+Which of them does it write, and which are copies of what would be views?
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 
 import torch
 
-from partita.comm import Wire
-from partita.layout import Layout
+from partita.comm import Wire, user_line
+from partita.layout import Fix, Layout, LayoutError
 from partita.rules import parse
 
 from .autograd import moved
@@ -22,12 +23,16 @@ from .spec import Spec, spec_of, two_meshes
 
 __all__ = [
     "all_tensors",
+    "changes_layout",
+    "copies_among",
     "declared",
     "in_order",
     "numbers_elsewhere",
     "one_wire",
     "operands_of_call",
     "parameters",
+    "writes_copy",
+    "written_places",
 ]
 
 
@@ -159,3 +164,31 @@ def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
     if wire is None:
         raise TypeError(f"{op}: no DTensor among the operands")
     return wire
+
+
+def copies_among(tensors: Sequence[tuple[Path, Any]]) -> tuple[Path, ...]:
+    """Where the operands stand that are copies of what would be views on one device."""
+    return tuple(path for path, t in tensors if isinstance(t, DTensor) and t._spec.is_copy)
+
+
+def writes_copy(form: Form, args: Sequence[Any]) -> bool:
+    """Is this an op in place on a copy of what would be a view on one device?"""
+    first = args[0] if args else None
+    return form.inplace and isinstance(first, DTensor) and first._spec.is_copy
+
+
+def written_places(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Path]:
+    """Where the operands stand that the op writes."""
+    places = {w.path(args, kwargs) for w in form.writes} | ({(0,)} if form.inplace else set())
+    return {path for path, _ in all_tensors(args, kwargs) if path[:1] in places}
+
+
+def changes_layout(name: str, x: DTensor) -> LayoutError:
+    """The error of op `name` in place, which would need `x` in another layout."""
+    return LayoutError(
+        f"{name} in place: its operand would have to change its layout",
+        place=user_line(),
+        operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
+        reason="a tensor that is written in place keeps its layout, since others may hold it too",
+        fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
+    )

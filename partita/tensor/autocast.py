@@ -8,7 +8,6 @@ dispatcher is asked; what their list asks for is in the tables below, all else i
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -16,33 +15,11 @@ from typing import Any
 
 import torch
 
+from .function_facts import Cast, facts_of_function
+
 __all__ = ["Cast", "as_autocast_casts", "cast_of", "without_any_autocast", "without_autocast"]
 
 
-class Cast(enum.Enum):
-    """What autocast does to the floating operands of an op (never to those of float64)."""
-
-    FLOAT32 = "to float32"
-    FLOAT32_UNLESS_TOLD = "to float32, unless the call gives a dtype"
-    LOWER = "to autocast's dtype"
-    WIDEST = "to the widest of them"
-    NONE = "nothing, and what is inside is not cast either"
-
-
-_LOWER = frozenset(
-    """_addmm_activation _convolution _native_multi_head_attention addbmm addmm addmv addr baddbmm
-    bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-    conv_transpose3d convolution einsum linalg_multi_dot linalg_vecdot linear matmul mm mv prelu
-    scaled_dot_product_attention""".split()
-)
-_WIDEST = frozenset(
-    """addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put scatter_add
-    stack tensordot vdot""".split()
-)
-_UNLESS_TOLD = frozenset(
-    """cumprod cumsum frobenius_norm linalg_matrix_norm linalg_vector_norm log_softmax norm
-    nuclear_norm prod softmax sum""".split()
-)
 _INSIDE = {"cross_entropy_loss": "nll_loss", "nll_loss_nd": "nll_loss"}
 """Composites whose work is done by an op on the lists, listed themselves or not."""
 
@@ -73,12 +50,9 @@ def cast_of(op: str, device_type: str) -> Cast | None:
     if not listed or (op == "binary_cross_entropy" and device_type != "cpu"):  # there: an error
         composite = any(has_kernel(o, "CompositeImplicitAutograd") for o in overloads)
         return None if composite else Cast.NONE
-    if op in _LOWER:
-        return Cast.LOWER
-    if op in _WIDEST:
-        return Cast.WIDEST
-    told = op in _UNLESS_TOLD and device_type != "cpu"
-    return Cast.FLOAT32_UNLESS_TOLD if told else Cast.FLOAT32
+    cast = facts_of_function(op).autocast
+    is_told = cast is Cast.FLOAT32_UNLESS_TOLD and device_type != "cpu"
+    return cast if is_told or cast in (Cast.LOWER, Cast.WIDEST) else Cast.FLOAT32
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from .torch_patches import holds_dtensor, put_in_place_of, refuse_piece
 
 __all__: list[str] = []
 
-_plain_tensor, _plain_as_tensor, _plain_asarray = torch.tensor, torch.as_tensor, torch.asarray
 _LEAVES = frozenset((int, float, bool, complex))
 
 
@@ -67,9 +66,9 @@ def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
     return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
 
 
-put_in_place_of("tensor", _make_tensor, torch)
-put_in_place_of("as_tensor", _as_tensor, torch)
-put_in_place_of("asarray", _convert_to_tensor, torch)
+_plain_tensor = put_in_place_of("tensor", _make_tensor, torch)
+_plain_as_tensor = put_in_place_of("as_tensor", _as_tensor, torch)
+_plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
 def _read_one_element(value: Any) -> Any:

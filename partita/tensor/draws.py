@@ -17,34 +17,16 @@ from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_a
 from partita.layout import Fix
 
 from .names import Form
-from .op_facts import facts_of
 
 __all__ = ["default_generator", "draw_alike", "drawing"]
-
-_ALSO = frozenset(
-    """scaled_dot_product_attention feature_dropout feature_alpha_dropout rrelu binomial random
-    _standard_gamma _sample_dirichlet multi_head_attention_forward""".split()
-)
-"""Ops that draw and that torch does not tag, since they are made of others."""
 
 
 def drawing(kernel: Callable[..., Any], form: Form, wire: Wire) -> Callable[..., Any] | None:
     """`kernel` of an op that draws, which compares the generators where a place first does so; None
-    of an op that does not draw, or where there is nobody to compare with."""
-    if is_alone(wire) or not _is_random_op(form.name):
+    where there is nobody to compare with."""
+    if is_alone(wire):
         return None
     return partial(draw_alike, kernel, form.name, wire)
-
-
-def _is_random_op(name: str) -> bool:
-    if name in _ALSO:
-        return True
-    for packet in (getattr(torch.ops.aten, n, None) for n in (name, name + "_")):
-        if packet is not None and any(
-            facts_of(getattr(packet, o)).draws for o in packet.overloads()
-        ):
-            return True
-    return False
 
 
 def draw_alike(run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kwargs: Any) -> Any:

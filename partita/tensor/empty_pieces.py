@@ -38,7 +38,7 @@ def as_with_elements(
     paths: Sequence[Path],
     names: Sequence[str],
 ) -> Callable[..., Any] | None:
-    """What to run where one of the pieces is empty on this rank; `kernel` where none is.
+    """What to run where one of the pieces is empty on this rank.
 
     Args:
         kernel, func: what runs on pieces with elements; where there is no kernel, the function.
@@ -47,13 +47,11 @@ def as_with_elements(
     mesh, first = wire.mesh, (0,) * wire.mesh.ndim
     largest: dict[Path, Shape] = {}
     wholes: list[Shape] = []
-    empty = False
     for path, layout in zip(paths, choice.inputs, strict=True):
         if layout is not None:
             largest[path] = layout.local_shape(mesh, first)
             wholes.append(layout.shape)
-            empty = empty or (0 in layout.local_shape(mesh, wire.at) and 0 not in layout.shape)
-    if not empty or form.inplace or wire.padded:
+    if form.inplace or wire.padded:
         return kernel
     whole = form.local or func
     known: dict[tuple[bool, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}

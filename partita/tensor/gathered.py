@@ -14,17 +14,25 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Layout
 
 from .agreement import no_strides
-from .arguments import all_tensors, numbers_elsewhere, one_wire
+from .arguments import (
+    all_tensors,
+    changes_layout,
+    copies_among,
+    numbers_elsewhere,
+    one_wire,
+    writes_copy,
+    written_places,
+)
 from .autograd import moved
 from .draws import drawing
 from .dtensor import DTensor, tagged
+from .function_facts import facts_of_function
 from .grad_buckets import pending_gradients, settle
 from .names import Form
 from .plain_writes import write_into_plain
 from .plan import CallPlan, Target, at_path, replaced
-from .shared import changes_layout, copies_among, gives_view, writes_copy, written_places
 from .spec import Spec, spec_of
-from .view_writes import written_through
+from .view_writes import gives_view, written_through
 
 __all__ = ["gathered"]
 
@@ -82,11 +90,12 @@ def gathered(
             else:
                 with Local():
                     copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
+    draws = facts_of_function(form.name).draws
     plan = CallPlan(
         form.name,
         wire,
         targets=tuple(targets),
-        kernel=drawing(form.local or func, form, wire) or form.local,
+        kernel=(drawing(form.local or func, form, wire) if draws else None) or form.local,
         fresh=make_output_spec,
         copies=bool(targets) and gives_view(form, args),
         renews=copies_among(tensors),

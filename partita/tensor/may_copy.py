@@ -21,10 +21,9 @@ from .dtensor import DTensor, tagged
 from .one_device import laid_out_alike, without_memory
 from .spec import Spec
 
-__all__ = ["MAY_COPY", "as_on_one_device", "copying_as_one_device", "may_differ"]
+__all__ = ["as_on_one_device", "copying_as_one_device", "may_differ"]
 
 T = torch.Tensor
-MAY_COPY = frozenset("contiguous reshape flatten ravel to type".split())
 
 
 def may_differ(spec: Spec) -> bool:
@@ -36,7 +35,7 @@ def may_differ(spec: Spec) -> bool:
 def as_on_one_device(
     out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
 ) -> tuple[Any, bool]:
-    """The result of an op of `MAY_COPY`, with memory of its own where one device copies; and
+    """The result of an op that may copy, with memory of its own where one device copies; and
     whether it has such where one device views.
 
     Args:
@@ -81,7 +80,7 @@ def _on_meta(given: Any, out: torch.Tensor) -> Any:
 def copying_as_one_device(
     run: Callable[..., Any], func: Callable[..., Any], spec: Spec
 ) -> Callable[..., Any]:
-    """`run`, an op of `MAY_COPY` that moves nothing, on a piece of `spec` that `may_differ`."""
+    """`run`, an op that may copy and moves nothing, on a piece of `spec` that `may_differ`."""
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
 

@@ -16,6 +16,7 @@ import torch
 
 from partita.rules import RULES, Rule
 
+from .function_facts import OF_ONE_OPERAND, facts_of_function
 from .library import Operator, on_pieces, operator_of, overloads_of
 from .written import Written, written_by
 
@@ -64,23 +65,11 @@ _SAME = {
     "concatenate": "cat",
 }
 
-_TWINS = frozenset(
-    """celu elu gelu hardshrink hardsigmoid hardswish hardtanh layer_norm leaky_relu log_softmax
-    logsigmoid mish relu relu6 rms_norm selu silu softmax softplus softshrink tanhshrink""".split()
-)
-"""Functions of torch.nn.functional that pass their arguments on to the builtin of the same name.
-They need not be entered: they run whole on the shard. (With `inplace=True` they are entered.)"""
-
-_OF_ONE = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
-"""Those among them whose builtin takes the operand alone, and no `inplace`."""
-
 _BARE: dict[Any, Callable[..., Any]] = {
     getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
-    for op in _OF_ONE
+    for op in OF_ONE_OPERAND
 } | {torch.nn.functional.embedding: lambda input, weight: torch.embedding(weight, input)}
 """What functions of torch.nn.functional are of their operands where each flag is None or False."""
-
-_RESHAPING = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_"}
 
 
 @dataclass(frozen=True)
@@ -141,12 +130,12 @@ def form_of(func: Callable[..., Any]) -> Form:
             op = bare
         op = _DUNDERS.get(op, op)
     op = _SAME.get(op, op)
-    reshapes, writes = name in _RESHAPING, written_by(func)
+    reshapes, writes = facts_of_function(name).reshapes, written_by(func)
     if own is not None:
         name, bare = own.name.rstrip("_") or op, _BARE.get(func)
         return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
     if isinstance(func, types.FunctionType):
-        if op in _TWINS and func is getattr(torch.nn.functional, op):
+        if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):
             twin, bare = _builtin_twin(op), _BARE.get(func)
             return Form(func, op, rule_named(op), local=twin, bare=bare)
         return Form(func, op, None, inplace)
@@ -162,7 +151,7 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     if operator.is_torchs:
         op = name.rstrip("_")
         rule = rule_named(op) or rule_named(name)
-        reshapes, writes = name in _RESHAPING, written_by(func)
+        reshapes, writes = facts_of_function(name).reshapes, written_by(func)
         return Form(func, op, rule, op != name, reshapes, operator=operator, writes=writes)
     same = [func, operator.packet]
     if func is operator.packet:
@@ -177,7 +166,7 @@ def _builtin_twin(op: str) -> Callable[..., Any] | None:
     builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
     if op in ("layer_norm", "rms_norm"):
         return builtin
-    if op in _OF_ONE:
+    if op in OF_ONE_OPERAND:
         return None if builtin is None else lambda input, inplace=False: builtin(input)
     return None
 

@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SHOW_UNSAID", "OpFacts", "Operand", "facts_of"]
-
-_aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+__all__ = ["OpFacts", "Operand", "facts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,15 @@ class OpFacts:
         casts: likewise, in another dtype.
         statistics: it writes its fourth and fifth operands where its sixth says that it trains.
         draws: it draws from a generator: another call gives something else.
+        fills: it draws, and what it draws is all that its first operand holds afterwards.
         checks: it gives nothing, and raises where what it is given is not as it must be.
+        shows_unsaid: its results show memory of its one operand, and its schema does not say so.
+        shows_all: it gives its operand under another name.
+        lifts: it makes a tensor of what Python holds.
+        by_strides: it speaks of memory, and not of what its operand shows of it.
+        workspace: what its kernel on a CPU takes while it runs: "casts", its operands in the dtype
+            in which it computes; "measured", what can only be found by running it; "", nothing.
+        stands_alone: no compiler makes one kernel of it and of its neighbours.
     """
 
     is_view: bool = False
@@ -55,7 +60,14 @@ class OpFacts:
     casts: bool = False
     statistics: bool = False
     draws: bool = False
+    fills: bool = False
     checks: bool = False
+    shows_unsaid: bool = False
+    shows_all: bool = False
+    lifts: bool = False
+    by_strides: bool = False
+    workspace: str = ""
+    stands_alone: bool = False
 
 
 @functools.lru_cache(maxsize=8192)
@@ -73,29 +85,47 @@ def facts_of(target: Any) -> OpFacts:
         if a.alias_info is not None and a.alias_info.is_write
     )
     told = [r.alias_info for r in schema.returns]
-    shows = any(info is not None and not info.is_write for info in told)
-    is_view = shows or target in SHOW_UNSAID
-    name = target._opname.removesuffix("_copy")
+    full_name = f"{target._opname}.{target._overloadname}"
+    shows_unsaid = full_name in _SHOW_UNSAID
+    is_view = shows_unsaid or any(info is not None and not info.is_write for info in told)
+    name, is_torchs = target._opname.removesuffix("_copy"), target.namespace == "aten"
     return OpFacts(
         is_view=is_view,
         writes=writes,
         makes_new=not is_view and not writes and all(info is None for info in told),
         moves=(is_view and target._opname not in _COMPUTED_WHEN_READ and not writes)
-        or (name in _COPYING and target.namespace == "aten" and not writes),
-        casts=target is _aten._to_copy.default,
-        statistics=target in _NORMS,
+        or (name in _COPYING and is_torchs and not writes),
+        casts=is_torchs and target._opname == "_to_copy",
+        statistics=full_name in _STATISTICS_UNSAID,
         draws=torch.Tag.nondeterministic_seeded in target.tags,
-        checks=not schema.returns and not writes and target.namespace == "aten",
+        fills=target._opname in _FILLS,
+        checks=not schema.returns and not writes and is_torchs,
+        shows_unsaid=shows_unsaid,
+        shows_all=is_torchs and full_name in ("detach.default", "alias.default"),
+        lifts=name in ("lift", "lift_fresh"),
+        by_strides=name in ("as_strided", "as_strided_scatter"),
+        workspace=_find_workspace(target),
+        stands_alone=not is_torchs or target._opname in _STAND_ALONE,
     )
 
 
-SHOW_UNSAID = (
-    *(_aten._unsafe_view.default, _aten.unsafe_split.Tensor),
-    *(_aten.unsafe_split_with_sizes.default, _aten.unsafe_chunk.default, _WAIT),
+def _find_workspace(target: Any) -> str:
+    if target.namespace != "aten":
+        return ""
+    if target._opname in _CASTING:
+        return "casts"
+    return "measured" if f"{target._opname}.{target._overloadname}" in _MEASURED else ""
+
+
+# -- the table of corrections ----------------------------------------------------------------------
+
+_SHOW_UNSAID = frozenset(
+    """_unsafe_view.default unsafe_split.Tensor unsafe_split_with_sizes.default
+    unsafe_chunk.default wait_tensor.default""".split()
 )
-"""They give what they are given, or parts of it, and their schemas do not say so."""
-_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
-"""They write running statistics, and their schemas do not say so."""
+"""They give what they are given, or parts of it."""
+_STATISTICS_UNSAID = frozenset(("native_batch_norm.default", "cudnn_batch_norm.default"))
+"""They write running statistics."""
 _COMPUTED_WHEN_READ = frozenset(
     """_conj _neg_view conj resolve_conj resolve_neg real imag view_as_real view_as_complex
     as_strided""".split()
@@ -106,3 +136,36 @@ _COPYING = frozenset(
     split_with_sizes squeeze stack t transpose unsqueeze view""".split()
 )
 """They put the elements of tensors into new memory, or may do so."""
+_FILLS = frozenset(
+    "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
+)
+_STAND_ALONE = frozenset(
+    """embedding_dense_backward sort topk cumsum scatter scatter_add index_put gather
+    native_dropout max_pool2d_with_indices unique nonzero""".split()
+)
+_CASTING = frozenset("add sub rsub mul div remainder fmod eq ne lt le gt ge".split())
+"""Operands of another dtype than the kernel computes in are cast, each as a whole; a number becomes
+a tensor first."""
+_MEASURED = frozenset(
+    """convolution.default convolution_backward.default binary_cross_entropy.default
+    binary_cross_entropy_backward.default binary_cross_entropy_with_logits.default
+    huber_loss.default mse_loss.default smooth_l1_loss.default soft_margin_loss.default
+    soft_margin_loss_backward.default native_layer_norm_backward.default
+    native_group_norm_backward.default native_batch_norm.default native_batch_norm_backward.default
+    batch_norm_backward.default _native_batch_norm_legit.default
+    _native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats
+    native_dropout_backward.default embedding_dense_backward.default _softmax_backward_data.default
+    _log_softmax_backward_data.default gelu_backward.default logsumexp.default mean.default mean.dim
+    std.correction var.correction sort.default sort.stable avg_pool2d_backward.default
+    avg_pool3d_backward.default _adaptive_avg_pool2d_backward.default
+    max_pool2d_with_indices_backward.default max_pool3d_with_indices_backward.default
+    adaptive_max_pool2d_backward.default upsample_nearest1d.default
+    upsample_nearest1d_backward.default upsample_linear1d.default upsample_linear1d_backward.default
+    upsample_bilinear2d.default upsample_bilinear2d_backward.default upsample_bicubic2d.default
+    upsample_bicubic2d_backward.default reflection_pad1d_backward.default
+    replication_pad1d_backward.default replication_pad2d_backward.default repeat.default
+    count_nonzero.default exp2.default""".split()
+)
+"""oneDNN reorders a convolution's weights and unfolds its images in memory of its own, and how much
+of it depends on the shapes, the strides and the processor. A loss is there for every element before
+it is summed. Norms sum by thread, and what is not contiguous is made so by many."""

@@ -30,25 +30,29 @@ from partita.rules import (
 
 from .arguments import (
     all_tensors,
+    changes_layout,
+    copies_among,
     declared,
     numbers_elsewhere,
     one_wire,
     operands_of_call,
     parameters,
+    writes_copy,
+    written_places,
 )
 from .autocast import as_autocast_casts
 from .choose import Choice, Considered, choose
 from .draws import drawing
 from .dtensor import DTensor
 from .empty_pieces import as_with_elements
-from .may_copy import MAY_COPY, copying_as_one_device, may_differ
+from .function_facts import facts_of_function
+from .may_copy import copying_as_one_device, may_differ
 from .names import Form
 from .padding import without_padding
 from .plain_writes import write_into_plain
 from .plan import CallPlan, Path, Target, replaced
-from .shared import changes_layout, copies_among, gives_view, writes_copy, written_places
 from .spec import Spec, spec_of
-from .view_writes import reshaped, written_through
+from .view_writes import gives_view, reshaped, written_through
 from .watch import HERE
 from .work import work_of_plan
 
@@ -78,6 +82,8 @@ def make_plan(
         way = reshaped if form.reshapes else written_through
         return CallPlan(form.name, wire, rewrite=partial(way, func))
     renews, names = copies_among(tensors), parameters(form)
+    facts = facts_of_function(form.name)
+    is_view = facts.is_view and gives_view(form, args)
     worked: tuple[str, ...] = ()
     local, kept, beyond = None, "", False
     if rule.derive is None:
@@ -99,13 +105,14 @@ def make_plan(
             rewrite = as_autocast_casts(said.run, form.name, form.inplace)
             rewrite = _into_first(rewrite, form) if form.inplace else rewrite
             # What the ops inside do to make a view is not known: what is split is taken as copied.
-            copies = gives_view(form, args) and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
+            copies = is_view and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
             return CallPlan(
                 form.name, wire, rewrite=rewrite, copies=copies, renews=renews, names=names
             )
         if isinstance(said, Like):
             plan = _plan_like_call(form.name, func, wire, args[0]._spec, said)
-            plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
+            if facts.draws:
+                plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
             return plan
         if isinstance(said, Said):
             text, local, kept, worked = said.text, said.local, said.keeps, said.work
@@ -128,7 +135,7 @@ def make_plan(
         return None
     layouts = [_layout_of_value(v) for v in values]
     plain = [isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in values]
-    sizes = [v.element_size() if isinstance(v, torch.Tensor) else 0 for v in values]
+    sizes = [v.dtype.itemsize if isinstance(v, torch.Tensor) else 0 for v in values]
     keeps = form.inplace and not form.reshapes
     work = work_of(bound, worked)
     considered: list[Considered] | None = None if HERE.explainer is None else []
@@ -165,19 +172,22 @@ def make_plan(
         kernel = local(_make_kernel_call(form.local or func, bound, choice, wire, beyond))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
-            if not gives_view(form, args):
+            if not is_view:
                 kernel = as_autocast_casts(kernel, form.name, form.inplace)
             if form.inplace:
                 kernel = _into_first(kernel, form)
     if wire.padded:
         kernel = without_padding(kernel, func, form, bound, choice, wire, operands, names)
     paths_of_terms = [path for path, _ in operands]
-    kernel = as_with_elements(kernel, func, form, bound, choice, wire, paths_of_terms, names)
-    kernel = drawing(kernel or form.local or func, form, wire) or kernel
-    copies = gives_view(form, args) and (
+    pieces = [layout for layout in choice.inputs if layout is not None]
+    if any(layout.is_empty_at(wire.mesh, wire.at) for layout in pieces):
+        kernel = as_with_elements(kernel, func, form, bound, choice, wire, paths_of_terms, names)
+    if facts.draws:
+        kernel = drawing(kernel or form.local or func, form, wire) or kernel
+    copies = is_view and (
         bool(targets) or args[0]._spec.is_copy or choice.partial[0] != args[0]._spec.layout.partial
     )
-    may_copy = form.name in MAY_COPY and isinstance(args[0], DTensor)
+    may_copy = facts.may_copy and isinstance(args[0], DTensor)
     if may_copy and not (copies or args[0]._spec.is_copy):
         may_copy = False
         if may_differ(args[0]._spec):

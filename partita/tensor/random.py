@@ -23,6 +23,7 @@ import torch
 from partita.rules import Kernel, KernelCall, Like, Said, rule
 from partita.rules.pieces import part
 
+from .function_facts import FILLS
 from .one_device import strides_of_whole
 
 __all__ = ["random_mode"]
@@ -160,7 +161,7 @@ def _register_fill(name: str) -> None:
     rule(fill)(derive_fill)
 
 
-for _name in "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split():
+for _name in FILLS:
     _register_fill(_name)
 
 

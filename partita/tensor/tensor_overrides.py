@@ -19,6 +19,7 @@ from partita.layout import Fix, Layout, LayoutError
 from .autograd import moved
 from .composite import entered
 from .dtensor import DTensor, tagged
+from .function_facts import facts_of_function
 from .grad_state import allowed_gradient, hold, is_watched, unmark_settled
 from .origin import current
 from .setitem import set_item
@@ -28,7 +29,6 @@ from .tensor_state import own_state, state_of
 __all__ = [
     "BROKEN_OFF",
     "MEMORY",
-    "PASS",
     "SPECIAL",
     "clear_gradients",
     "gradient_of",
@@ -43,20 +43,12 @@ T: Any = torch.Tensor
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
 
-PASS = frozenset(
-    """requires_grad_ retain_grad is_floating_point is_complex is_signed is_inference is_conj is_neg
-    get_device element_size is_pinned is_shared
-    has_names is_nonzero_local result_type can_cast promote_types
-    is_tensor is_storage _is_view _is_zerotensor is_distributed
-    register_post_accumulate_grad_hook __hash__ has_torch_function""".split()
-)
-"""Functions that are answered by the shard: they neither depend on the layout nor change it."""
-
 
 def passes(func: Callable[..., Any]) -> bool:
     """Is this answered by the shard? Attributes are, unless `SPECIAL` says otherwise."""
     name = getattr(func, "__name__", "")
-    return name in PASS or name in ("__get__", "__set__", "__delete__")
+    attributes = ("__get__", "__set__", "__delete__")
+    return name in attributes or facts_of_function(name).answered_by_piece
 
 
 def means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

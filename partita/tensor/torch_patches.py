@@ -49,8 +49,12 @@ def holds_dtensor(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(map(holds_dtensor, value))
 
 
-def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> None:
-    """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript."""
+def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Any:
+    """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript.
+
+    Returns:
+        What was there.
+    """
     replaced = getattr(homes[0], name)
     functools.update_wrapper(function, replaced)
     function.__module__, function.__qualname__ = homes[0].__name__, name
@@ -63,6 +67,7 @@ def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Non
     builtin = _builtins._find_builtin(replaced)
     if builtin is not None:
         _builtins._register_builtin(function, builtin)
+    return replaced
 
 
 # -- what refuses ----------------------------------------------------------------------------------
@@ -194,9 +199,6 @@ def _refuse_script(what: str) -> LayoutError:
     )
 
 
-_plain_trace, _plain_script_module = torch.jit.trace, torch.jit._recursive.create_script_module
-
-
 def _module_of_dtensors(f: Any) -> bool:
     return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
 
@@ -213,8 +215,10 @@ def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain_script_module(nn_module, *args, **kwargs)
 
 
-put_in_place_of("trace", _trace_or_refuse, torch.jit)
-put_in_place_of("create_script_module", _create_script_module, torch.jit._recursive)
+_plain_trace = put_in_place_of("trace", _trace_or_refuse, torch.jit)
+_plain_script_module = put_in_place_of(
+    "create_script_module", _create_script_module, torch.jit._recursive
+)
 
 
 # torch.autograd.forward_ad ends here, as jvp does.

@@ -9,7 +9,7 @@ place, it is written as a value, and then its place in the tensor that it was ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,30 +19,33 @@ from partita.layout import Layout
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .function_facts import facts_of_function
+from .names import Form
 from .origin import Origin, writes
 from .spec import Spec, spec_of
 from .tensor_state import own_state, state_of
 
-__all__ = ["VIEWS", "is_view_of", "mark_copies", "reshaped", "written_through"]
+__all__ = ["gives_view", "mark_copies", "reshaped", "written_through"]
 
 T = torch.Tensor
 
-VIEWS = frozenset(
-    """view reshape flatten unflatten ravel transpose permute t movedim unsqueeze squeeze expand
-    broadcast_to select narrow diagonal chunk split tensor_split hsplit vsplit dsplit
-    split_with_sizes unbind unfold as_strided getitem detach alias real imag view_as_real
-    view_as_complex atleast_1d atleast_2d atleast_3d""".split()
-)
-"""Ops whose result shares its operand's memory on one device."""
 
-
-def is_view_of(name: str, args: Any) -> bool:
-    """Does op `name` give a view on one device? Indexing does by ints and slices only."""
-    name = name.strip("_")
-    if name == "getitem":
+def gives_view(form: Form, args: Sequence[Any]) -> bool:
+    """Would the result share its operand's memory on one device? By indexing it does by ints and
+    slices only."""
+    if (
+        form.inplace
+        or not facts_of_function(form.name).is_view
+        or not args
+        or not isinstance(args[0], DTensor)
+    ):
+        return False
+    if form.func is torch.nn.functional.unfold:  # Tensor.unfold is a view, this one copies
+        return False
+    if form.name == "getitem":
         entries = args[1] if isinstance(args[1], tuple) else (args[1],)
         return not any(isinstance(e, (bool, list, torch.Tensor)) for e in entries)
-    return name in VIEWS and not (name.startswith("atleast") and len(args) > 1)
+    return not (form.name.startswith("atleast") and len(args) > 1)
 
 
 def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

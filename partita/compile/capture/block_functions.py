@@ -11,15 +11,10 @@ from typing import Any
 
 import torch
 
+from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
+
 __all__ = ["is_closed", "is_question", "why_refused", "writes_first"]
 
-_REFUSED = frozenset(
-    """backward register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ detach_
-    set_ resize_ resize_as_ item tolist __bool__ __float__ __int__ __index__ is_nonzero numpy
-    data_ptr untyped_storage storage register_multi_grad_hook to_dlpack __dlpack__ share_memory_
-    as_subclass _make_subclass __reduce_ex__ __deepcopy__ __setstate__ pin_memory equal""".split()
-)
-"""What a tensor that another stands for must not be asked."""
 _REFUSED_ATTRIBUTES = frozenset(
     "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
 )
@@ -28,7 +23,7 @@ _REFUSED_ATTRIBUTES = frozenset(
 def why_refused(func: Any) -> str:
     """Why a block cannot call it; "" where it can."""
     name = getattr(func, "__name__", "")
-    if name in _REFUSED or name in ("__set__", "__delete__"):
+    if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
         return f"it calls {name} of a tensor"
     if name == "__get__":
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -59,15 +54,6 @@ _NO_WRITES = ("__invert__", "__index__", "__int__", "__init__")
 def is_question(func: Any) -> bool:
     """Does it ask what a tensor is, and makes none?"""
     name = getattr(func, "__name__", "")
-    return name in _QUESTIONS or (
-        name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWS
+    return facts_of_function(name).is_question or (
+        name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEW_ATTRIBUTES
     )
-
-
-_VIEWS = frozenset("T H mT mH real imag".split())
-_QUESTIONS = frozenset(
-    """size dim ndimension numel nelement stride storage_offset element_size is_contiguous
-    is_floating_point is_complex is_signed is_cuda is_sparse get_device __len__ is_same_size
-    is_tensor is_inference is_conj is_neg is_pinned is_shared result_type can_cast type
-    dtype""".split()
-)

@@ -24,6 +24,7 @@ from partita.comm import TraceWire, Wire, stand_ins
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.grad_state import update_spec
+from partita.tensor.op_facts import facts_of
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 from partita.tensor.watch import HERE
@@ -77,11 +78,6 @@ from .tensor_facts import Facts
 
 __all__ = ["capture", "taking_turns"]
 
-_OF_NUMBERS = (  # what makes a tensor of numbers that the step has given
-    torch.ops.aten.lift_fresh_copy.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten.lift.default,
-)
 _NO_OWNERS = ("gradient", "mark", "number", "cotangent")  # inputs that have no gradient themselves
 
 # Tracers of torch.fx put theirs in place of nn.Module.__call__, which all threads see.
@@ -217,7 +213,7 @@ def _check_constants(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="get_attr"):
         for user in node.users:
-            if user.op == "call_function" and user.target not in _OF_NUMBERS:
+            if user.op == "call_function" and not facts_of(user.target).lifts:
                 raise not_an_input(note_of(user).source)
 
 

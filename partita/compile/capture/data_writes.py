@@ -20,6 +20,7 @@ from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
+from partita.tensor.function_facts import STATE_OF_LEAVES, facts_of_function
 from partita.tensor.watch import HERE
 
 from ..errors import CaptureError, not_captured
@@ -34,18 +35,8 @@ from .value_checks import check_values
 __all__ = ["DataWrites"]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_LEAVES = {
-    inspect.getattr_static(torch.Tensor, name)
-    for name in """grad data requires_grad requires_grad_ retain_grad detach_ register_hook
-    register_post_accumulate_grad_hook""".split()
-}
+_OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
 """What another tensor than the one that stands for it must not be asked: it would answer."""
-_OF_SHAPE = frozenset(
-    """t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_
-    set_""".split()
-)
-_READS = (torch.Tensor.item, torch.Tensor.tolist)
-_ASKS = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
 class DataWrites(TorchFunctionMode):
@@ -76,13 +67,14 @@ class DataWrites(TorchFunctionMode):
                 raise not_an_input(user_line())
         if func == _set_data:
             return self._write(*args)
-        if func in _READS:
+        name = getattr(func, "__name__", "")
+        if name in ("item", "tolist"):
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
-        if func in _ASKS:  # torch's own would ask for a number first
+        if name in ("__bool__", "is_nonzero"):  # torch's own would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
-        if getattr(func, "__name__", "") in _OF_SHAPE and args[0] in self._inputs.identities:
-            raise _shape_is_changed(func.__name__)
+        if facts_of_function(name).changes_shape and args[0] in self._inputs.identities:
+            raise _shape_is_changed(name)
         _check_function(func)
         check_values(func, args, kwargs)
         answer = self._facts.answer(func, args)

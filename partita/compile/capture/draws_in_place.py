@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from partita.tensor.op_facts import facts_of
+
 __all__ = ["draw_in_place"]
 
 _aten = torch.ops.aten
 _library = torch.library.Library("partita", "FRAGMENT")
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
-_FILLS = frozenset(
-    "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
-)
 
 
 def _without_gaps(like: torch.Tensor) -> torch.Tensor:
@@ -43,7 +42,7 @@ torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_li
 
 def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """`func(*args, **kwargs)`; None if a graph without writes draws it in eager's order anyway."""
-    if func._opname not in _FILLS or args[0].is_contiguous():
+    if not facts_of(func).fills or args[0].is_contiguous():
         return None
     x, *rest = args
     if func is _aten.bernoulli_.float and not kwargs:

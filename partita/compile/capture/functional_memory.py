@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.tensor.op_facts import SHOW_UNSAID, facts_of
+from partita.tensor.op_facts import facts_of
 
 from .equal_calls import tensors_in
 from .functional_calls import UnsureOfWrites
 
 __all__ = [
-    "BY_STRIDES",
     "is_plain_write",
     "is_reshaped",
     "lie_alike",
@@ -32,8 +31,6 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-BY_STRIDES = (_aten.as_strided.default, _aten.as_strided_scatter.default)
-"""Which speak of memory, and not of what is shown of it."""
 
 
 def writes(target: Any) -> bool:
@@ -90,7 +87,7 @@ def _shown_by_call(
         first = len(tensors_in(_value_of(whole)[:place]))
         return shown[whole][first : first + len(made)]
     schema = getattr(node.target, "_schema", None)
-    if node.target in SHOW_UNSAID or schema is None:
+    if facts_of(node.target).shows_unsaid or schema is None:
         return _shown_by_memory(node, shown, numbers)
     found: list[int] = []
     for value, told in zip(_values_of_node(node), schema.returns, strict=False):
@@ -115,7 +112,7 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
         whole: Any = node.args[0]
         source, is_written = shown_operand(whole)
         return (whole if source is not None else None), is_written
-    if node.target in SHOW_UNSAID:
+    if facts_of(node.target).shows_unsaid:
         return node.all_input_nodes[0], False
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:
@@ -151,7 +148,7 @@ def _shown_by_memory(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
     """Of a call that does not say it: its one operand's, or that in which its value lies."""
-    if node.target in SHOW_UNSAID:
+    if facts_of(node.target).shows_unsaid:
         (operand,) = node.all_input_nodes
         return shown[operand] * len(tensors_in(node.meta["val"]))
     known: dict[int, int] = {}
@@ -189,7 +186,7 @@ def view_of(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
-    if node.target in BY_STRIDES:
+    if facts_of(node.target).by_strides:
         return None
     (source, *others) = node.all_input_nodes or (None,)
     alias = schema.returns[0].alias_info

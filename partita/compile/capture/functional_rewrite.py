@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..graph_modules import lazy_graph_module
 from ..node_metadata import NOTE
 from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import PatternOperand, PatternResult, UnsureOfWrites, pattern_of
 from .functional_memory import (
-    BY_STRIDES,
     is_plain_write,
     is_reshaped,
     lie_alike,
@@ -43,7 +44,6 @@ from .symbolic import is_symbolic
 __all__ = ["UnsureOfWrites", "rewrite_without_writes"]
 
 _aten = torch.ops.aten
-_SAME = (_aten.detach.default, _aten.alias.default)
 
 
 def rewrite_without_writes(
@@ -144,7 +144,7 @@ class _Rewrite:
             if isinstance(whole, (list, tuple)):
                 self.of[node] = whole[node.args[1]]  # type: ignore[index]
                 return
-        elif target in _SAME:
+        elif facts_of(target).shows_all:
             self.of[node] = self.now(node.args[0])  # type: ignore[arg-type]
             return
         elif getattr(target, "_opname", "").startswith("_foreach_"):
@@ -211,7 +211,7 @@ class _Rewrite:
         if old is not None and self.other_strides.isdisjoint(new.all_input_nodes):
             new.meta["val"] = old.meta.get("val")
             return new
-        if target in BY_STRIDES:
+        if facts_of(target).by_strides:
             raise UnsureOfWrites
         given = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         try:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from ..effects import drop_unused
 from .functional_memory import makers_of_shared, memory_that_is_written
 from .functional_rewrite import UnsureOfWrites, rewrite_without_writes
@@ -42,15 +44,10 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-_SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
-
-
 def _remove_redundant_nodes(graph: fx.Graph) -> None:
     """Drop what functionalization and autograd leave: aliases, and copies into fresh memory."""
     for node in list(graph.nodes):
-        if node.target in _SAME:
-            if node.target is _aten.lift_fresh_copy.default:
-                continue
+        if facts_of(node.target).shows_all:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is _aten.copy.default:

@@ -24,7 +24,6 @@ from .traced_tensors import known_node_of, stands_for, tensors_of
 __all__ = ["RepeatedCalls"]
 
 _aten = torch.ops.aten
-_LIFTED = (_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -108,7 +107,7 @@ def _is_plain(func: Any) -> bool:
     returns = func._schema.returns
     return (
         func.namespace == "aten"
-        and func not in _LIFTED
+        and not facts_of(func).lifts
         and len(returns) == 1
         and str(returns[0].type) == "Tensor"
         and not any(tag in func.tags for tag in _BY_DATA)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
 
 from ..errors import CaptureError, not_captured
 from ..node_metadata import NOTE, note_of
@@ -28,7 +29,6 @@ from .overlapping_results import overlap, overlapping_results, views_of
 __all__ = ["refuse_cut_views", "share_memory_of_results"]
 
 _aten = torch.ops.aten
-_SAME = (_aten.detach.default, _aten.alias.default)
 Results = list[tuple[int, fx.Node]]
 
 
@@ -145,7 +145,7 @@ def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
     if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
         raise _make_view_error(calls[0])
     for call in calls:
-        if call.target in _SAME:
+        if facts_of(call.target).shows_all:
             continue
         if call.all_input_nodes != [_find_viewed_operand(call)]:
             raise _make_view_error(call)

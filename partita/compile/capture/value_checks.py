@@ -15,6 +15,20 @@ Checks = Iterator[tuple[torch.Tensor, str]]
 """What must be true, and what torch says where it is not."""
 
 
+_CHECKS: dict[Any, Callable[..., Checks]] = {}
+_QUANTILES = ("quantile", "nanquantile")
+
+
+def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., Checks]]:
+    """Register what calls of functions check."""
+
+    def register_checks(f: Callable[..., Checks]) -> Callable[..., Checks]:
+        _CHECKS.update(dict.fromkeys(functions, f))
+        return f
+
+    return register_checks
+
+
 def check_values(func: Any, args: Any, kwargs: Any) -> None:
     """Have the graph check the values that `func` would check in eager: of this rank's pieces."""
     if func not in _CHECKS:
@@ -24,21 +38,14 @@ def check_values(func: Any, args: Any, kwargs: Any) -> None:
             torch._assert_async(holds.all(), text)
 
 
+@_checks(F.one_hot)
 def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
     yield tensor >= 0, "Class values must be non-negative."
     if num_classes >= 0:
         yield tensor < num_classes, "Class values must be smaller than num_classes."
 
 
+@_checks(*(getattr(home, name) for home in (torch, torch.Tensor) for name in _QUANTILES))
 def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
     if isinstance(q, torch.Tensor):
         yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
-
-
-_CHECKS: dict[Any, Callable[..., Checks]] = {
-    F.one_hot: _check_classes,
-    torch.quantile: _check_quantiles,
-    torch.nanquantile: _check_quantiles,
-    torch.Tensor.quantile: _check_quantiles,
-    torch.Tensor.nanquantile: _check_quantiles,
-}

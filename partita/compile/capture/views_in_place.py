@@ -12,15 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 __all__ = ["without_views_in_place"]
 
 _aten = torch.ops.aten
-_SAID = {
-    _aten.unsafe_split.Tensor: _aten.split.Tensor,
-    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
-    _aten.unsafe_chunk.default: _aten.chunk.default,
-}
-"""For views whose schemas do not say that they are some: the same that do."""
 
 
 def without_views_in_place(graph: fx.Graph) -> None:
@@ -31,7 +27,7 @@ def without_views_in_place(graph: fx.Graph) -> None:
     place: dict[fx.Node, int] = {}
     for i, node in enumerate(graph.nodes):
         place[node] = i
-        node.target = _SAID.get(node.target, node.target)
+        node.target = _find_view_said(node.target)
     for node, i in place.items():
         if node.op != "call_function" or torch.Tag.inplace_view not in getattr(
             node.target, "tags", ()
@@ -42,6 +38,13 @@ def without_views_in_place(graph: fx.Graph) -> None:
             continue
         if all(place[user] <= i for user in shown.users):
             node.target = view
+
+
+def _find_view_said(target: Any) -> Any:
+    """What does the same as `target` and says in its schema that it gives views; else `target`."""
+    if not facts_of(target).shows_unsaid or not target._opname.startswith("unsafe_"):
+        return target
+    return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Calls", "unguarded"]
 
+_OF_SEEDS = {
+    inspect.unwrap(function).__code__: f"torch.{name}"
+    for module in (torch.random, torch.cuda.random)
+    for name, function in vars(module).items()
+    if name in module.__all__ and ("seed" in name or "rng" in name)
+}
+_SEEDS_ASKED = {code for code, name in _OF_SEEDS.items() if name == "torch.initial_seed"}
 _SEEDS = {
-    inspect.unwrap(f).__code__: f"torch.{f.__name__}"
-    for f in (
-        torch.random.manual_seed,
-        torch.random.seed,
-        torch.random.set_rng_state,
-        torch.random.fork_rng,
-        torch.cuda.manual_seed,
-        torch.cuda.manual_seed_all,
-        torch.cuda.random.set_rng_state,
-    )
+    code: name
+    for code, name in _OF_SEEDS.items()
+    if not name.startswith(("torch.initial_", "torch.get_"))
 }
 # Decorators, through which what the user calls comes to what it names.
 _BETWEEN = (
@@ -84,7 +84,6 @@ _SHARED = {
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
-_SEED = (torch.initial_seed.__code__, torch.cuda.initial_seed.__code__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
 _RANDOM_CODES = {
@@ -102,7 +101,7 @@ def _kind_of(frame: FrameType) -> str:
     special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
     if special or code in _ENVIRONMENT or code in _BACKWARD:
         return "special"
-    if code is _SETTING or code in _SEED or finds_object(code) or _is_setting(code):
+    if code is _SETTING or code in _SEEDS_ASKED or finds_object(code) or _is_setting(code):
         return "setting"
     return "pythons" if is_pythons(code.co_filename) else "library"
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire
 from partita.comm.compiled import all_gather
+from partita.tensor.op_facts import facts_of
 
 __all__ = ["staging", "workspace"]
 
@@ -32,14 +33,14 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
         args: what it is called with, tensors without memory among it.
         made: what it gives.
     """
-    packet = getattr(target, "overloadpacket", None)
-    if packet not in _OF_TWO and target not in _MEASURED:
+    known = facts_of(target).workspace
+    if not known:
         return 0
     tensors = [t for t in (*args, made) if isinstance(t, torch.Tensor)]
     if any(t.device.type != "cpu" for t in tensors):
         return 0  # what cuDNN takes depends on what it finds fastest
-    if packet in _OF_TWO:
-        return _cast_operands(packet, args, made)
+    if known == "casts":
+        return _cast_operands(target.overloadpacket, args, made)
     if sum(t.nbytes for t in tensors) > _LARGEST:
         return 0
     return _measure_workspace(target, tuple(map(_signature_of_argument, args)))
@@ -47,69 +48,6 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
 
 _LARGEST = 1 << 29
 """Bytes of operands up to which a call is made to see what it takes; a plan must not need them."""
-
-# oneDNN reorders a convolution's weights and unfolds its images in memory of its own, and how much
-# of it depends on the shapes, the strides and the processor. A loss is there for every element
-# before it is summed. Norms sum by thread, and what is not contiguous is made so by many.
-_MEASURED = {
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-    _aten.binary_cross_entropy.default,
-    _aten.binary_cross_entropy_backward.default,
-    _aten.binary_cross_entropy_with_logits.default,
-    _aten.huber_loss.default,
-    _aten.mse_loss.default,
-    _aten.smooth_l1_loss.default,
-    _aten.soft_margin_loss.default,
-    _aten.soft_margin_loss_backward.default,
-    _aten.native_layer_norm_backward.default,
-    _aten.native_group_norm_backward.default,
-    _aten.native_batch_norm.default,
-    _aten.native_batch_norm_backward.default,
-    _aten.batch_norm_backward.default,
-    _aten._native_batch_norm_legit.default,
-    _aten._native_batch_norm_legit_functional.default,
-    _aten._native_batch_norm_legit.no_stats,
-    _aten.native_dropout_backward.default,
-    _aten.embedding_dense_backward.default,
-    _aten._softmax_backward_data.default,
-    _aten._log_softmax_backward_data.default,
-    _aten.gelu_backward.default,
-    _aten.logsumexp.default,
-    _aten.mean.default,
-    _aten.mean.dim,
-    _aten.std.correction,
-    _aten.var.correction,
-    _aten.sort.default,
-    _aten.sort.stable,
-    _aten.avg_pool2d_backward.default,
-    _aten.avg_pool3d_backward.default,
-    _aten._adaptive_avg_pool2d_backward.default,
-    _aten.max_pool2d_with_indices_backward.default,
-    _aten.max_pool3d_with_indices_backward.default,
-    _aten.adaptive_max_pool2d_backward.default,
-    _aten.upsample_nearest1d.default,
-    _aten.upsample_nearest1d_backward.default,
-    _aten.upsample_linear1d.default,
-    _aten.upsample_linear1d_backward.default,
-    _aten.upsample_bilinear2d.default,
-    _aten.upsample_bilinear2d_backward.default,
-    _aten.upsample_bicubic2d.default,
-    _aten.upsample_bicubic2d_backward.default,
-    _aten.reflection_pad1d_backward.default,
-    _aten.replication_pad1d_backward.default,
-    _aten.replication_pad2d_backward.default,
-    _aten.repeat.default,
-    _aten.count_nonzero.default,
-    _aten.exp2.default,
-}
-
-# Operands of another dtype than the kernel computes in are cast, each as a whole; a number becomes
-# a tensor first.
-_OF_TWO = {
-    *(_aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.remainder, _aten.fmod),
-    *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge),
-}
 
 
 def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from partita.tensor.op_facts import facts_of
+
 from .gathered import only_moves
 
 __all__ = ["packing_of"]
 
-_aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_OTHER = (_aten.constant_pad_nd.default, _aten._unsafe_view.default)
+_PAD = torch.ops.aten.constant_pad_nd.default
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -19,7 +20,8 @@ def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     packing, made_by, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:
-            if not (only_moves(read) or read.target in _OTHER) or read.target is _WAIT:
+            puts = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
+            if not puts or read.target is _WAIT:
                 made_by.add(read)
             elif read not in packing:
                 packing.add(read)

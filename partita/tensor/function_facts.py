@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Not public, but where torch keeps the type of what `torch.ops.a.b` is.
+from torch._ops import OpOverloadPacket
+
 from .op_facts import facts_of
 
 __all__ = [
@@ -94,7 +97,7 @@ def _is_operator_drawing(name: str) -> bool:
     return any(
         facts_of(getattr(packet, overload)).draws
         for packet in packets
-        if packet is not None
+        if isinstance(packet, OpOverloadPacket)  # else an attribute of the namespace itself
         for overload in packet.overloads()
     )
 

@@ -132,7 +132,7 @@ def form_of(func: Callable[..., Any]) -> Form:
     op = _SAME.get(op, op)
     reshapes, writes = facts_of_function(name).reshapes, written_by(func)
     if own is not None:
-        name, bare = own.name.rstrip("_") or op, _BARE.get(func)
+        name, bare = own.name.removeprefix("__").rstrip("_") or op, _BARE.get(func)
         return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
     if isinstance(func, types.FunctionType):
         if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, stand_ins
 from partita.layout import Fix, LayoutError
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import tagged
 from partita.tensor.grad_state import update_spec
 from partita.tensor.op_facts import facts_of
 from partita.tensor.spec import Spec, spec_of
@@ -41,7 +41,7 @@ from ..guards.expected import MISSING, brief
 from ..guards.instrument import exclusive
 from ..guards.places import entry
 from ..node_metadata import Recorder, note_of
-from ..program import Input, Output, ResultPlace
+from ..program import Input
 from ..verify import SPACES
 from .answers import Asked, Guesses, StepRaises
 from .block_calls import BlockCalls
@@ -56,24 +56,23 @@ from .capture_context import (
     unseen,
     without_dispatch_modes,
 )
-from .captured_attributes import Attributes, check_result, holds_made, is_filled, left_in
+from .captured_attributes import Attributes, holds_made, is_filled, left_in
 from .data_writes import DataWrites
-from .differentiate import Seed, asks_gradient, differentiate, has_history, made_inputs
+from .differentiate import made_inputs
 from .functionalize import functional
 from .gating import gate_writes
 from .hooks import hang_hooks
 from .identity import check_arguments, check_truth
 from .inputs import GraphInputs
-from .left_on_results import attributes_given_to, check_no_marks, left_gradient, retains_gradient
+from .left_on_results import attributes_given_to
 from .lower_trace import Trace
 from .numbers import NUMBER, Numbers, Plain
 from .optimizers import ParamGroup, Stepping
+from .outputs import GraphOutputs
 from .predicted_answers import predict_answer
 from .refusals import not_an_input, told_of, users_line
 from .repeated_moves import RepeatedMoves
-from .result_parts import cut_history, part_results
 from .state import Cell, Slot, State, attributes_of
-from .symbolic import is_symbolic
 from .tensor_facts import Facts
 
 __all__ = ["capture", "taking_turns"]
@@ -262,11 +261,7 @@ class _Capture:
         self.attributes, self.modules = Attributes(state), state.modules.values()
         self._blocks = blocks
         self.wires: dict[Wire, TraceWire] = {}
-        self.outputs: list[Output] = []
-        self.constants: list[Any] = []
-        self.cleared: list[int] = []
-        self.differentiable: list[torch.Tensor] = []
-        self.seeds: list[Seed] = []
+        self.outputs = GraphOutputs(self.inputs)
         self._hooks: list[Any] = []
         self._given: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
         self.meets_others = False
@@ -286,7 +281,7 @@ class _Capture:
             raise told from error
         _check_constants(made.graph)
         _check_operators(made.graph)
-        made_inputs(made.graph, self.seeds, inputs)
+        made_inputs(made.graph, self.outputs.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)
         read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
@@ -310,10 +305,10 @@ class _Capture:
         return Trace(
             self.inputs,
             self.wires,
-            self.outputs,
-            self.result,
-            self.constants,
-            self.cleared,
+            self.outputs.all,
+            self.outputs.result,
+            self.outputs.constants,
+            self.outputs.cleared,
             self._collect_conditions(),
         )
 
@@ -382,15 +377,15 @@ class _Capture:
             self.meets_others = writes.meets_others
             self._read_writes()
             with torch.no_grad():
-                out = self._read_out(result)
-            if self.differentiable:
-                out += self._output_input_gradients()
-            out += self._output_admitted_values()
-            if self.asked.values:  # which become one
-                self.outputs.append(Output("answers", None))
-                out += self.asked.values  # type: ignore[arg-type]
+                self._read_out(result)
+            if self.outputs.differentiable:
+                self._add_cotangents()
+            admitted = [value for trace in self.wires.values() for value in trace.admitted]
+            self.outputs.add_unreturned("admitted", admitted)
+            if self.asked.values:
+                self.outputs.add_unreturned("answers", self.asked.values)
         recorder.finish()
-        return out
+        return self.outputs.values
 
     def _answer(self, question: Any) -> bool | None:
         if HERE.block is not None:
@@ -581,157 +576,42 @@ class _Capture:
 
     # -- what comes out ----------------------------------------------------------------------------
 
-    def _read_out(self, result: Any) -> list[torch.Tensor]:
-        """The tensors that the graph returns; `self.outputs` says what each is."""
-        values: list[torch.Tensor] = []
-        places: dict[int, int] = {}
-
-        def add_output(kind: str, value: torch.Tensor, **more: Any) -> None:
-            more["tensor"] = places.setdefault(id(value), len(values))
-            spec = more.pop("spec", None) or getattr(value, "_spec", None)
-            if "gradient" not in kind and has_history(value):
-                more["number"] = len(self.differentiable)
-                self.differentiable.append(value)
-                more["retains_grad"] = retains_gradient(value)
-            elif "gradient" not in kind:
-                more["asks_gradient"] = asks_gradient(value)
-            self.outputs.append(Output(kind, self._untraced_spec(spec), **more))
-            values.append(value)
-
-        def give_number(kind: str, value: Any, **more: Any) -> None:
-            self.outputs.append(Output(kind, None, scalar=True, **more))
-            values.append(value)
-
-        leaves, self.result = flatten_call(result, self._is_returned_as_itself)
-        results: list[Any] = []
-        for leaf in leaves:
-            if is_symbolic(leaf):
-                self.constants.append(ResultPlace("result", len(results)))
-                results.append(leaf)
-                give_number("result", leaf)
-            elif not isinstance(leaf, torch.Tensor):
-                if not self._is_returned_as_itself(leaf):
-                    check_result(leaf)
-                self.constants.append(leaf)
-            elif (place := self.inputs.place_of(leaf)) >= 0:
-                self.constants.append(ResultPlace("input", place))  # the very tensor, as it came
-            else:
-                number = next((i for i, t in enumerate(results) if t is leaf), len(results))
-                self.constants.append(ResultPlace("result", number))
-                if number == len(results):
-                    results.append(leaf)
-                    add_output("result", leaf)
+    def _read_out(self, result: Any) -> None:
+        """Have `self.outputs` say what the step gives and leaves."""
+        outputs = self.outputs
+        outputs.add_result(result, self._is_returned_as_itself)
         made = self.stepping.made(self.inputs.stood_for)
         for slot, first in zip(self.slots, self._first, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
                 self._check_slot(slot)
-                add_output("slot", slot.value, slot=slot)
+                outputs.add_slot(slot, slot.value)
         for slot, value in made:
-            add_output("slot", value, slot=slot)
+            outputs.add_slot(slot, value)
         for slot, first in self._held:
             if slot.value is not first:
-                give_number("slot", slot.value, slot=slot)
+                outputs.add_slot(slot, slot.value)
         for slot in self.attributes.left(self._places):
-            (give_number if is_symbolic(slot.value) else add_output)("slot", slot.value, slot=slot)
+            outputs.add_slot(slot, slot.value)
         for write in self._left:
-            slot = Slot(write.name, "value", write.home, write.key)
-            (give_number if is_symbolic(write.after) else add_output)(
-                "slot", write.after, slot=slot
-            )
-        for i, output in enumerate([*self.outputs]):
-            is_first = not output.scalar and output.tensor == i
-            if is_first and self.inputs.place_of(values[i]) < 0:
-                check_no_marks(values[i])
-                if (grad := left_gradient(values[i])) is not None:
-                    spec = None if isinstance(grad, DTensor) else output.spec
-                    add_output("left gradient", grad, spec=spec and spec.gradient, index=i)
-        for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True):
-            if given.kind in ("mark", "gradient") or not fake.requires_grad:
-                continue
-            with Local():
-                grad = _grad.__get__(fake)
-            if not given.tensor.is_leaf:
-                if grad is not None:
-                    raise not_captured(
-                        f"{given.name} has a history of its own",
-                        "a backward within the step would have to go on outside the graph",
-                        Fix("pt.compile(forward)", "and go backward from what it gives"),
-                    )
-            elif grad is None:
-                self.cleared.append(given.index)
-            elif grad not in self.inputs.identities:
-                spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
-                add_output("gradient", grad, spec=spec and spec.gradient, index=given.index)
-        return values
+            outputs.add_slot(Slot(write.name, "value", write.home, write.key), write.after)
+        outputs.add_left_gradients()
 
     def _is_returned_as_itself(self, leaf: Any) -> bool:
         """Was this part of a result there before, to be returned as itself?"""
         return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
 
-    def _output_input_gradients(self) -> list[torch.Tensor]:
-        """The gradients that the graph gives for those of its results."""
+    def _add_cotangents(self) -> None:
         for hook in self._hooks:  # a gradient that is given on passes the tensors' own
             hook.remove()
-        pairs = zip(self.inputs.all, self.inputs.fakes, strict=True)
-        wanted = [
-            (i, t) for i, t in pairs if i.kind not in ("mark", "gradient") and _is_differentiable(t)
-        ]
-        if len(self.differentiable) > 1:
-            self.record.before_backward(self.differentiable)
-        values: list[torch.Tensor] = []
-        parts = part_results(self.differentiable) if wanted else []
-        part_of = {n: i for i, part in enumerate(parts) for n in part.results}
-        unheard = {n for part in parts for n in part.unheard}
-        outputs = [
-            replace(o, part=part_of.get(o.number, 0), unheard=o.number in unheard)
-            for o in self.outputs
-        ]
-        self.outputs = [*outputs]
-        for number, part in enumerate(parts):
-            results = [self.differentiable[n] for n in part.results]
-            ancestors = [self.differentiable[n] for n in part.ancestors]
-            with cut_history(ancestors):
-                found = differentiate(
-                    results,
-                    [*ancestors, *(t for _, t in wanted)],
-                    self.recorder,
-                    again=number + 1 < len(parts),
-                )
-            if found is None:
-                self.seeds, self.outputs = [], outputs
-                return []
-            seeds, grads = found
-            for seed in seeds:
-                spec = self._untraced_spec(seed.spec)
-                self.seeds.append(replace(seed, spec=spec, number=part.results[seed.number]))
-            places: list[dict[str, Any]] = [*({"number": n} for n in part.ancestors)]
-            places += [{"index": given.index} for given, _ in wanted]
-            takes = [*ancestors, *(t for _, t in wanted)]
-            for place, taken, grad in zip(places, takes, grads, strict=True):
-                if grad is not None:
-                    spec = getattr(taken, "_spec", None)
-                    real = self._untraced_spec(spec and spec.gradient)
-                    self.outputs.append(Output("cotangent", real, part=number, **place))
-                    values.append(grad)
-        return values
-
-    def _output_admitted_values(self) -> list[torch.Tensor]:
-        """The plain values that stood next to DTensors. They leave the graph: see `lower_trace`."""
-        values = [value for trace in self.wires.values() for value in trace.admitted]
-        self.outputs += [Output("admitted", None) for _ in values]
-        return values
+        if len(self.outputs.differentiable) > 1:
+            self.record.before_backward(self.outputs.differentiable)
+        self.outputs.add_cotangents(self.recorder)
 
     def _check_slot(self, slot: Slot) -> None:
         if not isinstance(slot.value, torch.Tensor):
             raise not_captured(
                 f"{slot.name} is no tensor after the step", "it would be one before the next step"
             )
-
-    def _untraced_spec(self, spec: Spec | None) -> Spec | None:
-        if spec is None:
-            return None
-        wire = spec.wire
-        return spec_of(spec.layout, wire.real if isinstance(wire, TraceWire) else wire)
 
 
 def _names_of(state: State) -> dict[int, str]:
@@ -754,8 +634,3 @@ def _is_whole(given: Input) -> bool:
     """Is what a rank holds of it one device's value?"""
     whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
     return whole and given.kind not in ("mark", "number")
-
-
-def _is_differentiable(t: torch.Tensor) -> bool:
-    with Local():
-        return t.requires_grad

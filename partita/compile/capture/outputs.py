@@ -1,0 +1,203 @@
+"""Outputs of a graph: what does it return, and what is each to the step that was captured?
+
+What the step returns, what its slots hold afterwards, and the gradients that it leaves; of what has
+a history the gradients that a caller may ask for; and what is not to leave the graph at all, which
+`lower_trace` takes off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils import _pytree as pytree
+
+from partita.comm import TraceWire
+from partita.layout import Fix
+from partita.tensor.dtensor import DTensor
+from partita.tensor.spec import Spec, spec_of
+
+from ..arguments import flatten_call
+from ..errors import not_captured
+from ..node_metadata import Recorder
+from ..program import Input, Output, ResultPlace
+from .captured_attributes import check_result
+from .differentiate import Seed, asks_gradient, differentiate, has_history
+from .inputs import GraphInputs
+from .left_on_results import check_no_marks, left_gradient, retains_gradient
+from .result_parts import cut_history, part_results
+from .state import Slot
+from .symbolic import is_symbolic
+
+__all__ = ["GraphOutputs"]
+
+_NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
+
+_grad: Any = torch._C.TensorBase.grad
+
+
+class GraphOutputs:
+    """The outputs of one capture.
+
+    Args:
+        inputs: of the graph.
+
+    Attributes:
+        all: in the graph's order.
+        values: for each the tensor that stands for it while the graph is made.
+        result, constants, cleared: as in a `Program`.
+        differentiable: the values that have a history, by number.
+        seeds: where their gradients come in.
+    """
+
+    def __init__(self, inputs: GraphInputs):
+        self._inputs = inputs
+        self.all: list[Output] = []
+        self.values: list[Any] = []
+        self.result: pytree.TreeSpec
+        self.constants: list[Any] = []
+        self.cleared: list[int] = []
+        self.differentiable: list[torch.Tensor] = []
+        self.seeds: list[Seed] = []
+        self._places: dict[int, int] = {}
+
+    def add_result(self, result: Any, returns_as_it_is: Callable[[Any], bool]) -> None:
+        """What the step returns.
+
+        Args:
+            returns_as_it_is: of a part of it: was that there before the step?
+        """
+        leaves, self.result = flatten_call(result, returns_as_it_is)
+        results: list[Any] = []
+        for leaf in leaves:
+            if is_symbolic(leaf):
+                self.constants.append(ResultPlace("result", len(results)))
+                results.append(leaf)
+                self._add_value("result", leaf)
+            elif not isinstance(leaf, torch.Tensor):
+                if not returns_as_it_is(leaf):
+                    check_result(leaf)
+                self.constants.append(leaf)
+            elif (place := self._inputs.place_of(leaf)) >= 0:
+                self.constants.append(ResultPlace("input", place))  # the very tensor, as it came
+            else:
+                number = next((i for i, t in enumerate(results) if t is leaf), len(results))
+                self.constants.append(ResultPlace("result", number))
+                if number == len(results):
+                    results.append(leaf)
+                    self._add_value("result", leaf)
+
+    def add_slot(self, slot: Slot, value: Any) -> None:
+        """What a slot holds after the step."""
+        self._add_value("slot", value, slot=slot)
+
+    def add_left_gradients(self) -> None:
+        """The gradients that the step leaves, of what it has made and of what it was given."""
+        for i, output in enumerate([*self.all]):
+            is_first = not output.scalar and output.tensor == i
+            if is_first and self._inputs.place_of(self.values[i]) < 0:
+                check_no_marks(self.values[i])
+                if (grad := left_gradient(self.values[i])) is not None:
+                    spec = None if isinstance(grad, DTensor) else output.spec
+                    self._add_tensor("left gradient", grad, spec=spec and spec.gradient, index=i)
+        for given, fake in self._givens():
+            if not fake.requires_grad:
+                continue
+            with Local():
+                grad = _grad.__get__(fake)
+            if not given.tensor.is_leaf:
+                if grad is not None:
+                    raise _no_leaf_error(given)
+            elif grad is None:
+                self.cleared.append(given.index)
+            elif grad not in self._inputs.identities:
+                spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
+                self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
+
+    def add_cotangents(self, recorder: Recorder) -> None:
+        """The gradients that the graph gives for those of its results: none where the step itself
+        has used up their history."""
+        wanted = [(i, t) for i, t in self._givens() if _is_differentiable(t)]
+        parts = part_results(self.differentiable) if wanted else []
+        part_of = {n: i for i, part in enumerate(parts) for n in part.results}
+        unheard = {n for part in parts for n in part.unheard}
+        outputs = [
+            replace(o, part=part_of.get(o.number, 0), unheard=o.number in unheard) for o in self.all
+        ]
+        found: list[tuple[Output, torch.Tensor]] = []
+        seeds: list[Seed] = []
+        for number, part in enumerate(parts):
+            results = [self.differentiable[n] for n in part.results]
+            ancestors = [self.differentiable[n] for n in part.ancestors]
+            takes = [*ancestors, *(t for _, t in wanted)]
+            with cut_history(ancestors):
+                gradients = differentiate(results, takes, recorder, again=number + 1 < len(parts))
+            if gradients is None:
+                found, seeds = [], []
+                break
+            for seed in gradients[0]:
+                spec = _untraced_spec(seed.spec)
+                seeds.append(replace(seed, spec=spec, number=part.results[seed.number]))
+            places: list[dict[str, Any]] = [*({"number": n} for n in part.ancestors)]
+            places += [{"index": given.index} for given, _ in wanted]
+            for place, taken, grad in zip(places, takes, gradients[1], strict=True):
+                if grad is not None:
+                    spec = getattr(taken, "_spec", None)
+                    real = _untraced_spec(spec and spec.gradient)
+                    found.append((Output("cotangent", real, part=number, **place), grad))
+        self.seeds = seeds
+        self.all = [*outputs, *(output for output, _ in found)]
+        self.values += [grad for _, grad in found]
+
+    def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
+        """What the step does not return: the plain values that stood next to DTensors ("admitted"),
+        the "answers" to what torch has asked, which become one."""
+        many = len(values) if kind == "admitted" else 1
+        self.all += [Output(kind, None) for _ in range(many)]
+        self.values += values
+
+    def _givens(self) -> Iterable[tuple[Input, torch.Tensor]]:
+        pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
+        return [(given, fake) for given, fake in pairs if given.kind not in _NO_RESULTS]
+
+    def _add_value(self, kind: str, value: Any, **more: Any) -> None:
+        if is_symbolic(value):
+            self.all.append(Output(kind, None, scalar=True, **more))
+            self.values.append(value)
+        else:
+            self._add_tensor(kind, value, **more)
+
+    def _add_tensor(self, kind: str, value: torch.Tensor, **more: Any) -> None:
+        more["tensor"] = self._places.setdefault(id(value), len(self.values))
+        spec = more.pop("spec", None) or getattr(value, "_spec", None)
+        if "gradient" not in kind and has_history(value):
+            more["number"] = len(self.differentiable)
+            self.differentiable.append(value)
+            more["retains_grad"] = retains_gradient(value)
+        elif "gradient" not in kind:
+            more["asks_gradient"] = asks_gradient(value)
+        self.all.append(Output(kind, _untraced_spec(spec), **more))
+        self.values.append(value)
+
+
+def _no_leaf_error(given: Input) -> Exception:
+    return not_captured(
+        f"{given.name} has a history of its own",
+        "a backward within the step would have to go on outside the graph",
+        Fix("pt.compile(forward)", "and go backward from what it gives"),
+    )
+
+
+def _untraced_spec(spec: Spec | None) -> Spec | None:
+    if spec is None:
+        return None
+    wire = spec.wire
+    return spec_of(spec.layout, wire.real if isinstance(wire, TraceWire) else wire)
+
+
+def _is_differentiable(t: torch.Tensor) -> bool:
+    with Local():
+        return t.requires_grad

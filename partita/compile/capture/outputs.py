@@ -164,11 +164,11 @@ class GraphOutputs:
         return [(given, fake) for given, fake in pairs if given.kind not in _NO_RESULTS]
 
     def _add_value(self, kind: str, value: Any, **more: Any) -> None:
-        if is_symbolic(value):
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(kind, value, **more)
+        else:  # a number, or what stands for one
             self.all.append(Output(kind, None, scalar=True, **more))
             self.values.append(value)
-        else:
-            self._add_tensor(kind, value, **more)
 
     def _add_tensor(self, kind: str, value: torch.Tensor, **more: Any) -> None:
         more["tensor"] = self._places.setdefault(id(value), len(self.values))

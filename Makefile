@@ -1,6 +1,7 @@
 # Needs Python 3.11 or later with pip. Each target makes .venv and installs what it lacks by itself.
 #   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
-#   make test     run the tests (ARGS="tests/pure -k layout")
+#   make test     run the tests that take seconds (ARGS="tests/pure -k layout"): four minutes on two cores
+#   make test-all   run all tests (half an hour and more)
 #   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
 #   make lint     style, layers and types
 #   make docs     build the site into site/; a link that leads nowhere is an error
@@ -13,7 +14,7 @@ SITE   := $(VENV)/.site
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-clients house lint style layers types format docs clean
+.PHONY: train test test-all test-clients house lint style layers types format docs clean
 .DEFAULT_GOAL := test
 
 # The pip that is there installs into the new environment: ensurepip, which some systems lack, is
@@ -35,6 +36,9 @@ train: $(READY)
 	$(BIN)/partita train $(ARGS)
 
 test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-clients: $(CLIENTS)

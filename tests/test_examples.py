@@ -35,6 +35,7 @@ def test_every_example_is_here_and_is_short():
     assert all(len(file.read_text().splitlines()) < 120 for file in files.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_its_loss_falls_and_is_that_of_one_rank(name, tmp_path):
     main = loaded(name).main
@@ -51,6 +52,7 @@ def test_its_loss_falls_and_is_that_of_one_rank(name, tmp_path):
     assert min(spread_out[-2:]) < 0.95 * spread_out[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn"])
 def test_it_runs_by_the_command_that_it_states(name):
     command = re.search(r"torchrun (.+) examples/\w+\.py$", loaded(name).__doc__, re.MULTILINE)

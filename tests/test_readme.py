@@ -46,6 +46,7 @@ def test_a_page_that_is_one_program_does_without_partita():
     assert "import partita" not in join_blocks((ROOT / "docs/from_scratch.md").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_of_the_readme_or_of_a_page_runs_as_it_stands(block: str, tmp_path: Path):
     script = tmp_path / "block.py"  # a file, so that errors and ledgers can name its lines

@@ -72,12 +72,14 @@ def run_readme(installed: Path, cwd: Path) -> str:
     return run(sys.executable, "-W", "error", script, cwd=cwd, PYTHONPATH=str(installed))
 
 
+@pytest.mark.slow
 def test_the_readme_runs_on_the_wheel_outside_the_repository(installed, tmp_path):
     *said, file, in_c = run_readme(installed, tmp_path).splitlines()
     assert Path(file) == installed / "partita/__init__.py"
     assert said and str(installed) in in_c  # the part in C is the wheel's own
 
 
+@pytest.mark.slow
 def test_partita_trains_outside_the_repository(installed, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("one work made of parts\n" * 400)
@@ -89,6 +91,7 @@ def test_partita_trains_outside_the_repository(installed, tmp_path):
     assert "loss" in said
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_gets_the_same_in_python(sources, tmp_path):
     installed = install(sources, tmp_path, CC="no-such-compiler")
     assert list(installed.rglob("*.so")) == []
@@ -96,6 +99,7 @@ def test_a_machine_without_a_compiler_gets_the_same_in_python(sources, tmp_path)
     assert said and in_c == "None"
 
 
+@pytest.mark.slow
 def test_the_wheel_says_what_it_is_and_holds_the_library_alone(installed):
     (wheel,) = (installed.parent / "wheels").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -110,6 +114,7 @@ def test_the_wheel_says_what_it_is_and_holds_the_library_alone(installed):
     assert re.search(r"^Requires-Dist: torch", metadata.read_text(), re.M)
 
 
+@pytest.mark.slow
 def test_the_newest_version_of_the_changelog_is_this_one():
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == partita.__version__

@@ -35,6 +35,7 @@ def save(mesh: Any, name: str, place: str, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=state, max_shard_size="20KB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["T5", "Llama"])
 def test_what_is_saved_on_a_mesh_is_read_on_one_device(

@@ -12,6 +12,8 @@ import pytest
 import partita as pt
 from tests.gloo.launch import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "hugging_face.md"
 
 

@@ -14,6 +14,8 @@ import partita as pt
 from .models import CLIENTS, LLAMA_PLAN
 from .modes import Trained, compare, make_batches, make_model, train
 
+pytestmark = pytest.mark.slow
+
 CLIENT = CLIENTS["Llama"]
 PLAN = {
     name.replace("_proj.*", "_proj.base_layer.*").replace("_proj.weight", "_proj.base_layer.weight")

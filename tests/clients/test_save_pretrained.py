@@ -55,6 +55,7 @@ def assert_as_of_one_device(folder: Path, name: str, writer: int = 0, **options:
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, place", CELLS)
 def test_one_rank_writes_the_files_of_one_device(name: str, place: str, tmp_path: Path) -> None:
     with pt.ranks(**mesh_of(place)) as world:
@@ -106,6 +107,7 @@ def save_on_processes(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_of_processes_that_saves_alone_is_told_so(tmp_path: Path) -> None:
     for text in run_ranks(save_on_processes, 2, tmp_path):
         assert "ranks ask for different things" in text and "save_pretrained" in text

@@ -71,6 +71,7 @@ def test_a_value_that_one_rank_reads_meets_no_other_read(read):
         assert text.count(HERE) == 3  # here, and where each of the two reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["waits", "computes"])
 def test_a_value_that_one_rank_reads_is_an_error_on_all_whatever_the_others_do(others):
     one, other = run_ranks(reads_alone, 2, "item", others)
@@ -100,6 +101,7 @@ def reads_beside_a_graph(rank):
     return str(verdict_of_others())
 
 
+@pytest.mark.slow
 def test_a_value_that_is_read_beside_a_compiled_step_is_an_error_on_all():
     for text in run_ranks(reads_beside_a_graph, 2):
         assert "ranks wait for one another" in text
@@ -140,6 +142,7 @@ def reads_late(rank):
         return value, x.sum().redistribute(placements=[Replicate()]).item()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_only_slow_is_waited_for():
     assert run_ranks(reads_late, 2) == [(28.0, 28.0)] * 2
 
@@ -167,6 +170,7 @@ def test_uneven_rows_are_refused_on_every_rank():
     assert "shape=(7, 2)" in results[0] and HERE in results[0]
 
 
+@pytest.mark.slow
 def test_a_last_batch_that_is_uneven_is_refused_where_its_line_was_compared_before():
     for text in run_ranks(brings_other_rows, 3, True):
         assert "ranks wait for one another" in text
@@ -298,6 +302,7 @@ def comes_too_late(rank):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_time_limit_names_who_waited_where_and_for_whom_that_lives():
     text, _ = run_ranks(comes_too_late, 2)
     assert "rank 0 waited" in text and "s for rank 1, until the time limit" in text
@@ -320,6 +325,7 @@ def goes_on_after_an_error(rank):
     return heard(body)
 
 
+@pytest.mark.slow
 def test_ranks_in_other_collectives_of_one_group_are_told_so():
     for text in run_ranks(goes_on_after_an_error, 2):
         assert "ranks ask for different things" in text
@@ -343,6 +349,7 @@ def sums_in_another_order(rank):
     return heard(body)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_another_over_several_groups_are_told_so():
     for text in run_ranks(sums_in_another_order, 4):
         assert "ranks wait for one another" in text
@@ -369,5 +376,6 @@ def sums_in_two_threads(rank):
     return found
 
 
+@pytest.mark.slow
 def test_threads_that_wait_for_another_rank_s_threads_are_left_to_wait():
     assert run_ranks(sums_in_two_threads, 2) == [{0: 8.0, 1: 8.0}] * 2

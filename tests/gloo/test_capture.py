@@ -35,6 +35,7 @@ def trains(rank, how, axis, backend):
     return (*found, step.key)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("how", "axis", "backend"),

@@ -45,6 +45,7 @@ def parts(rank, checked):
     return str(caught.value), told
 
 
+@pytest.mark.slow
 def test_a_rank_that_captures_while_another_runs_is_named_on_both_when_the_job_is_out_of_patience():
     (runs, _), (captures, warned) = run_ranks(parts, 2, False, timeout=60)
     why = "captures sums, at tests/gloo/test_capture_limits.py:"
@@ -94,6 +95,7 @@ def tells_a_ledger(rank):
     return log, [(m.kind, m.nbytes, m.reason, m.rank) for m in eager.moves if m.nbytes]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_ledger_is_told_the_same_whatever_runs_the_graph():
     for log, eager in run_ranks(tells_a_ledger, 2, timeout=180):

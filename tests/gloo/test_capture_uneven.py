@@ -15,6 +15,8 @@ from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.ranks.test_capture_uneven import train
 
+pytestmark = pytest.mark.slow
+
 
 def trains(rank, n, rows, stage, backend):
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))

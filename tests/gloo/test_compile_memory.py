@@ -44,6 +44,7 @@ WAYS = {
 """Stages, and whether blocks are made again. `partita bench memory predicted` has all of them."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_predicted_peak_of_a_graph_is_the_counted_one(name):
@@ -52,6 +53,7 @@ def test_the_predicted_peak_of_a_graph_is_the_counted_one(name):
         assert are_right(found, cases), found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_predicted_peak_of_compiled_code_is_the_counted_one():
     cases = [EIGHT_LAYERS, Asked("cnn", 0), Asked("mlp", 2, remat=True)]
@@ -113,6 +115,7 @@ def under_budgets(rank, asked, many):
     return list(budgets_kept(mesh_of_two(), asked, many, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_each_budget_is_kept_and_a_smaller_one_takes_no_more():
     for found in run_ranks(under_budgets, 2, Asked("cnn", 3), 3, timeout=100):
@@ -188,6 +191,7 @@ def layers_at_once(rank, make, without):
     return counted(again) / LAYER, str(step.memory)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_of_eight_layers_no_more_than_three_and_a_half_are_there_at_once(make):
@@ -201,6 +205,7 @@ def apart(rank, without):
     return counted(again) / LAYER, step.memory
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_updating_at_the_gradient_frees_what_all_gradients_would_hold():
     (with_it, memory), _ = run_ranks(apart, 2, (), timeout=100)

@@ -19,6 +19,8 @@ from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.ranks.steps import squares
 
+pytestmark = pytest.mark.slow
+
 LAYERS, WIDTH, ROWS, STEPS = 4, 512, 1024, 3
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 STARTS = (

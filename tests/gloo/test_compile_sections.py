@@ -14,6 +14,8 @@ from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.ranks.steps import squares
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 16
 
 

@@ -82,6 +82,7 @@ def warm(rank, folder):
     return losses, step.artifact.loaded, step.key, time.perf_counter() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_four_compiles_and_in_a_second_run_all_load_without_a_compiler(tmp_path):
     """Fails too where a new torch cannot save what it compiles, or cannot load it elsewhere."""
@@ -103,6 +104,7 @@ def on_two_hosts(rank, folder):
     return losses, step.artifact.loaded
 
 
+@pytest.mark.slow
 def test_one_rank_of_each_host_compiles(tmp_path):
     per_rank = run_ranks(on_two_hosts, 4, str(tmp_path), timeout=110)
     assert [loaded for _, loaded in per_rank] == [False, True, False, True]
@@ -122,6 +124,7 @@ def first_rank_cannot_compile(rank, folder):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_compilation_that_fails_is_one_error_on_all_ranks(tmp_path):
     told = run_ranks(first_rank_cannot_compile, 2, str(tmp_path), timeout=110)
     assert told[0] == told[1]
@@ -144,6 +147,7 @@ def after_that(rank, folder):
     return losses, step.artifact.loaded
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_ends_the_run_and_spoils_nothing(tmp_path):
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -165,6 +169,7 @@ def cannot_write(rank, folder):
     return losses, step.artifact.loaded, told
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_stored_each_rank_compiles(tmp_path):
     for losses, loaded, told in run_ranks(cannot_write, 2, str(tmp_path), timeout=110):
         is_right(losses)
@@ -178,6 +183,7 @@ def double_and_more(x):
     return x * 2 + 1
 
 
+@pytest.mark.slow
 def test_an_artifact_that_does_not_load_is_compiled_again(monkeypatch, tmp_path):
     monkeypatch.setenv("PARTITA_CACHE", str(tmp_path))
     x = torch.arange(8.0)
@@ -231,6 +237,7 @@ def loaded_apart(folder, **environment):
     return [word == "True" for word in said.split()]
 
 
+@pytest.mark.slow
 def test_to_load_an_artifact_is_not_to_import_the_compiler(tmp_path):
     """That takes longer than all else; of torch it is only known by what generated code imports."""
     assert loaded_apart(tmp_path) == [False, True]
@@ -253,6 +260,7 @@ fi
 """
 
 
+@pytest.mark.slow
 def test_half_a_library_that_a_killed_compile_left_is_not_taken_for_a_whole_one(tmp_path):
     killer = tmp_path / "killer" / "g++"
     killer.parent.mkdir()

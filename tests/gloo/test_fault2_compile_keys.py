@@ -15,6 +15,8 @@ from tests.gloo.launch import run_ranks
 from tests.ranks.test_capture import adamw, plain_step, rows, split_words, tiny
 from tests.ranks.test_capture_uneven import train
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 256, (2, 12, 8), generator=torch.Generator().manual_seed(1))
 
 

@@ -85,6 +85,7 @@ ROOM = {"once": 3.5, "autocast": 2.5, "remat": 3.5, "tied": 4}
 ROOM |= dict.fromkeys(("clipped", "micro-batches"), 4 + LAYERS / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("backend", "ways"),
@@ -100,6 +101,7 @@ def test_of_eight_uneven_layers_no_more_are_there_than_are_in_use(backend, ways)
             assert layers <= ROOM[way], f"{way}: {layers} layers\n{text}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_without_the_pass_all_layers_are_counted():
     for found in run_ranks(layers_at_once, 2, ("once",), "graph", ("regather",), timeout=90):

@@ -52,6 +52,7 @@ class Job:
         return dict(re.findall(r"^step +(\d+) +loss +([\d.]+)", self.out, re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_a_killed_rank_is_named_with_the_place_where_the_others_were(phase, tmp_path):
     job = Job(tmp_path, "--steps", "1000000", die=f"1 kill {phase} 5")
@@ -63,6 +64,7 @@ def test_a_killed_rank_is_named_with_the_place_where_the_others_were(phase, tmp_
     assert "Traceback" not in job.err
 
 
+@pytest.mark.slow
 def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(tmp_path):
     run = tmp_path / "run"
     job = Job(tmp_path, "--steps", "1000000", "--save", str(run), die="1 kill save 2")
@@ -74,6 +76,7 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(tmp_path):
     assert state == {"step": 2}
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_alone_is_the_one_that_is_shown(tmp_path):
     job = Job(tmp_path, "--steps", "1000000", die="1 raise forward 3")
     assert job.code == 1 and job.took < 15
@@ -82,6 +85,7 @@ def test_a_rank_that_raises_alone_is_the_one_that_is_shown(tmp_path):
     assert job.err.count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # three starts of a job
 def test_torchrun_starts_it_again_and_it_ends_with_the_losses_of_one_that_was_left_alone(tmp_path):
     (tmp_path / "other").mkdir()
@@ -95,6 +99,7 @@ def test_torchrun_starts_it_again_and_it_ends_with_the_losses_of_one_that_was_le
     assert re.search(r"rank 0 failed in [a-z ]+ of step [56]: another rank is gone \(.+\)", job.err)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_alone_under_torchrun_ends_the_job_with_its_error(tmp_path):
     job = Job(tmp_path, "--steps", "1000000", die="1 raise forward 3", torchrun=(*TORCHRUN,))
     assert job.code == 1 and job.took < 15
@@ -105,6 +110,7 @@ def test_a_rank_that_raises_alone_under_torchrun_ends_the_job_with_its_error(tmp
 # -- at whatever moment ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # of a compilation
 @pytest.mark.parametrize(
     ("name", "rank", "after", "compiled", "where"),
@@ -136,6 +142,7 @@ def test_a_process_is_known_to_be_stopped_whatever_it_does_and_to_go_on():
         busy.kill()
 
 
+@pytest.mark.slow
 def test_no_other_machine_can_reach_a_rank(tmp_path):
     job = RunningJob(tmp_path, 2)
     try:

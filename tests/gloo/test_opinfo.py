@@ -12,6 +12,8 @@ from partita.testing.op_case import Outcome, references, run_case, together
 from partita.testing.op_layouts import CLASSES
 from tests.gloo.launch import run_ranks
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "elementwise": "add mul exp clamp nn.functional.gelu lerp where masked_fill pow",
     "reductions": "sum mean var std.unbiased amax argmax logsumexp cumsum norm prod all",

@@ -57,6 +57,7 @@ def one_rank(rank: int, kind: str, sizes: tuple[int, int], sequence: bool, parts
     return found, sent, settled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "sequence", "parts"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 import partita as pt
 from partita import Replicate, Shard
 from tests.gloo.launch import run_ranks
+
+pytestmark = pytest.mark.slow
 
 ROWS = 2
 Case = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]

@@ -10,6 +10,8 @@ import partita as pt
 from tests.gloo.launch import run_ranks
 from tests.ranks.test_regions import BATCH, ROWS, Block, close, gpt_like, one_device, train
 
+pytestmark = pytest.mark.slow
+
 
 def trains(rank, backend, stage, remat):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -98,6 +98,7 @@ def all_end(pids: list[int], within: float = 10.0) -> bool:
     return not any(map(runs, pids))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_ranks_learns_and_writes_a_sample(text):
     done = run("--steps", "60", "--lr", "1e-2", "--sample", "8", "--mesh", "dp=2,tp=2", *text)
     assert done.returncode == 0, done.stderr
@@ -109,12 +110,14 @@ def test_a_mesh_of_ranks_learns_and_writes_a_sample(text):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_one_rank_is_a_job_too(text):
     done = run("--ranks", "1", *FEW, *text)
     assert done.returncode == 0, done.stderr
     assert len(losses(done.stdout)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
 def test_the_losses_of_a_mesh_are_those_of_one_rank(mesh, text):
     done = run("--verify", "--steps", "6", "--mesh", mesh, *text)
@@ -131,6 +134,7 @@ def test_equal_seeds_give_equal_losses_and_others_do_not(text):
     assert zero == again != one
 
 
+@pytest.mark.slow
 def test_it_joins_the_ranks_that_torchrun_started(text):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -143,6 +147,7 @@ def test_it_joins_the_ranks_that_torchrun_started(text):
     assert len(losses(done.stdout)) == 4  # said once, by one rank
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ctrl_c_ends_every_rank_and_shows_no_traceback(text):
     with training("--mesh", "dp=2", *text) as job:
@@ -155,6 +160,7 @@ def test_ctrl_c_ends_every_rank_and_shows_no_traceback(text):
     assert all_end(list(ranks.values()))
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_is_killed_ends_the_job_which_names_it(text):
     with training("--mesh", "dp=2", *text) as job:
@@ -169,6 +175,7 @@ def test_a_rank_that_is_killed_ends_the_job_which_names_it(text):
     assert all_end(list(ranks.values()))
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_rank_outlives_a_parent_that_is_killed(text):
     with training("--mesh", "dp=2", *text) as job:
@@ -177,6 +184,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(text):
         assert all_end(list(ranks.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -192,6 +200,7 @@ def test_options_that_cannot_be_are_refused_at_once(arguments, said):
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_says_why(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     done = run("--ranks", "2", "--data", str(tmp_path))

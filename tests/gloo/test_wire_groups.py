@@ -149,6 +149,7 @@ def fails(rank, how):
     return torch.full((2,), rank)
 
 
+@pytest.mark.slow
 def test_the_launcher_names_the_rank_that_raises_dies_or_hangs():
     with pytest.raises(KeyError, match="no such thing") as caught:
         run_ranks(fails, 2, "raises")

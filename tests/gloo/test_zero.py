@@ -31,6 +31,7 @@ def every_stage(rank, ranks, build, steps, ordered):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "build", "steps", "ordered"),
     [(2, "gpt", 50, False), (3, "odd", 12, True), (4, "gpt", 8, True)],
@@ -45,6 +46,7 @@ def test_the_losses_of_every_stage_are_bitwise_equal(ranks, build, steps, ordere
     assert worst <= 1e-5
 
 
+@pytest.mark.slow
 def test_where_sums_are_in_no_order_the_losses_of_every_stage_agree():
     per_rank = run_ranks(every_stage, 4, 4, "gpt", 8, False)
     assert all(found == per_rank[0] for found in per_rank)  # all ranks have one sum's bits

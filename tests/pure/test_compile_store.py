@@ -342,6 +342,7 @@ store_py.Store(Path(sys.argv[1])).put("a" * 64, store_py.Artifact(b"half" * 1000
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_nothing_that_is_taken_for_an_artifact(store):
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, str(store.folder)], stdout=subprocess.PIPE, text=True

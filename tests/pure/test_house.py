@@ -30,6 +30,7 @@ def modules(house):
     return house.read_modules()
 
 
+@pytest.mark.slow
 def test_no_files_import_one_another_in_a_circle(house, modules):
     names = {m.name for m in modules}
     arrows = {m.name: house.imports_of(m, names) for m in modules}

@@ -10,6 +10,8 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import partita
 
 _PACKAGE = Path(partita.__file__).parent
@@ -63,6 +65,7 @@ def _resolves(name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_are_there():
     used: dict[str, list[str]] = {}
     for path in sorted(_PACKAGE.rglob("*.py")):

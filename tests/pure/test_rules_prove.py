@@ -56,6 +56,7 @@ def test_each_row_agrees_with_one_device(op):
     assert proof.rows
 
 
+@pytest.mark.slow
 def test_every_row_that_is_missed_has_a_reason():
     excused = {name for names in MISSED.values() for name in names.split()}
     missed = {}

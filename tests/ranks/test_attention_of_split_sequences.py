@@ -289,6 +289,7 @@ def losses(mesh, way="eager"):
     return found, len(gathers), run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "graph", "blocks"])
 def test_a_step_under_zero_trains_as_one_device(way):
     wanted, _, _ = losses(None)
@@ -298,6 +299,7 @@ def test_a_step_under_zero_trains_as_one_device(way):
             assert gathers == 3 * 3 * 2  # steps, layers, keys and values
 
 
+@pytest.mark.slow
 def test_a_graph_has_one_causal_mask_for_all_layers():
     with pt.ranks(dp=1, cp=2) as world:
         for _, _, step in world.run(losses, "graph"):

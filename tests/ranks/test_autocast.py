@@ -31,6 +31,7 @@ def listed() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(4))
 def test_each_op_on_autocasts_lists_is_as_on_one_device_in_every_class_of_layouts(turn):
     asked = listed()[turn::4]

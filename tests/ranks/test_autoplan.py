@@ -102,6 +102,7 @@ def test_each_way_ends_somehow_and_the_best_five_are_in_order(drawn):
 # -- real simulations ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bounds_are_below_what_a_simulation_finds():
     drawn = random.Random(1).sample(ways(), 4)
     for way in drawn:
@@ -111,6 +112,7 @@ def test_bounds_are_below_what_a_simulation_finds():
         assert least_bytes("gpt", way) <= found.peak
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_wins_why_and_the_code_that_runs_it():
     found = plan(most=2)
     assert len(found.choices) == 2 and found.outcomes["not looked at"] > 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from partita.bench import compile as bench_compile
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_bench_of_moves_prints_each_move_and_the_ratio(capsys, tmp_path):

@@ -86,6 +86,7 @@ def kept_for_backward(step):
     return sum(b.nbytes for b in step.memory.at(begin))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(models(), st.lists(st.floats(0, 1), min_size=2, max_size=2))
 def test_a_budget_is_kept_and_more_never_costs_more_or_keeps_less(case, shares):

@@ -87,6 +87,7 @@ def adamw(params, **options):
 # -- layouts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread_out", "axes"),
     [
@@ -121,6 +122,7 @@ MAKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "spread_out"), [*((m, data_parallel) for m in MAKE), ("adam", zero3), ("fused", zero3)]
 )
@@ -131,6 +133,7 @@ def test_any_optimizer_of_torch_steps_in_the_graph(make, spread_out):
     assert per_rank[0][1].reasons == ["the first call"]
 
 
+@pytest.mark.slow
 def test_a_schedule_of_learning_rates_needs_one_graph():
     def run(mesh):
         found = []
@@ -151,6 +154,7 @@ def test_a_schedule_of_learning_rates_needs_one_graph():
         world.run(run)
 
 
+@pytest.mark.slow
 def test_an_optimizer_goes_on_eagerly_where_the_graph_left_off():
     def run(mesh):
         batch = [rows(mesh)(t) for t in TOKENS]
@@ -250,6 +254,7 @@ def never_cleared(model, optimizer):
 STEPS = [accumulating, clipping, torchs_clipping, functional_update, autocast, never_cleared]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_step", "spread_out", "axes"),
     [
@@ -287,6 +292,7 @@ def small():
     return Small()
 
 
+@pytest.mark.slow
 def test_tied_weights_written_buffers_and_dropout_are_those_of_eager():
     def run(mesh):
         batch = [rows(mesh)(t) for t in TOKENS]
@@ -333,6 +339,7 @@ def test_inputs_and_outputs_may_be_nested():
 # -- gradients -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_that_a_step_makes_for_others_are_kept_and_add_up():
     def run(mesh):
         batch = [rows(mesh)(t) for t in TOKENS]
@@ -355,6 +362,7 @@ def test_gradients_that_a_step_makes_for_others_are_kept_and_add_up():
         world.run(run)
 
 
+@pytest.mark.slow
 def test_gradients_that_have_done_their_work_are_gone():
     def run(mesh):
         model = data_parallel(tiny(), mesh)
@@ -476,6 +484,7 @@ def rematerialised(model, mesh):
     return model
 
 
+@pytest.mark.slow
 def test_a_rematerialised_block_is_captured_with_its_recompute():
     with pt.ranks(dp=2) as world:
         per_rank = world.run(compare, rematerialised, tiny, adamw)

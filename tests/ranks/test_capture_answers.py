@@ -176,6 +176,7 @@ def run(mesh, program, compiled):
     return [*found, *map(whole, end())], getattr(fast, "reasons", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", CAPTURES, ids=lambda f: f.__name__)
 def test_a_step_in_which_torch_asks_for_values_is_one_process_s(program):
     want, _ = run(None, program, compiled=False)
@@ -189,6 +190,7 @@ def test_a_step_in_which_torch_asks_for_values_is_one_process_s(program):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 def test_a_run_that_finds_other_answers_writes_nothing_twice(backend):
     steps = torch.zeros(())

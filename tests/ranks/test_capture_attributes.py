@@ -50,6 +50,7 @@ def train_by_attributes(mesh, stage):
     return fast.reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_attributes_of_parameters_are_read_and_guarded(stage):
     with pt.ranks(dp=2) as world:

@@ -264,11 +264,13 @@ def check(build, step_of, mesh=None, text=True, **more):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_is_the_same_with_its_blocks_traced_once(name):
     check(lambda: Stack(PROGRAMS[name]), squares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_sharded_step_is_the_same_with_its_blocks_traced_once(name):
     with pt.ranks(dp=2) as world:
@@ -278,6 +280,7 @@ def test_a_sharded_step_is_the_same_with_its_blocks_traced_once(name):
 ONCE = {"Block": 1, "Dropping": 1, "Numbered": 1, "Masked": 1, "WritingInside": 1, "Alternating": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONCE)
 def test_each_structure_is_traced_once(name):
     _, step = made(lambda: Stack(PROGRAMS[name], 4), squares, None, True)
@@ -285,6 +288,7 @@ def test_each_structure_is_traced_once(name):
     assert not step.program.blocks.apart
 
 
+@pytest.mark.slow
 def test_floats_that_differ_between_blocks_make_no_structures():
     for kind, calls in ((Scaled, [1, 5]), (Weighed, [1, 5]), (DroppingPaths, [1, 1, 4])):
         _, step = made(lambda kind=kind: Stack(kind, 6), squares, None, True)
@@ -296,6 +300,7 @@ def test_floats_that_differ_between_blocks_make_no_structures():
 APART = {"WithFunction": "Square", "Hooked": "register_hook", "WritingWhatItTakes": "writes"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_what_no_call_can_do_is_traced_as_it_runs_and_said(name):
     _, step = made(lambda: Stack(PROGRAMS[name]), squares, None, True)
@@ -305,6 +310,7 @@ def test_what_no_call_can_do_is_traced_as_it_runs_and_said(name):
     assert reason in step.explain()
 
 
+@pytest.mark.slow
 def test_explain_tells_how_blocks_were_traced():
     _, step = made(lambda: Stack(Block), squares, None, True)
     assert f"Block: {BLOCKS} calls, traced once" in step.explain()
@@ -333,6 +339,7 @@ class Told(Stack):
         return self.last(x) + sum(t.square().mean() for t in kept) + sum(seen[1::2])
 
 
+@pytest.mark.slow
 def test_tensors_that_a_block_leaves_elsewhere_have_their_history():
     step = check(lambda: Told(Telling), squares)
     assert step.program.blocks.structures == (("Telling", BLOCKS),)
@@ -361,6 +368,7 @@ class Paired(Stack):
         return self.last(pair.value)
 
 
+@pytest.mark.slow
 def test_a_result_that_nobody_reads_gives_its_parameters_no_gradient():
     step = check(lambda: Paired(InPairs), squares)
     assert len(step.program.blocks.structures) == 1
@@ -374,6 +382,7 @@ class PairedAtTheEnd(Paired):
         return self.last(pair.value + pair.other)
 
 
+@pytest.mark.slow
 def test_the_last_block_may_be_read_otherwise_than_the_others():
     check(lambda: PairedAtTheEnd(InPairs), squares)
 
@@ -387,6 +396,7 @@ class Tied(Stack):
         return super().forward(super().forward(x))
 
 
+@pytest.mark.slow
 def test_weights_may_be_shared_and_blocks_called_twice():
     check(lambda: Tied(Block), squares)
 
@@ -398,11 +408,13 @@ class PartlyFrozen(Stack):
         self.first.requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_what_trains_in_one_block_may_be_frozen_in_another():
     step = check(lambda: PartlyFrozen(Block), squares)
     assert [n for _, n in step.program.blocks.structures] == [1, BLOCKS - 1]
 
 
+@pytest.mark.slow
 def test_blocks_run_without_gradients_and_with_them():
     def target(model, optimizer):
         def step(x):
@@ -419,6 +431,7 @@ def test_blocks_run_without_gradients_and_with_them():
     check(lambda: Stack(Block), target)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_calls_of_one_structure():
     def accumulating(model, optimizer):
         def step(x):
@@ -438,6 +451,7 @@ def test_micro_batches_are_calls_of_one_structure():
     assert step.program.blocks.structures == (("Block", 2 * BLOCKS),)
 
 
+@pytest.mark.slow
 def test_two_losses_go_back_through_one_forward():
     def twice_backward(model, optimizer):
         def step(x):
@@ -453,6 +467,7 @@ def test_two_losses_go_back_through_one_forward():
     check(lambda: Stack(Block), twice_backward, text=False)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_cross_blocks():
     def penalized(model, optimizer):
         def step(x):
@@ -471,6 +486,7 @@ def test_gradients_of_gradients_cross_blocks():
     assert "differentiated again" in str(step.program.blocks)
 
 
+@pytest.mark.slow
 def test_hooks_of_modules_in_blocks_run():
     def build():
         model = Stack(Block)
@@ -503,6 +519,7 @@ class Choosy(Block):
         return h
 
 
+@pytest.mark.slow
 def test_questions_about_tensors_are_answered_as_ever():
     step = check(lambda: Stack(Choosy), squares)
     assert len(step.program.blocks.structures) == 1
@@ -537,6 +554,7 @@ def test_what_a_block_asks_of_an_argument_is_asked_in_each_call():
     assert len(step.forward.reasons) == 2
 
 
+@pytest.mark.slow
 def test_blocks_may_be_named():
     def structures(blocks):
         _, step = made(lambda: Stack(Block), squares, None, blocks)
@@ -562,6 +580,7 @@ class CheckpointingStack(Stack):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_blocks_may_be_regions_that_are_made_again():
     step = check(lambda: CheckpointingStack(Block), squares)
     assert step.program.blocks.structures == (("Block", BLOCKS),)
@@ -579,6 +598,7 @@ class WritingOutside(Stack):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_what_a_block_gives_may_be_written():
     step = check(lambda: WritingOutside(Block), squares)
     assert "written before backward" in str(step.program.blocks)
@@ -591,6 +611,7 @@ class Sigmoids(Block):
         return torch.sigmoid(super().forward(x))
 
 
+@pytest.mark.slow
 def test_what_backward_reads_may_not_be_written_as_in_eager():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         made(lambda: WritingOutside(Sigmoids), squares, None, True)
@@ -622,14 +643,17 @@ class FailingLate(Block):
         return x
 
 
+@pytest.mark.slow
 def test_an_error_in_a_block_may_be_caught():
     check(lambda: Catching(FailingLate), squares)
 
 
+@pytest.mark.slow
 def test_rows_of_a_tensor_may_be_gone_through():
     check(lambda: Stack(Iterating), squares)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_split_over_ranks_is_traced_once():
     def train(mesh, blocks):
         torch.manual_seed(0)
@@ -657,6 +681,7 @@ def test_a_block_that_is_split_over_ranks_is_traced_once():
     assert blocks.structures == (("Block", 1), ("Block", BLOCKS - 1))
 
 
+@pytest.mark.slow
 def test_a_backward_under_other_modes_is_another_trace():
     def run(blocks):
         torch.manual_seed(0)
@@ -680,6 +705,7 @@ def test_a_backward_under_other_modes_is_another_trace():
 # -- whether, and what is printed ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "traced"), [(5, ()), (6, (("Block", 6),))])
 def test_six_blocks_that_are_alike_are_traced_once_unless_one_says_otherwise(count, traced):
     _, step = made(lambda: Stack(Block, count), squares, None, None, calls=1)
@@ -688,6 +714,7 @@ def test_six_blocks_that_are_alike_are_traced_once_unless_one_says_otherwise(cou
     assert step.program.blocks.structures == ()
 
 
+@pytest.mark.slow
 def test_a_graph_prints_once_what_repeats_itself():
     texts = {}
     for count in (8, 16):
@@ -752,6 +779,7 @@ def added(model, x):
     return list(torch.autograd.grad(x.square().sum() + total, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ask, are_called",
     [
@@ -786,6 +814,7 @@ def stepped(blocks, **options):
     return model, pt.compile(step, backend="graph", blocks=blocks, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_model_that_nobody_has_is_gone_with_its_step(blocks):
     model, step = stepped(blocks)
@@ -796,6 +825,7 @@ def test_a_model_that_nobody_has_is_gone_with_its_step(blocks):
     assert not any(p() is not None for p in known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_captures_that_were_dropped_leave_nothing(blocks):
     _, step = stepped(blocks, keep=1)

@@ -46,6 +46,7 @@ def train(mesh, reentrant, compiled):
     return [*found, *map(whole, blocks.parameters())], made_again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_dropout_in_a_checkpoint_has_one_mask_in_a_captured_step(reentrant):
     want, _ = train(None, reentrant, False)

@@ -52,6 +52,7 @@ def trained(mesh=None, compiled=False):
     return [t if mesh is None else t.full_tensor() for t in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_drops_out_on_ranks_of_one_sample_what_one_device_does(compiled):
     truth = trained()

@@ -89,6 +89,7 @@ def train(name, compiled):
     return [*losses, model.weight.detach()], getattr(fast, "reasons", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
 def test_fifty_steps_of_a_schedule_take_as_many_captures_as_torch_branches(name):
     found, reasons = train(name, compiled=True)

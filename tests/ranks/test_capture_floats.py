@@ -68,6 +68,7 @@ SCHEDULES = {  # optimizer, what changes after each step, captures
 SCHEDULERS = ("one cycle", "cyclic", "orthogonal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_of_any_number_of_an_optimizer_needs_one_graph(name):
     make, options, change, captures = SCHEDULES[name]
@@ -304,6 +305,7 @@ def test_a_value_that_python_must_know_is_refused_with_its_line(name):
         world.run(run)
 
 
+@pytest.mark.slow
 def test_compiled_code_takes_the_numbers_too():
     def steps(compiled):
         torch.manual_seed(0)

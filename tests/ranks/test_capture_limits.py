@@ -61,6 +61,7 @@ def training(model):
 LENGTHS = [1 + (37 * i) % 100 for i in range(100)]  # each from 1 to 100, in no order
 
 
+@pytest.mark.slow
 def test_what_is_dropped_leaves_no_graph_behind():
     def run(mesh):
         fast = graph_of(training(pt.parallelize(Causal(), mesh)), keep=1)
@@ -80,6 +81,7 @@ def test_what_is_dropped_leaves_no_graph_behind():
     assert len(graphs) <= 3 * len(kept)
 
 
+@pytest.mark.slow
 def test_a_hundred_lengths_in_buckets_are_three_captures_and_the_losses_of_no_padding():
     def run(mesh):
         fast = graph_of(training(pt.parallelize(Causal(), mesh)))

@@ -105,6 +105,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_method_names_is_state(kind):
     want = trained(kind())

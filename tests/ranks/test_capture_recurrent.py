@@ -45,6 +45,7 @@ def train(mesh, layer, stage, fast, looked_at=False):
     return torch.tensor(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_recurrent_layers_train_as_in_eager_and_as_on_one_device(layer, stage):
@@ -55,6 +56,7 @@ def test_recurrent_layers_train_as_in_eager_and_as_on_one_device(layer, stage):
     torch.testing.assert_close(fast, train(None, layer, 0, False), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_captured_layer_still_runs_eagerly_and_ran_before(stage):
     with pt.ranks(dp=2) as world:
@@ -63,6 +65,7 @@ def test_a_captured_layer_still_runs_eagerly_and_ran_before(stage):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_onednn_is_as_it_was_after_a_capture(monkeypatch):
     # As after torch.backends.disable_global_flags(), which cannot be taken back.
     monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)

@@ -18,6 +18,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_only_some_calls_step_shifts_no_argument(name):
     def run(compiled):

@@ -56,6 +56,7 @@ def close(found, wanted, rtol=1e-6):
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "spread_out", "rows"),
     [
@@ -102,6 +103,7 @@ def some_moves(mesh, seed, count):
         assert y.to_local().shape == wanted.to_local().shape, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "seed"), [({"dp": 3}, 1), ({"dp": 2, "tp": 3}, 1)])
 def test_a_move_of_uneven_pieces_gives_the_value(axes, seed):
     with pt.ranks(**axes) as world:
@@ -199,6 +201,7 @@ def reduced(mesh, names, rows):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 4])
 def test_no_reduction_and_no_gradient_of_one_sees_the_padding(rows):
     names = [*REDUCED, *COUNTED]
@@ -240,12 +243,14 @@ def split_words(mesh, fast):
     return [step(tokens, targets).item() for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_does_not_divide_is_learnt():
     with pt.ranks(tp=3) as world:
         fast = world.run(split_words, True)
     close(torch.tensor(fast[0]), torch.tensor(split_words(None, False)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_uneven_parameters_are_gathered_again_for_backward():
     with pt.ranks(dp=3) as world:
         _, _, step = world.run(train, pt.zero, 6, True)[0]
@@ -311,6 +316,7 @@ def finite(mesh, rows, fast):
     return [loss.detach(), *grads]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 1])
 def test_nothing_infinite_comes_out_of_the_padding(rows):
     with pt.ranks(dp=3) as world:
@@ -344,6 +350,7 @@ def test_gradients_that_a_caller_gives_and_hooks_change_are_zero_in_the_padding(
     torch.testing.assert_close(found[0], run(None, False))
 
 
+@pytest.mark.slow
 def test_inputs_are_written_and_gradients_accumulate_in_their_true_shapes():
     def run(mesh, fast):
         model, x = widths(), X[:5]
@@ -380,6 +387,7 @@ def held(t):
     return pt.DTensor.to_local(t).untyped_storage().nbytes()
 
 
+@pytest.mark.slow
 def test_a_smaller_piece_is_written_where_it_is_and_is_as_large_as_it_was_to_all_who_see_it():
     def run(mesh):
         model, x = pt.zero(widths(), mesh), on(mesh)(X[:5])

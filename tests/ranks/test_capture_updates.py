@@ -48,6 +48,7 @@ def steps_of(kind, mesh=None, place=""):
     return [[v.item() for v in step(x)] for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["tp", "dp"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_each_use_reads_what_the_update_before_it_wrote(kind, place):

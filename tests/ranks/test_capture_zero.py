@@ -46,6 +46,7 @@ def train(mesh, fast, *, make, steps=3, clip=False, keeps=False, **zero):
     return losses, where, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "ranks", "make", "clip"),
     [
@@ -69,6 +70,7 @@ def test_stages_1_and_2_train_as_in_eager_with_their_state_in_shards(stage, rank
     assert moves.count("all_gather_into_tensor") == (1 if stage == 1 else 3)  # blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_that_are_kept_add_up_over_the_steps_of_a_graph(stage):
     with pt.ranks(dp=2) as world:
@@ -97,6 +99,7 @@ def batches(mesh, fast, stage):
     return torch.tensor([step(x, y).item() for _ in range(2)])
 
 
+@pytest.mark.slow
 def test_no_sync_is_kept_in_stages_1_and_2_and_refused_in_stage_3():
     with pt.ranks(dp=2) as world:
         for stage in (1, 2):
@@ -108,6 +111,7 @@ def test_no_sync_is_kept_in_stages_1_and_2_and_refused_in_stage_3():
 BF16, F32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     [
@@ -143,6 +147,7 @@ class Shares(torch.nn.Module):
         return torch.nn.functional.linear(self.layer(x), self.weights[0]) + self.named["bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_stands_in_a_list_too_is_the_same_parameter(stage):
     def train(mesh, compiled):

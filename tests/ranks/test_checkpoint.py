@@ -410,6 +410,7 @@ pt.async_save(state, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_training_waits_for_no_import_and_a_program_that_ends_for_its_save(tmp_path):
     subprocess.run([sys.executable, "-c", _ENDS_AT_ONCE, str(tmp_path / "c")], check=True)
     state = {"x": torch.zeros(4), "step": 0}

@@ -188,6 +188,7 @@ def test_fp32_state_of_a_bf16_parameter_stays_fp32(tmp_path):
     assert all(same_bits(after[i][k], v) for i in before for k, v in before[i].items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own imports
 def test_names_are_those_without_torch_compile(tmp_path):
     model = model_of(0)
@@ -201,6 +202,7 @@ def test_names_are_those_without_torch_compile(tmp_path):
     assert torch.equal(next(wrapped.parameters()), model[0].weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(1, 1), (2, 2), (3, 3), (0, 3), (3, 1), (2, 0)])
 def test_it_loads_from_one_stage_of_zero_into_another(first, then, tmp_path):
     def start(mesh: Any, seed: int, stage: int) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def test_a_move_and_its_inverse_are_not_made(without, count):
 # -- regather and bucket ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_gathered_weight_waits_for_backward():
     with pt.ranks(dp=2) as world:
         (found, step), _ = world.run(trained, zero3, ())
@@ -91,6 +92,7 @@ def test_no_gathered_weight_waits_for_backward():
     assert not [n for n in saving.graph.moves if note_of(n).reason == "regather"]
 
 
+@pytest.mark.slow
 def test_the_gathers_of_a_block_travel_together():
     with pt.ranks(dp=2) as world:
         (found, step), _ = world.run(trained, zero3, ())
@@ -109,6 +111,7 @@ def half(model, mesh):
     return pt.zero(model, mesh, precision=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_in_mixed_precision_the_cast_shards_travel_together():
     with pt.ranks(dp=2) as world:
         (found, step), _ = world.run(trained, half, ())
@@ -119,6 +122,7 @@ def test_in_mixed_precision_the_cast_shards_travel_together():
     assert all(n.meta["val"].dtype == torch.bfloat16 for n in gathers)
 
 
+@pytest.mark.slow
 def test_data_parallel_gradients_are_settled_by_one_all_reduce():
     with pt.ranks(dp=2) as world:
         (_, step), _ = world.run(trained, data_parallel, ())
@@ -126,6 +130,7 @@ def test_data_parallel_gradients_are_settled_by_one_all_reduce():
     assert reasons.count("settle") == 1
 
 
+@pytest.mark.slow
 def test_every_pass_says_what_it_changed():
     with pt.ranks(dp=2) as world:
         (_, step), _ = world.run(trained, zero3, ())
@@ -182,6 +187,7 @@ def bytes_of(step, *reasons):
     return sum(note_of(n).nbytes for n in step.graph.moves if note_of(n).reason in reasons)
 
 
+@pytest.mark.slow
 def test_under_autocast_half_the_bytes_are_gathered_and_every_bit_is_the_same():
     with pt.ranks(dp=2) as world:
         (found, weights, step), _ = world.run(autocast_losses, ())

@@ -13,6 +13,8 @@ from partita.remat.live_memory import count_memory
 
 from .steps import squares
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
 
 

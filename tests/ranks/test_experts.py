@@ -122,6 +122,7 @@ def losses(mesh, fast):
     return [run(x, ends(*offs)).item() for offs in ((2, 5, 6, 12), (0, 7, 9, 12), (3, 3, 3, 12))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True], ids=["eager", "in a graph"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_mixture_of_experts_trains_as_on_one_device(ranks, fast):

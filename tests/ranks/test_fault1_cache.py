@@ -291,6 +291,7 @@ def sequence(form: Form, sample: Any) -> list[Reference]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(SLICES))
 def test_no_argument_of_any_op_is_forgotten(turn: int) -> None:
     refused = {"resize_", "to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"}
@@ -335,6 +336,7 @@ def test_no_argument_of_any_op_is_forgotten(turn: int) -> None:
 # -- the limit -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_any_number_of_shapes_the_size_stays_at_the_limit_and_results_are_right() -> None:
     limit = 400
 

@@ -168,6 +168,7 @@ CASES = [("once", EVEN, 2), ("once", UNEVEN, 2), *((way, UNEVEN, 3) for way in W
 cases = pytest.mark.parametrize(("way", "width", "ranks"), CASES)
 
 
+@pytest.mark.slow
 @cases
 def test_only_the_block_in_use_and_the_next_one_are_gathered_at_any_place(way, width, ranks):
     found, step, sizes = compiled(way, width, ranks)
@@ -200,6 +201,7 @@ def test_a_graph_without_the_pass_holds_every_gathered_weight():
     assert max(map(len, gathered(step))) == BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "turns"), [("once", 1), ("micro-batches", 2), ("tied", 1)])
 def test_each_weight_is_gathered_once_for_each_backward_that_reads_it(way, turns):
     _, step, _ = compiled(way, UNEVEN, 3, ("bucket",))

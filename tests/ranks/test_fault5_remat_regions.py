@@ -252,6 +252,7 @@ def spread_program(region: Function, other: Function, remember: dict[str, Any]) 
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [[], [0], [1], [0, 1]])
 def test_regions_take_and_give_dtensors_with_integers_beside_floats(keep: list[int]):
     plain = torch.randn(5, 4), torch.randn(4, 4), torch.randn(4, 4)

@@ -81,6 +81,7 @@ def afresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_each_layout_gives_what_one_device_gives(compiled):
     right = program(lambda t: t, compiled)

@@ -74,6 +74,7 @@ def programs_of(part):
 
 
 # A slice runs in one process, so that its tally is whole however the tests are spread.
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(SLICES))
 def test_most_changes_of_state_are_equal_to_eager_the_rest_refused_and_none_stale(part):
     found = {name: outcome(name) for name in programs_of(part)}
@@ -223,6 +224,7 @@ def test_a_profiler_in_place_does_not_hide_what_is_read():
     assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
 
 
+@pytest.mark.slow
 def test_what_a_collection_of_garbage_runs_is_no_part_of_a_step():
     read = []
 
@@ -241,6 +243,7 @@ def test_what_a_collection_of_garbage_runs_is_no_part_of_a_step():
         gc.callbacks.remove(hear)
 
 
+@pytest.mark.slow
 def test_what_is_within_the_entries_of_a_huge_container_is_said_not_to_be_seen():
     table = [{"k": 2} for _ in range(100_001)]
     step = pt.compile(lambda x: x * table[3]["k"], backend="graph")

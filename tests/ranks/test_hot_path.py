@@ -86,6 +86,7 @@ def outcome(key: Any, args: Any, kwargs: Any) -> Any:
         return type(error), str(error)
 
 
+@pytest.mark.slow
 @needs_c
 @settings(max_examples=500, deadline=None)
 @given(
@@ -144,6 +145,7 @@ def told(how: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @needs_c
 def test_programs_do_the_same_with_it_and_without():
     in_c, in_python = told("c"), told("python")
@@ -194,6 +196,7 @@ def calls(x: pt.DTensor, y: pt.DTensor, pending: pt.DTensor) -> None:
             wrong()
 
 
+@pytest.mark.slow
 @needs_c
 def test_no_object_is_left_behind_and_none_freed_too_early():
     with pt.ranks(dp=1) as world:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 
 import partita as pt
 from partita import Invariant, Replicate
+
+pytestmark = pytest.mark.slow
 
 
 def _activations_that_stay(mesh):

@@ -151,6 +151,7 @@ CAPTURED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "shape", "moves"), CAPTURED)
 def test_each_captured_move_gives_the_value_and_the_gradient_of_one_device(axes, shape, moves):
     moves = [m if isinstance(m[0], tuple) else ((m[0],), (m[1],)) for m in moves]

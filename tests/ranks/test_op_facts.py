@@ -128,6 +128,7 @@ def _runs(op, sample):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("letters", ["abc", "def", "ghijkl", "mn", "opqr", "s", "tuvwxyz_"])
 def test_calls_do_what_is_said_of_their_operators(letters):
     checking = _check(lambda name: name.lstrip("_").split(".")[-1][:1] in letters)

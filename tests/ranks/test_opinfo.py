@@ -46,6 +46,7 @@ def outcomes(some: list[str], samples: int) -> tuple[dict[str, dict[str, Outcome
     return found, left_out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(SLICES))
 def test_each_op_gives_what_one_device_gives(turn: int) -> None:
     asked = names()[turn::SLICES]

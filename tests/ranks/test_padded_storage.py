@@ -67,6 +67,7 @@ def is_exact(t):
     return shown(t)[0] == t.to_local().nbytes
 
 
+@pytest.mark.slow
 def test_no_storage_of_the_users_is_resized_and_none_shows_the_padding():
     def run(mesh):
         model = pt.zero(widths(), mesh)
@@ -89,6 +90,7 @@ def test_no_storage_of_the_users_is_resized_and_none_shows_the_padding():
         assert world.run(run) == [[ROWS[n][rank] for n in (7, 7, 2, 2)] for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_no_file_holds_padding():
     def run(mesh):
         model = pt.zero(widths(), mesh)
@@ -143,6 +145,7 @@ def from_a_file(model, optimizer):
 CHANGES = [no_change, other_data, other_dtype, loaded_state, gradients_of_eager, from_a_file]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "change"), [*((3, change) for change in CHANGES), (1, no_change), (1, from_a_file)]
 )
@@ -166,6 +169,7 @@ def test_what_comes_without_room_is_given_it_once(change, stage):
         assert losses == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_that_others_see_is_not_exchanged():
     def run(mesh):
         model = pt.zero(widths(), mesh)
@@ -196,6 +200,7 @@ def tagged_as(p, local):
     )
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_model_has_room_of_its_own():
     def run(mesh):
         first = pt.zero(widths(), mesh)
@@ -241,6 +246,7 @@ def test_whoever_makes_an_uneven_shard_makes_room_behind_it(by, axes):
         world.run(run)
 
 
+@pytest.mark.slow
 def test_tied_weights_stay_one_and_are_written_where_they_are():
     def run(mesh, fast):
         torch.manual_seed(0)

@@ -81,6 +81,7 @@ def test_a_strided_gradient_stays_pending_through_saving_and_hooks(multiply):
             torch.testing.assert_close(grad, one.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["foreach", "fused", "op by op", "subclass"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=lambda m: m.__name__)
 def test_steps_leave_no_objects_behind(make, kind):

@@ -373,6 +373,7 @@ def told_by_a_group(rank):
     return group._get_sequence_number_for_group() - before
 
 
+@pytest.mark.slow
 def test_a_group_tells_its_timeout_and_how_many_collectives_it_has_begun():
     assert run_ranks(told_by_a_group, 1) == [1]
 
@@ -614,6 +615,7 @@ def test_modes_can_be_taken_from_their_stacks_for_a_while_and_told_from_torchs_o
         assert isinstance(device, torch.utils._device.DeviceContext) and device.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_what_torch_reads_a_tensor_as_a_number_with_is_one_operator_whose_place_can_be_taken():
     """In a process of its own: an operator's kernel is every test's."""
     program = """

@@ -204,6 +204,7 @@ def shortest(program: Program) -> Program:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns of broadcast targets and the like
 @settings(
     max_examples=EXAMPLES or 300,

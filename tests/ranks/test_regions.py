@@ -314,6 +314,7 @@ def test_forward_saves_what_backward_reads_and_nothing_else():
     assert own(ours, parameters) <= own(plain, {p.data_ptr() for p in plain if p.ndim == 9})
 
 
+@pytest.mark.slow
 def test_a_region_holds_nothing_of_a_call_that_is_over():
     region = compiled(made(Layer))
     x = torch.randn(3, 8, requires_grad=True)

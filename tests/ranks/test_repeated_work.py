@@ -154,6 +154,7 @@ def test_a_captured_step_says_what_the_eager_one_does():
     assert (op, axes, share) == ("linear", ("tp",), 0.5)  # two layers half, and one whole
 
 
+@pytest.mark.slow
 def test_where_blocks_are_traced_once_nothing_is_said():
     def run(mesh):
         _, _, step = losses(mesh, "blocks")

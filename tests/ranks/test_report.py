@@ -61,6 +61,7 @@ def test_a_page_asks_nothing_of_the_network_and_escapes_what_it_is_told(tmp_path
     assert NASTY not in page  # in figures, too, where it stands in JSON
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_browser_draws_each_figure_without_an_error(tmp_path):
     write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
@@ -79,6 +80,7 @@ def test_what_a_run_does_not_know_is_left_out(tmp_path):
     assert "Loss and speed" in page and "<h2>Memory" not in page and "<h2>Layouts" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_training_writes_a_report_of_what_it_did(compile, tmp_path):
     text = tmp_path / "text"

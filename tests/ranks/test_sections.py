@@ -101,6 +101,7 @@ def assert_equal(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [adam, momentum])
 @pytest.mark.parametrize("kind", [Layer, Counting])
 def test_a_step_of_equal_layers_is_the_graph_s_and_a_few_sections(kind, optimizer, cut):
@@ -110,6 +111,7 @@ def test_a_step_of_equal_layers_is_the_graph_s_and_a_few_sections(kind, optimize
     assert sections.calls > len(sections.different)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_sharded_step_is_the_graph_s(stage, cut):
     def body(mesh):
@@ -121,6 +123,7 @@ def test_a_sharded_step_is_the_graph_s(stage, cut):
     assert len(cut.found) == 2 and None not in cut.found
 
 
+@pytest.mark.slow
 def test_more_layers_are_more_calls_of_the_same_sections(cut):
     for layers in (6, 12):
         trained(Layer, how=cut, layers=layers)

@@ -124,6 +124,7 @@ UNIT = Machine(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bytes_on_each_axis_are_those_that_the_ledger_of_a_run_counts(stage):
     found = pt.simulate(*_dry(stage), machine=UNIT)
@@ -196,6 +197,7 @@ def test_a_trace_is_what_perfetto_reads(tmp_path):
 SMALL = pt.Strategy(layers=1, context=32)
 
 
+@pytest.mark.slow
 def test_a_named_model_is_simulated_without_memory_with_fused_attention():
     found = pt.simulate("gpt", {"dp": 512, "tp": 2}, "h100", strategy=SMALL)
     assert found.tokens == 512 * 32
@@ -221,6 +223,7 @@ def test_what_cannot_be_simulated_is_one_clear_error(model, mesh, strategy, says
         pt.simulate(model, mesh, "h100", strategy=strategy)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table(capsys):
     from partita.cli import main
 
@@ -253,6 +256,7 @@ def test_causal_attention_is_told_by_its_argument_alone():
     assert count_flops(whole) == 4 * 2 * 16 * 16 * 8 == 2 * count_flops(causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_batches_are_simulated_at_each_stage(stage):
     found = [

@@ -174,6 +174,7 @@ def output_of(tmp_path: Path, how: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_plain_program_does_not_notice_that_partita_is_imported(tmp_path):
     without, with_partita = (output_of(tmp_path, how) for how in ("nothing", "partita"))
     right, mine = without.communicate()[0], with_partita.communicate()[0]
@@ -210,6 +211,7 @@ def afresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
 @pytest.mark.parametrize("compiled", ["step", "model", "module.compile", "optimizer"])
 @pytest.mark.parametrize("stage", [0, 3])

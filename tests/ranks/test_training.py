@@ -46,6 +46,7 @@ def difference(losses: list[float], truth: list[float]) -> float:
 # -- options that are put together -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -62,6 +63,7 @@ def test_the_losses_are_those_of_one_device_whatever_is_asked_together(options, 
     assert difference(losses_on(replace(tiny, mesh=MESH, **options)), truth) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "compile"), [(0, False), (3, False), (0, True), (3, True)])
 def test_in_bf16_all_of_it_together_stays_near_fp32(zero, compile, tiny, truth):
     options = replace(
@@ -96,6 +98,7 @@ def broken_off(options: Options, at: int) -> None:
         losses_on(options, tell)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)  # three runs, each of which four ranks capture
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_run_that_was_broken_off_goes_on_bit_for_bit(compile, tiny, tmp_path):
@@ -108,6 +111,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_for_bit(compile, tiny, tmp_path):
     assert losses_on(kept) == []  # it is finished, and its last checkpoint is that of the end
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_upon_another_mesh_with_another_stage(tiny, truth, tmp_path):
     kept = replace(tiny, save=tmp_path / "run", save_every=2, resume=True)
     broken_off(replace(kept, mesh=MESH, zero=3), at=3)

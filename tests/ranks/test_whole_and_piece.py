@@ -245,6 +245,7 @@ def test_a_mode_hears_a_number_read_once():
     assert heard == ["tensor", "arange", "numel", "tensor", "item"]
 
 
+@pytest.mark.slow
 def test_a_program_without_pending_numbers_keeps_torchs_own_operator():
     program = """
 import torch, partita as pt

@@ -107,6 +107,7 @@ def test_a_dry_rank_sends_what_a_real_one_sends():
     assert [sent(pt.dry_mesh(rank, dp=3)) for rank in range(3)] == real
 
 
+@pytest.mark.slow
 def test_a_dry_step_of_zero_3_is_the_graph_of_real_ranks():
     def nodes(mesh, device):
         torch.manual_seed(0)

@@ -399,6 +399,7 @@ def carry_pairs(device_mesh, mesh, pairs):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shape"),
     [

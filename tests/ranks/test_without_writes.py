@@ -213,6 +213,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_training_step_is_rewritten_and_its_graph_is_no_larger(name, ways, monkeypatch):
     def trained():

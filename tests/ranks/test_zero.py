@@ -80,6 +80,7 @@ def whole(model):
 # -- the same losses -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("build", [gpt, odd])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -269,6 +270,7 @@ def test_parameters_gradients_and_state_rest_where_the_stage_says():
             assert world.run(run, stage) == [rest] * 2
 
 
+@pytest.mark.slow
 def test_each_stage_sends_the_bytes_that_its_table_says():
     def run(mesh, stage):
         model = pt.zero(gpt(), mesh, stage=stage)
@@ -566,6 +568,7 @@ def test_an_exception_leaves_everything_released_and_usable(where):
             )
 
 
+@pytest.mark.slow
 def test_graphs_models_and_states_are_collected():
     import weakref
 

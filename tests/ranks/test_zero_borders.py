@@ -517,6 +517,7 @@ def test_an_optimizer_hooks_and_gradients_from_before_a_model_was_spread_go_on(m
             torch.testing.assert_close(found, run(None), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_optimizer_from_before_a_model_was_spread_trains_it_in_a_compiled_step():
     def run(mesh):
         model = built(Known)

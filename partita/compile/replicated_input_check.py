@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Wire
+from partita.comm import Wire, is_alone
 from partita.layout import Fix, LayoutError
 from partita.tensor.checksum import checksum
 
@@ -52,6 +52,8 @@ class Compared:
             tensors: of the call.
             run: runs the graph.
         """
+        if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
+            return
         given = [entered(i, tensors) for i in self.inputs]
         with torch.random.fork_rng(devices=_find_cuda_devices(given)), Local(), torch.no_grad():
             values = run(*given)

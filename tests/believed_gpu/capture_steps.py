@@ -1,0 +1,94 @@
+"""Captures a step of a model for GPUs that are not there, and tells as JSON what its graph is.
+
+Run by `test_capture_for_cuda`, in a torch that believes in a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import partita as pt
+from partita.app.models import GPT
+from partita.compile.capture.fakes import captured_for
+
+CONTEXT = 32
+
+
+def gpt() -> Any:
+    model = GPT(layers=2, width=64, heads=4, context=CONTEXT).bfloat16()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+
+    return model, loss
+
+
+def llama() -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=256,
+        max_position_embeddings=CONTEXT,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    return model, lambda x: model(input_ids=x, labels=x).loss
+
+
+def captured(name: str, device: str, **options: Any) -> Any:
+    """The program of a ZeRO-3 step on two ranks, and the compiled step that it is of."""
+    mesh = pt.dry_mesh(dp=2, device_type="meta")
+    with torch.device("meta"):
+        model, loss_of = {"gpt": gpt, "llama": llama}[name]()
+        tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
+    pt.zero(model, mesh, "dp", stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    fast = pt.compile(step, backend="graph", **options)
+    with captured_for(device):
+        program = fast.capture(pt.DTensor.from_local(tokens, mesh, [pt.Shard(0)]))
+    return program, fast
+
+
+def told(name: str) -> dict[str, Any]:
+    """What the tests look at."""
+    program, fast = captured(name, "cuda:0")
+    other, _ = captured(name, "cuda:1")
+    _, without = captured(name, "cuda:0", without=("regather",))
+    calls = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+    devices = Counter(
+        n.meta["val"].device.type
+        for n in calls
+        if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].ndim
+    )
+    return {
+        "calls": Counter(str(n.target) for n in calls),
+        "devices": devices,
+        "keys": [program.key, other.key],
+        "text": str(fast.graph),
+        "peak": fast.memory.peak,
+        "peak without regather": without.memory.peak,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(told(sys.argv[1])))

@@ -1,0 +1,63 @@
+"""Is a step captured for GPUs where there are none: their kernels, one key, its memory?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that knows of GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def believing(tmp_path_factory):
+    """The environment of a process whose torch believes in a GPU."""
+    home = Path(torch.__file__).parent
+    made = tmp_path_factory.mktemp("believed") / "believed_gpu.so"
+    include = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include"]
+    libraries = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
+    source = str(HERE / "believed_gpu.cpp")
+    build = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", *include, source, "-o", str(made)]
+    done = subprocess.run([*build, *libraries], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"torch's headers are others:\n{done.stderr[-2000:]}"
+    root = str(HERE.parents[1])
+    return {**os.environ, "LD_PRELOAD": str(made), "PYTHONPATH": root}
+
+
+def told_of(name, environment):
+    run = [sys.executable, str(HERE / "capture_steps.py"), name]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("gpt", "flash"),
+        ("llama", "efficient"),  # of positions that it cannot read transformers makes a mask
+    ],
+)
+def test_a_step_is_captured_for_a_gpu_that_is_not_there(name, kernel, believing):
+    told = told_of(name, believing)
+    attention = {call: n for call, n in told["calls"].items() if "scaled_dot_product" in call}
+    called = f"aten._scaled_dot_product_{kernel}_attention"
+    assert attention == {f"{called}.default": 2, f"{called}_backward.default": 2}  # of two layers
+    # What lies on the host is made of numbers: an optimizer's, or of positions.
+    assert told["devices"]["cuda"] > 100 * told["devices"].get("cpu", 0)
+    one, other = told["keys"]
+    assert one == other and len(one) == 64  # whichever of a host's GPUs a rank has
+    assert "cuda:" not in told["text"]
+    # ZeRO-3 holds what one block needs; without the pass all gathered weights wait for backward.
+    assert 0 < told["peak"] < told["peak without regather"]

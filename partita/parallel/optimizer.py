@@ -207,6 +207,7 @@ def _step_as_plain(
     try:
         for t in tensors:
             t.__class__ = plain
+        shapes = {p: p.shape for p in params}
         step(*args, **kwargs)
     finally:
         # Fused kernels do not count what they change, and we keep what is made of tensors by count.
@@ -216,8 +217,8 @@ def _step_as_plain(
             t.__class__ = typed
     for p in params:
         for name, value in state[p].items() if p in state else ():
-            # Only the count of steps is a scalar that belongs to no element.
-            if type(value) is plain and name != "step":
+            # A scalar that belongs to no element (the count of steps, ASGD's eta) stays plain.
+            if type(value) is plain and name != "step" and value.shape == shapes[p]:
                 tagged(value, update_spec(p))  # type: ignore[arg-type]
 
 

@@ -394,6 +394,35 @@ def test_a_plain_loop_with_any_optimizer_is_one_devices(name: str) -> None:
     run(ranks, dp=2, tp=2)
 
 
+@pytest.mark.parametrize("name", ["ASGD", "NAdam"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scalars_of_an_optimizers_state_are_plain_and_can_be_loaded(name: str, compiled: bool):
+    def train(mesh):
+        torch.manual_seed(0)
+        model = pt.zero(nn.Linear(5, 5), mesh)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        x = pt.distribute_tensor(torch.ones(6, 5), mesh, [pt.Shard(0)])
+
+        def step():
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        run = pt.compile(step, backend="graph") if compiled else step
+        run()
+        state = optimizer.state[model.weight]
+        scalars = [type(v) for v in state.values() if not v.ndim]
+        shapes = {v.full_tensor().shape for v in state.values() if v.ndim}
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run()
+        return scalars, shapes
+
+    with pt.ranks(dp=3) as world:
+        for scalars, shapes in world.run(train):
+            assert len(scalars) >= 2 and set(scalars) == {Tensor}
+            assert shapes == {(5, 5)}
+
+
 def test_an_optimizer_that_asks_again_for_the_loss_is_one_devices() -> None:
     def loop(model: nn.Module, put: Callable[[Tensor], Tensor]) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)

@@ -218,7 +218,9 @@ def _step_as_plain(
     for p in params:
         for name, value in state[p].items() if p in state else ():
             # A scalar that belongs to no element (the count of steps, ASGD's eta) stays plain.
-            if type(value) is plain and name != "step" and value.shape == shapes[p]:
+            if type(value) is not plain or name == "step":
+                continue
+            if value.shape == shapes[p]:  # type: ignore[attr-defined]
                 tagged(value, update_spec(p))  # type: ignore[arg-type]
 
 

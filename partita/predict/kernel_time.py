@@ -21,6 +21,7 @@ from partita.compile.graph import is_collective
 from partita.compile.node_metadata import note_of
 from partita.tensor.op_facts import facts_of
 
+from .kernel_rates import BY_FLOPS, rate_of
 from .machine import Machine
 
 __all__ = ["Kernel", "count_flops", "kernels_of"]
@@ -42,6 +43,7 @@ class Kernel:
         nbytes: read and written.
         dtype: of its first operand, such as "bfloat16".
         begins: it begins a kernel; false where it is fused into one before.
+        rate: the name of its curve, of a machine that has measured ones; "" where it costs nothing.
     """
 
     kind: str = "free"
@@ -49,9 +51,15 @@ class Kernel:
     nbytes: float = 0.0
     dtype: str = "float32"
     begins: bool = False
+    rate: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """Seconds on a machine."""
+        """Seconds on a machine: as measured where it was, else by the roofline."""
+        curve = machine.kernels.get(self.rate)
+        if curve is not None:
+            slower = machine.peak_flops("float32") / machine.peak_flops(self.dtype)
+            is_work = self.rate in BY_FLOPS
+            return curve.seconds_of(self.flops * slower if is_work else self.nbytes)
         if self.kind == "free":
             return 0.0
         of = self.kind if self.kind in ("matmul", "attention") else "matmul"
@@ -80,7 +88,7 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
     for node in calls:
         kind = kinds[node]
         if kind == "free":
-            found[node] = Kernel()
+            found[node] = Kernel(rate=rate_of(node, _name_of_op(node), kind))
             continue
         group = joins.get(node, node)
         nbytes = float(_nbytes_of_node(node)) if node in written else 0.0
@@ -92,7 +100,12 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
                 seen.add((group, source))
                 nbytes += min(_nbytes_of_node(operand), _read_at_most(node, operand))
         found[node] = Kernel(
-            kind, count_flops(node), nbytes, _dtype_of_operands(node), group is node
+            kind,
+            count_flops(node),
+            nbytes,
+            _dtype_of_operands(node),
+            group is node,
+            rate_of(node, _name_of_op(node), kind),
         )
     return found
 

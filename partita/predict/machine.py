@@ -11,9 +11,11 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .measured_curve import MeasuredCurve
 
 __all__ = ["EFFICIENCIES", "Link", "Machine", "MachineError", "load_machine", "shipped_machines"]
 
@@ -28,6 +30,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "bytes per second": {f"{p}B/s": n for p, n in (_POWERS | _BINARY).items()},
     "operations per second": {f"{p}FLOP/s": n for p, n in _POWERS.items()},
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "parts": {"%": 1e-2},
 }
 
 
@@ -65,6 +68,13 @@ class Machine:
         host: the link within a host.
         network: the link from host to host.
         overlaps: collectives run beside kernels without slowing them, as on GPUs.
+        straggling: what part of the time of computing the slowest rank is behind the others when
+            they meet in a collective.
+        step_seconds: of a step beside its kernels and collectives: what the host does for a call.
+        kernels: seconds by amount of kinds of kernels (see `kernel_rates`), where measured; the
+            roofline prices the others.
+        collectives: seconds by bytes that a rank sends, by kind and number of ranks
+            ("all_gather-4"), where measured; rings with the links' figures price the others.
     """
 
     name: str
@@ -79,6 +89,10 @@ class Machine:
     host: Link
     network: Link
     overlaps: bool = True
+    straggling: float = 0.0
+    step_seconds: float = 0.0
+    kernels: Mapping[str, MeasuredCurve] = field(default_factory=dict)
+    collectives: Mapping[str, MeasuredCurve] = field(default_factory=dict)
 
     def peak_flops(self, dtype: str) -> float:
         """Operations per second of a dtype; of the slowest that is known where it is not."""
@@ -146,8 +160,10 @@ class _Reader:
         }
         tables = ("flops", "efficiency", "host", "network")
         needed = ["name", "source", "fuses", "ranks_per_host", *amounts, *tables]
-        self._check_keys("", found, needed, ["overlaps"])
-        for key in tables:
+        curves = ("kernels", "collectives")
+        amounts_beside = {"straggling": "parts", "step_seconds": "seconds"}
+        self._check_keys("", found, needed, ["overlaps", *amounts_beside, *curves])
+        for key in (*tables, *(key for key in curves if key in found)):
             if not isinstance(found[key], dict):
                 raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys("efficiency.", found["efficiency"], EFFICIENCIES)
@@ -169,8 +185,32 @@ class _Reader:
             },
             host=self._link("host", found["host"]),
             network=self._link("network", found["network"]),
-            **{key: self._read_amount(key, found[key], unit) for key, unit in amounts.items()},
+            kernels=self._curves("kernels", found.get("kernels", {})),
+            collectives=self._curves("collectives", found.get("collectives", {})),
+            **{
+                key: self._read_amount(key, found[key], unit)
+                for key, unit in {**amounts, **amounts_beside}.items()
+                if key in found
+            },
         )
+
+    def _curves(self, key: str, found: Mapping[str, Any]) -> dict[str, MeasuredCurve]:
+        return {name: self._curve(f"{key}.{name}", table) for name, table in found.items()}
+
+    def _curve(self, key: str, found: Any) -> MeasuredCurve:
+        if not isinstance(found, dict):
+            raise self._make_error(key, f"is a table: write [{key}]")
+        self._check_keys(f"{key}.", found, ["amounts", "seconds"])
+        rows = []
+        for name in ("amounts", "seconds"):
+            row = self._check_type(f"{key}.{name}", found[name], list)
+            if not all(type(value) in (int, float) and math.isfinite(value) for value in row):
+                raise self._make_error(f"{key}.{name}", f"is {row!r}, not all of it numbers")
+            rows.append(tuple(map(float, row)))
+        try:
+            return MeasuredCurve(*rows)
+        except ValueError as error:
+            raise self._make_error(key, str(error)) from None
 
     def _link(self, key: str, found: Mapping[str, Any]) -> Link:
         self._check_keys(f"{key}.", found, ["latency", "bandwidth"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ class _Player:
         self.free: dict[str, float] = {}  # when an axis's links are
         self.ready: dict[fx.Node, tuple[float, str]] = {}  # what is under way, and on what stream
         self.by_dtype: dict[str, float] = {}
+        self.met = 0.0  # when the ranks last met in a collective
 
     def run(self) -> Play:
         graph = self.program.graph.graph
@@ -111,7 +112,7 @@ class _Player:
                 self._run_kernel(node, kernels[node])
         for node in list(self.ready):
             self._wait_for_collective(node)
-        self.found.seconds = self.now
+        self.found.seconds = self.now + self.machine.step_seconds
         if self.by_dtype:
             self.found.dtype = max(self.by_dtype, key=self.by_dtype.__getitem__)
         return self.found
@@ -124,16 +125,28 @@ class _Player:
         kind = _kind_of_collective(node)
         given = _nbytes_of_value(node if kind == "all_gather" else node.all_input_nodes[0])
         sent = collective_bytes(kind, ranks, given)
-        link = self.links.get(stream) or self.machine.link_of(axes, sizes)
-        reached = Link(link.latency, link.bandwidth * self.machine.efficiency["link"])
-        seconds = collective_seconds(kind, ranks, sent, reached)
-        start = max([self.now, *(self.free.get(axis, 0.0) for axis in axes)])
+        seconds = self._seconds_of_collective(kind, ranks, sent, axes, sizes)
+        arrived = self.now + self.machine.straggling * (self.now - self.met) * (ranks > 1)
+        start = max([arrived, *(self.free.get(axis, 0.0) for axis in axes)])
         for axis in axes:
             self.free[axis] = start + seconds
         self.ready[node] = (start + seconds, stream)
         self._record_event(node, stream, start, seconds, kind, sent)
         if not self.machine.overlaps:
             self._wait_for_collective(node)
+            self.met = self.now
+
+    def _seconds_of_collective(
+        self, kind: str, ranks: int, sent: float, axes: Sequence[str], sizes: Mapping[str, int]
+    ) -> float:
+        """Seconds once all ranks are there: by a link that is given, as measured, or as a ring."""
+        link = self.links.get(" ".join(axes))
+        curve = self.machine.collectives.get(f"{kind}-{ranks}")
+        if link is None and curve is not None:
+            return curve.seconds_of(sent)
+        link = link or self.machine.link_of(axes, sizes)
+        reached = Link(link.latency, link.bandwidth * self.machine.efficiency["link"])
+        return collective_seconds(kind, ranks, sent, reached)
 
     def _wait_for_collective(self, node: fx.Node) -> None:
         end, stream = self.ready.pop(node, (0.0, ""))

@@ -14,6 +14,7 @@ import partita as pt
 from partita.predict.collective_time import collective_bytes, collective_seconds
 from partita.predict.kernel_time import count_flops
 from partita.predict.machine import Link, Machine, MachineError, load_machine, shipped_machines
+from partita.predict.measured_curve import MeasuredCurve
 from partita.predict.strategy import Strategy
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
@@ -79,6 +80,51 @@ def test_a_wrong_machine_file_is_one_error_that_names_the_key(old, new, says, tm
 def test_a_machine_that_is_not_there_is_an_error_that_names_those_that_are():
     with pytest.raises(MachineError, match="a100, h100, h200"):
         load_machine("h1000")
+
+
+CURVES = """straggling = "5 %"
+
+[kernels.arithmetic]
+amounts = [100, 200, 400]
+seconds = [1, 2, 2.5]
+[collectives.all_gather-2]
+amounts = [0]
+seconds = [7]
+"""
+
+
+def read_with(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((MACHINES / "h100.toml").read_text().replace("[flops]", text + "\n[flops]"))
+    return load_machine(path)
+
+
+def test_a_machine_file_may_have_measured_curves(tmp_path):
+    machine = read_with(CURVES, tmp_path)
+    assert machine.straggling == 0.05
+    assert [machine.kernels["arithmetic"].seconds_of(n) for n in (0, 100, 150, 300, 600)] == [
+        1, 1, 1.5, 2.25, 3
+    ]  # fmt: skip
+    assert machine.collectives["all_gather-2"].seconds_of(1e9) == 7
+    assert not load_machine("h100").kernels
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[1, 2, 2.5]", "[1, 2]", "kernels.arithmetic has as many amounts as seconds"),
+        ("[1, 2, 2.5]", '[1, 2, "3"]', "kernels.arithmetic.seconds is .* not all of it numbers"),
+        ("[100, 200, 400]", "[200, 100, 400]", "amounts that do not rise"),
+        ("[7]", "[0]", "collectives.all_gather-2 has seconds that are not above 0"),
+        ("[7]", "[7]\nunit = 1", "collectives.all_gather-2.unit is not known"),
+        ("[7]", "7", "collectives.all_gather-2.seconds is 7, not of type list"),
+        ('"5 %"', '"5 m"', "straggling is '5 m', no amount of parts"),
+    ],
+)
+def test_a_wrong_curve_is_one_error_that_names_it(old, new, says, tmp_path):
+    assert old in CURVES
+    with pytest.raises(MachineError, match=says):
+        read_with(CURVES.replace(old, new), tmp_path)
 
 
 def test_a_ring_goes_over_the_slowest_link_that_it_crosses():
@@ -152,13 +198,58 @@ def _dry(stage, dp=2):
     return step, mesh
 
 
-def test_the_links_of_zero_3_work_as_long_as_its_formula_says():
-    # Every weight is gathered forward, and the second one's again, and each gradient is reduced.
-    found = pt.simulate(*_dry(3), machine=UNIT)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_links_of_zero_3_work_as_long_as_its_formula_says(ranks):
+    # Rajbhandari et al., arXiv 1910.02054, section 7: each weight is gathered forward and again
+    # backward, and each gradient is reduce-scattered; a ring of n ranks sends n - 1 messages of an
+    # n-th part of the bytes. Nothing asks for x's gradient, so the first weight is not gathered
+    # again, and backward never reads a bias.
+    first, second = 4 * (8 * 16 + 16), 4 * (16 * 8 + 8)
+    moved = [first, second, 4 * 16 * 8, second, first]
+    formula = sum((ranks - 1) * (1.0 + nbytes / ranks) for nbytes in moved)
+
+    found = pt.simulate(*_dry(3, ranks), machine=UNIT)
+    assert found.link_seconds == {"dp": formula}
+    assert found.nbytes == {"dp": sum((ranks - 1) * nbytes // ranks for nbytes in moved)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_links_of_data_parallelism_work_as_long_as_rings_of_all_reduces(ranks):
+    gradients = 4 * (8 * 16 + 16 + 16 * 8 + 8)
+    found = pt.simulate(*_dry(0, ranks), machine=UNIT)
     events = [e for e in found.timeline.events if e.stream == "dp"]
-    for event in events:
-        assert event.seconds == 1.0 * (2 if event.kind == "all_reduce" else 1) + event.nbytes
-    assert found.link_seconds["dp"] == sum(event.seconds for event in events)
+    formula = 2 * (ranks - 1) * (len(events) * 1.0 + gradients / ranks)
+    assert {e.kind for e in events} == {"all_reduce"}
+    assert found.link_seconds == {"dp": formula}
+
+
+def test_what_was_measured_prices_a_step_and_the_roofline_the_rest():
+    curve = MeasuredCurve((0.0,), (3.0,))
+    measured = dataclasses.replace(
+        UNIT,
+        kernels={"arithmetic": curve, "view": curve},
+        collectives={"all_gather-2": curve},
+        straggling=0.5,
+        overlaps=False,
+    )
+    plain = pt.simulate(*_dry(3), machine=dataclasses.replace(UNIT, overlaps=False))
+    found = pt.simulate(*_dry(3), machine=measured)
+    before = {event.name: event for event in plain.timeline.events}
+    met = 0.0
+    for event in found.timeline.events:
+        if event.stream == "dp":
+            computed = sum(
+                e.seconds
+                for e in found.timeline.events
+                if e.stream == "compute" and met <= e.start < event.start
+            )
+            assert event.start == pytest.approx(met + computed * 1.5)
+            met = event.start + event.seconds
+            if event.kind == "all_gather":
+                assert event.seconds == 3.0
+                continue
+        if event.kind in ("matmul", "reduce_scatter"):
+            assert event.seconds == before[event.name].seconds
 
 
 def test_time_is_what_computes_and_what_is_exposed():

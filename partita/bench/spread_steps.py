@@ -1,0 +1,124 @@
+"""Steps of the examples' models, spread over a mesh in one of many ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita as pt
+from partita.app.models import GPT, Llama
+
+__all__ = ["SpreadStep", "make_cnn"]
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadStep:
+    """A way to train a model.
+
+    Attributes:
+        model: "gpt", "llama" or "cnn": the examples', of two blocks.
+        mesh: the ranks of each axis, "dp" and "tp".
+        zero: its stage over "dp".
+        remat: blocks are recomputed in backward.
+        width: of a block; channels of the first convolution.
+        context: tokens of a sequence.
+        samples: of the batch of all ranks.
+    """
+
+    model: str = "gpt"
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 2})
+    zero: int = 0
+    remat: bool = False
+    width: int = 128
+    context: int = 64
+    samples: int = 16
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        count = 1
+        for size in self.mesh.values():
+            count *= size
+        return count
+
+    def __str__(self) -> str:
+        axes = ",".join(f"{name}={size}" for name, size in self.mesh.items())
+        said = [self.model, axes, f"ZeRO-{self.zero}" if "dp" in self.mesh else "", str(self.width)]
+        said += ["" if self.model == "cnn" else f"x {self.context}", "remat" if self.remat else ""]
+        return " ".join(filter(None, said))
+
+    def make(self) -> tuple[Any, tuple[Tensor, ...], Any]:
+        """The step, its arguments and the mesh. All ranks call this."""
+        names, sizes = tuple(self.mesh), tuple(self.mesh.values())
+        mesh = pt.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        torch.manual_seed(0)
+        model, plan, batch = _MODELS[self.model](self)
+        pt.parallelize(model, mesh, plan if "tp" in self.mesh else None)
+        if "dp" in self.mesh:
+            pt.zero(model, mesh, "dp", stage=self.zero)
+        if self.remat:
+            pt.remat(model, blocks=list(model.blocks))  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        placements = [pt.Shard(0) if name == "dp" else pt.Replicate() for name in names]
+        spread = tuple(pt.distribute_tensor(one, mesh, placements) for one in batch)
+
+        def step(x: Tensor, target: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            logits = model(x)
+            loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return pt.compile(step, backend="graph"), spread, mesh
+
+
+def make_cnn(channels: int) -> nn.Module:
+    """The net of the example that sees digits."""
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1),
+        nn.BatchNorm2d(2 * channels),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * channels, 10),
+    )
+
+
+_Made = tuple[nn.Module, Any, tuple[Tensor, Tensor]]
+
+
+def _make_gpt(asked: SpreadStep) -> _Made:
+    model = GPT(layers=2, width=asked.width, heads=4, context=asked.context)
+    return model, pt.plans.gpt(), _draw_text(asked)
+
+
+def _make_llama(asked: SpreadStep) -> _Made:
+    model = Llama(layers=2, width=asked.width, heads=8, groups=4, context=asked.context)
+    return model, pt.plans.llama(), _draw_text(asked)
+
+
+def _make_digits(asked: SpreadStep) -> _Made:
+    images = torch.rand(asked.samples, 1, 8, 8)
+    return make_cnn(asked.width), None, (images, torch.randint(0, 10, (asked.samples,)))
+
+
+def _draw_text(asked: SpreadStep) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 256, (asked.samples, asked.context))
+    return text, text
+
+
+_MODELS: dict[str, Callable[[SpreadStep], _Made]] = {
+    "gpt": _make_gpt,
+    "llama": _make_llama,
+    "cnn": _make_digits,
+}

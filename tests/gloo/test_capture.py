@@ -56,6 +56,7 @@ def test_twenty_losses_of_a_compiled_step_are_those_of_eager(how, axis, backend)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(single), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_a_step_of_one_process_compiles():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)

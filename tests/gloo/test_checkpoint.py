@@ -66,6 +66,7 @@ def load(rank: int, sizes: tuple[int, ...], path: str) -> None:
         assert torch.equal(state[name].full_tensor(), WHOLE + 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(4,), (1,), (2, 1), (3,)])
 def test_what_four_processes_save_others_load(sizes, tmp_path):
     run_ranks(save, 4, (2, 2), str(tmp_path / "c"), 3)
@@ -256,6 +257,7 @@ def train_and_save(rank: int, path: str | None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_it_saves_and_does_not_change(tmp_path):
     alone = run_ranks(train_and_save, 2, None)
     assert run_ranks(train_and_save, 2, str(tmp_path / "c")) == alone
@@ -320,6 +322,7 @@ def steps(rank: int, path: str, start: int, stop: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_new_processes_go_on_bit_for_bit(tmp_path):
     whole = run_ranks(steps, 2, str(tmp_path / "whole"), 0, 10)[0]
     before = run_ranks(steps, 2, str(tmp_path / "c"), 0, 5)[0]

@@ -47,6 +47,7 @@ def read_often(rank: int, path: str) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_jobs_that_save_to_one_path_wait_and_each_read_is_one_whole_save(tmp_path):
     path = str(tmp_path / "c")
     pt.save({"rows": torch.zeros(6, 5), "whole": torch.zeros(3), "step": 0}, path)

@@ -191,6 +191,7 @@ WAYS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tp", "zero3"])
 def test_full_state_dicts_are_loaded_as_by_one_process(mode):
     before = expected()

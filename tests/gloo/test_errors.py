@@ -118,6 +118,7 @@ def one_raises(rank, folder, where):
         Path(folder, str(rank)).write_text(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward", "afterwards"])
 @pytest.mark.filterwarnings("ignore:module forward hook")
 def test_where_a_rank_raises_within_a_step_the_others_are_told_which_is_gone(where, tmp_path):

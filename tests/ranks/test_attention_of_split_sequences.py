@@ -308,6 +308,7 @@ def test_a_graph_has_one_causal_mask_for_all_layers():
             assert sum(line.startswith("masked_fill") for line in lines) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("s", [5, 9])
 def test_a_sequence_that_two_axes_cut_unevenly_is_captured(s):
     def run(mesh):

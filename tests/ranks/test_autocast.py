@@ -110,6 +110,7 @@ def check_close(mine: Any, right: Any, what: str) -> None:
         assert mine == right, what
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize("place", [*CLASSES, "S0", "S1"])
 def test_torchs_own_cases_of_its_lists_are_as_on_one_device(place):

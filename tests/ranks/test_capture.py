@@ -378,6 +378,7 @@ def test_gradients_that_have_done_their_work_are_gone():
 # -- other programs --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_shape_value_or_mode_is_another_capture_with_its_reason():
     torch.manual_seed(0)
     model = nn.Linear(4, 4)

@@ -499,6 +499,7 @@ def test_hooks_of_modules_in_blocks_run():
     check(build, squares)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_block_is_the_users_own():
     class Failing(Block):
         def between(self, h):
@@ -542,6 +543,7 @@ class Asking(Stack):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_what_a_block_asks_of_an_argument_is_asked_in_each_call():
     torch.manual_seed(0)
     model = Asking(AskingAnArgument)

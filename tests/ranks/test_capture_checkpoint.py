@@ -58,6 +58,7 @@ def test_a_dropout_in_a_checkpoint_has_one_mask_in_a_captured_step(reentrant):
     assert made_again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_holds_is_made_again_in_backward_by_a_graph(reentrant):
     def peak(run):

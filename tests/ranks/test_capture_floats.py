@@ -224,6 +224,7 @@ BRANCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_number_that_is_branched_on_or_read_is_another_capture_that_names_it(name):
     step, reason = BRANCHES[name]
@@ -463,11 +464,13 @@ def test_what_is_reckoned_with_numbers_or_read_is_of_the_class_that_it_has_in_ea
     check(KINDS[name], [0.1, 0.3], 1)
 
 
+@pytest.mark.slow
 def test_a_comparison_is_true_or_false_itself():
     step = lambda x, a: (x * (2.0 if (a > 0.5) is True else 3.0), a > 0.5)  # noqa: E731
     check(step, [0.1, 0.3, 0.7, 0.4], 2)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_float_is_that_float():
     step = lambda x, a: x if copy.deepcopy({"a": a})["a"] > 0.5 else -x  # noqa: E731
     check(step, [0.1, 0.7, 0.1], 2)

@@ -16,6 +16,7 @@ class Batch:
     x: torch.Tensor
 
 
+@pytest.mark.slow
 def test_parameters_are_known_by_their_identity():
     def rank(mesh):
         torch.manual_seed(0)

@@ -105,6 +105,7 @@ def test_a_hundred_lengths_in_buckets_are_three_captures_and_the_losses_of_no_pa
     assert reasons[1].startswith("argument[0]: shape (4, 32) became (4, 64); argument[1]: shape")
 
 
+@pytest.mark.slow
 def test_a_hundred_lengths_keep_few_programs_and_say_why_each_was_made():
     def step(x):
         return (x * 2).sum()

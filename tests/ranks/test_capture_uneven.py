@@ -446,6 +446,7 @@ def test_what_lies_behind_a_piece_is_not_written(behind):
         torch.testing.assert_close(total, wanted)
 
 
+@pytest.mark.slow
 def test_memory_that_processes_share_is_padded_in_a_copy():
     def run(mesh):
         model = pt.zero(widths(), mesh)

@@ -55,6 +55,7 @@ def test_each_use_reads_what_the_update_before_it_wrote(kind, place):
     check(kind, place, {place: 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(OPTIMIZERS)[-4:])
 def test_each_rank_updates_its_part_where_the_optimizer_is_sharded(kind):
     check(kind, "the optimizer alone", {"dp": 2})
@@ -192,6 +193,7 @@ def test_a_parametrization_of_torch_is_put_on_a_model_that_is_spread_out(place):
         assert world.run(run)[1] == pytest.approx(run(None), abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
 def test_what_a_step_gives_of_an_optimizers_counts_is_what_eager_gives(kind):
     def run(compiled):

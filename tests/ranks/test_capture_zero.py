@@ -173,6 +173,7 @@ def test_a_parameter_that_stands_in_a_list_too_is_the_same_parameter(stage):
             torch.testing.assert_close(found, train(None, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_schedule_that_watches_its_optimizer_steps_beside_the_graph(stage):
     """It puts a function of its own in the place of `optimizer.step`, which sets an attribute."""

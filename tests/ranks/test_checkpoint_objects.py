@@ -35,6 +35,7 @@ class Reader:
         self.at = state["at"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [pt.save, lambda *args: pt.async_save(*args).result()])
 def test_a_resumed_run_goes_on_bit_for_bit(save, tmp_path):
     def start(mesh: Any, seed: int) -> dict[str, Any]:

@@ -202,6 +202,7 @@ def test_under_autocast_half_the_bytes_are_gathered_and_every_bit_is_the_same():
     assert change.sent[1] < change.sent[0] and change.seconds[1] < change.seconds[0]
 
 
+@pytest.mark.slow
 def test_a_cast_shard_does_not_wait_for_backward():
     with pt.ranks(dp=2) as world:
         (_, _, step), _ = world.run(autocast_losses, ())

@@ -51,6 +51,7 @@ def parts_of(step):
     return entry.compiled_fw.result.source_code, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made, size", [(trained, (5, 3)), (returns_views, (2, 3))])
 def test_what_compiled_code_gives_and_writes_is_as_in_eager(made, size):
     (plain, wanted), (captured, held) = made(), made()

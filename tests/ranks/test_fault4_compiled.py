@@ -196,6 +196,7 @@ def test_backward_reads_nothing_that_was_gathered_for_forward(way, width, ranks)
     assert again
 
 
+@pytest.mark.slow
 def test_a_graph_without_the_pass_holds_every_gathered_weight():
     _, step, _ = compiled("once", UNEVEN, 3, ("regather",))
     assert max(map(len, gathered(step))) == BLOCKS
@@ -231,6 +232,7 @@ def memory(t):
     return (t.to_local() if isinstance(t, pt.DTensor) else t).untyped_storage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_regions_forward_saves_no_weight_that_was_gathered_in_it(mixed):
     def run(mesh):
@@ -253,6 +255,7 @@ def test_a_regions_forward_saves_no_weight_that_was_gathered_in_it(mixed):
     assert 0 < saved <= BLOCKS * rows * (5 + 2 * UNEVEN) * 4
 
 
+@pytest.mark.slow
 def test_what_is_persistent_is_gathered_once_in_a_step():
     with pt.ranks(dp=3) as world:
         found, step, _ = world.run(lambda mesh: trained(mesh, "once", UNEVEN, persistent=True))[0]

@@ -341,6 +341,7 @@ def test_a_class_that_another_capture_listens_to_is_as_it_was():
     assert torch.equal(inner(torch.ones(3)), torch.full((3,), 3.0))
 
 
+@pytest.mark.slow
 def test_captures_of_several_threads_do_not_meet():
     before = torch.nn.Module.__call__, torch.nn.Module.__getattr__
 

@@ -126,6 +126,7 @@ def check(axes: dict[str, int], pairs: list[tuple[Layout, Layout]]) -> None:
             assert torch.equal(back, gradient), f"the gradient of {before} -> {after}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_pair_of_layouts_keeps_the_value_and_its_gradient(

@@ -87,6 +87,7 @@ def on_mesh(mesh: Any, kind: str, sequence: bool, places: Any, steps: int, parts
     return train(model, lambda rows: pt.distribute_batch(rows, mesh, places), steps, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("kind", ["gpt", "llama", "tied llama"])
 def test_losses_are_those_of_one_process(kind: str, name: str) -> None:
@@ -102,6 +103,7 @@ def test_losses_are_those_of_one_process(kind: str, name: str) -> None:
     assert worst <= tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp", "sp", "dp x tp with sp"])
 def test_micro_batches_that_accumulate_are_one_batch(name: str) -> None:
     sizes, sequence, places, tolerance = MESHES[name]

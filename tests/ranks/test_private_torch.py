@@ -696,6 +696,7 @@ def test_torchs_older_profiler_tells_what_a_call_takes_and_says_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_storage_of_dlpack_shows_a_part_of_memory_and_keeps_what_is_said_of_it():
     whole = torch.arange(8.0)
     front = torch.from_dlpack(to_dlpack(whole.view(torch.uint8)[:12]))

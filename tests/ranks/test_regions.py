@@ -503,6 +503,7 @@ def split_up(mesh):
     return spread_out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placements", [ROWS, WHOLE, COLUMNS], ids=["rows", "whole", "columns"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_have_the_layouts_of_eager_and_the_values_of_one_device(placements, ranks):
@@ -581,6 +582,7 @@ def start_of(t):
     return (t.to_local() if isinstance(t, pt.DTensor) else t).untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 def test_no_gathered_parameter_waits_for_backward():
     def rank(mesh):
         model = compiled(pt.zero(gpt_like(), mesh, stage=3))

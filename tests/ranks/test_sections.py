@@ -198,6 +198,7 @@ def test_a_step_that_writes_shows_or_draws_is_the_graph_s(step, cut):
     assert len(cut.found) == 1
 
 
+@pytest.mark.slow
 def test_what_a_section_reads_last_nobody_else_holds(cut):
     held = []
 

@@ -156,6 +156,7 @@ def held(which: int) -> list[torch.Tensor]:
     return [torch.rand(s, generator=generator) * 0.8 + 0.1 for s in ((4, 2), (3,))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["S(0)", "R", "P", "each another"])
 def test_every_function_of_lists_is_as_on_one_device(place):
     def body(mesh, function, arguments):

@@ -275,6 +275,7 @@ class Block(nn.Module):
         return x + self.norm(self.b(torch.tanh(self.a(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_one_region_may_hold_several_blocks(after):
     peaks = []

@@ -159,6 +159,7 @@ def clipped_while_a_forward_waits(model, x, _):
     return full(norm), first, grads(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("program", [clipped, clipped_while_a_forward_waits])
 def test_a_gradient_that_is_read_has_what_was_kept_of_it(program, stage):

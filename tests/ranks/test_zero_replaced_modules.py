@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,6 +32,7 @@ def train(model, x, wrap):
     return losses
 
 
+@pytest.mark.slow
 def test_a_module_of_a_block_that_is_taken_out_is_gathered_no_more():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Linear(4, 4))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +36,7 @@ from .capture.ctc import REPLACED
 from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
 from .capture.hearing import unheard
 from .capture.refusals import not_an_input
-from .capture.repeated_calls import RepeatedCalls
+from .capture.repeated_calls import RepeatedCalls, is_over_lists
 from .capture.scalars import taken_as_numbers, with_exact_numbers
 from .errors import not_captured, of_data
 
@@ -45,6 +45,7 @@ __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
 _READ = _aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
 
 NOTE = "partita"
 """Under which a node's `meta` has its note."""
@@ -135,6 +136,9 @@ class Recorder(TorchDispatchMode):
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # Kernels over lists ask it of each operand, several times: a sixth of a trace.
+            return args[0].device
         return unheard(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -176,6 +180,10 @@ class Recorder(TorchDispatchMode):
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
         if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
             return out
+        if is_over_lists(func):
+            out = self._repeated.call_over_lists(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         first = self.newest()
         with Local():
             out = REPLACED.get(func, func)(*args, **kwargs)

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 
-__all__ = ["become", "known_node_of", "node_of", "stands_for", "tensors_of"]
+__all__ = ["become", "known_node_of", "node_of", "node_of_number", "stands_for", "tensors_of"]
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
@@ -32,6 +32,12 @@ def known_node_of(t: torch.Tensor) -> fx.Node | None:
     """The same, but None where the tracer knows the tensor's numbers, and goes on with those."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node
+
+
+def node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
+    """The node that makes a number which is not known; None if none does."""
+    slot = get_proxy_slot(number, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None else slot.force().node  # type: ignore[union-attr]
 
 
 def stands_for(t: torch.Tensor, node: fx.Node) -> None:

@@ -4,7 +4,9 @@ Which collectives backward makes must not depend on a rank's own autograd graph,
 may leave an operand out of the graph where there is nothing to compute, or fail there. So an op
 whose piece is empty on this rank is also run on tensors without storage that are as large as the
 first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
-zeros. Ranks whose pieces have elements do none of this.
+zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have, it is
+asked for here, too: else this rank would go on alone. Ranks whose pieces have elements do none of
+this.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from partita.layout import Layout
 from partita.rules import Bound
 
 from .choose import Choice
+from .function_facts import facts_of_function
 from .names import Form
 from .plan import Path, at_path, path_here, replaced, tensors_of
 
@@ -51,31 +54,38 @@ def as_with_elements(
         if layout is not None:
             largest[path] = layout.local_shape(mesh, first)
             wholes.append(layout.shape)
-    if form.inplace or wire.padded:
+    if wire.padded:
         return kernel
     whole = form.local or func
-    known: dict[tuple[bool, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
+    asks = not (_is_of_users(form) or facts_of_function(form.name).draws)
+    known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
         there = [path_here(p, names, args, kwargs) for p in largest]
         given = [at_path(args, kwargs, p) for p in there]
-        graded = tuple([t.requires_grad for t in given])
-        if graded not in known:
-            known[graded] = None
+        kinds = tuple([(t.dtype, t.requires_grad) for t in given])
+        if kinds not in known:
+            found = None
             # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
             for shapes in ([*largest.values()], wholes):
                 metas = [
-                    _make_meta_tensor(t, shape) for t, shape in zip(given, shapes, strict=True)
+                    _make_meta_tensor(t, shape, graded=t.requires_grad and not form.inplace)
+                    for t, shape in zip(given, shapes, strict=True)
                 ]
                 given_metas = dict(zip(there, metas, strict=True))
                 try:
-                    known[graded] = _run_on_meta(
-                        whole, args, kwargs, given_metas, _is_of_users(form)
-                    )
-                    break
+                    found = _run_on_meta(whole, args, kwargs, given_metas, _is_of_users(form))
                 except IndexError:
                     continue
-        return known[graded]
+                if found is not None and asks:
+                    _raise_as_with_elements(whole, args, kwargs, given_metas, wire.device)
+                break
+            known[kinds] = found
+        return known[kinds]
+
+    def run_in_place(*args: Any, **kwargs: Any) -> Any:
+        try_with_elements(args, kwargs)
+        return (kernel or whole)(*args, **kwargs)
 
     def run_as_with_elements(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -88,18 +98,48 @@ def as_with_elements(
             if any(t is None for t in outs):
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
-        if torch.is_grad_enabled():
-            tried = try_with_elements(args, kwargs)
-            if tried is not None:
-                operands = [at_path(args, kwargs, p) for p in tried[1]]
-                return _tie_outputs_to_operands(out, operands, tried[0])
+        tried = try_with_elements(args, kwargs)
+        if tried is not None and torch.is_grad_enabled():
+            operands = [at_path(args, kwargs, p) for p in tried[1]]
+            return _tie_outputs_to_operands(out, operands, tried[0])
         return out
 
-    return run_as_with_elements
+    return run_in_place if form.inplace else run_as_with_elements
 
 
-def _make_meta_tensor(t: torch.Tensor, shape: Shape) -> torch.Tensor:
-    return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+def _make_meta_tensor(t: torch.Tensor, shape: Shape, *, graded: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=graded)
+
+
+def _raise_as_with_elements(
+    run: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    metas: dict[Path, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Raise what torch raises for operands of these shapes and dtypes, whatever their values are.
+
+    It is asked with zeros and with ones: what it says of both it says of their kind. Kernels look
+    at dtypes on their way to the first element, and without one some never do.
+    """
+    refused: list[RuntimeError] = []
+    for make in (torch.zeros, torch.ones):
+        filled = {p: make(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
+        given, named = replaced(args, kwargs, filled)
+        try:
+            with torch.no_grad():
+                run(*given, **named)
+        except torch.linalg.LinAlgError:  # of values
+            return
+        except RuntimeError as error:
+            refused.append(error)
+        except Exception:  # an index, a value
+            return
+        else:
+            return
+    if str(refused[0]) == str(refused[1]):
+        raise refused[0]
 
 
 def _run_on_meta(

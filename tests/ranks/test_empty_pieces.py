@@ -179,3 +179,55 @@ def test_a_loss_of_no_rows_adds_nothing_where_torch_leaves_it_unwritten(loss, re
         for found, grad in world.run(body):
             torch.testing.assert_close(found, want.detach())
             torch.testing.assert_close(grad, x.grad)
+
+
+REFUSED = {
+    "cumsum_ of bool": lambda x: (x > 0).cumsum_(1),
+    "softmax of int": lambda x: torch.softmax(x.int(), 1),
+    "bitwise_and of float": lambda x: x.bitwise_and(1),
+    "gelu of int": lambda x: F.gelu(x.int()),
+    "index_select by floats": lambda x: x.index_select(1, torch.tensor([0.5])),
+    "sort of complex": lambda x: (x + 0j).sort(1),
+    "kthvalue of bool": lambda x: (x > 0).kthvalue(1, 1),
+    "round of complex": lambda x: (x + 0j).round(),
+    "sigmoid_ of int": lambda x: x.int().sigmoid_(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dtypes_that_a_kernel_does_not_have_are_refused_where_there_is_no_row(name):
+    def refusal(x):
+        with pytest.raises(RuntimeError) as error:
+            REFUSED[name](x)
+        return str(error.value)
+
+    with pt.ranks(dp=3) as world:
+        found = world.run(
+            lambda mesh: refusal(pt.distribute_tensor(torch.ones(2, 2), mesh, [pt.Shard(0)]))
+        )
+    assert {*found} == {refusal(torch.ones(2, 2))}
+
+
+TAKEN = {  # what is refused of some values only
+    "cholesky": lambda x: torch.linalg.cholesky(x[:, :1, None] + 1),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "one_hot": lambda x: F.one_hot(x.long(), 2),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x / 2, x / 2, reduction="none"),
+    "rows by number": lambda x: x.gather(1, (x > 0).long()),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_values_are_not_asked_for_where_there_is_no_row(name):
+    x = torch.ones(2, 2)
+
+    def give(mesh):
+        torch.manual_seed(0)
+        return TAKEN[name](pt.distribute_tensor(x, mesh, [pt.Shard(0)])).full_tensor()
+
+    with pt.ranks(dp=3) as world:
+        found = world.run(give)
+    torch.manual_seed(0)
+    wanted = TAKEN[name](x)
+    for one in found:
+        torch.testing.assert_close(one, wanted)

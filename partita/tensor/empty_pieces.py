@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire
 from partita.layout import Layout
@@ -124,11 +125,12 @@ def _raise_as_with_elements(
     at dtypes on their way to the first element, and without one some never do.
     """
     refused: list[RuntimeError] = []
-    for make in (torch.zeros, torch.ones):
-        filled = {p: make(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
-        given, named = replaced(args, kwargs, filled)
+    for fill in (torch.zeros, torch.ones):
         try:
-            with torch.no_grad():
+            # Modes, as one that counts operations, do not hear of it.
+            with torch.no_grad(), _disable_current_modes():
+                filled = {p: fill(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
+                given, named = replaced(args, kwargs, filled)
                 run(*given, **named)
         except torch.linalg.LinAlgError:  # of values
             return

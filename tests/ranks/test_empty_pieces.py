@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
 
@@ -231,3 +232,25 @@ def test_values_are_not_asked_for_where_there_is_no_row(name):
     wanted = TAKEN[name](x)
     for one in found:
         torch.testing.assert_close(one, wanted)
+
+
+def test_a_mode_does_not_hear_what_is_asked_where_there_is_no_row():
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.device.type != "meta":
+                self.elements += out.numel()
+            return out
+
+    def count(mesh):
+        x = pt.distribute_tensor(torch.ones(2, 2), mesh, [pt.Shard(0)])
+        with Names() as names:
+            x.cumsum(1).cumsum_(1)
+        return names.elements
+
+    with pt.ranks(dp=3) as world:
+        assert world.run(count)[2] == 0

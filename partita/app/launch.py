@@ -35,7 +35,7 @@ from partita.comm import LOOPBACK, MEETING, find_ended, join, user_line
 from .failures import Failure, LastKnown, failure_of, obituary, phase_of
 from .progress import printable
 
-__all__ = ["Rank", "cores", "is_rank", "joined", "launch"]
+__all__ = ["Rank", "cores", "is_rank", "joined", "launch", "state_of_child"]
 
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
@@ -91,7 +91,7 @@ class _Child:
     def look(self) -> None:
         """Note whether it is stopped now, by which signal, and since when."""
         before = self.stopped_by
-        self.stopped_by = 0 if self.ended else _state(self.process.pid, os.WSTOPPED)
+        self.stopped_by = 0 if self.ended else state_of_child(self.process.pid, os.WSTOPPED)
         if self.stopped_by and not before:
             self.stopped_since = time.monotonic()
 
@@ -191,7 +191,7 @@ def _listen(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) 
     for key in list(selector.get_map().values()):
         child: _Child = key.data
         # A rank's own children may have its pipe open when it has ended.
-        gone = _state(child.process.pid, os.WEXITED)
+        gone = state_of_child(child.process.pid, os.WEXITED)
         if key.fileobj not in ready and not gone:
             continue
         while True:
@@ -213,7 +213,7 @@ def _listen(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) 
                 _take(child, json.loads(line), show)
 
 
-def _state(pid: int, which: int) -> int:
+def state_of_child(pid: int, which: int) -> int:
     """The signal or exit code with which a process here came into this state; 0 if it is not in it.
 
     An exit code of 0 is told as -1. Nothing is taken note of: others may ask too.

@@ -14,7 +14,18 @@ from typing import Any
 
 from .names import Names
 
-__all__ = ["ON_NEW_RULE", "RULES", "Arg", "KernelCall", "Like", "Rewrite", "Rule", "Said", "rule"]
+__all__ = [
+    "ON_NEW_RULE",
+    "RULES",
+    "Arg",
+    "KernelCall",
+    "Like",
+    "Rewrite",
+    "Rule",
+    "Said",
+    "rule",
+    "teach_rule",
+]
 
 
 Kernel = Callable[..., Any]
@@ -141,7 +152,8 @@ ON_NEW_RULE: list[Callable[[], None]] = []
 """Called after each new rule: whoever remembers what rules there were forgets it."""
 
 
-def _teach(function: Callable[..., Any], taught: Rule) -> None:
+def teach_rule(function: Callable[..., Any], taught: Rule) -> None:
+    """Have a function be known by this rule from now on; plans that were made without it go."""
     RULES[function] = taught
     for forget in ON_NEW_RULE:
         forget()
@@ -165,13 +177,13 @@ def rule(*what: Any) -> Any:
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]
         for f in functions:
-            _teach(f, Rule(_name_of(f), text))
+            teach_rule(f, Rule(_name_of(f), text))
         return None
 
     def register_derivation(derive: Callable[..., Any]) -> Callable[..., Any]:
         params = tuple(inspect.signature(derive).parameters.values())
         for f in what:
-            _teach(f, Rule(_name_of(f), derive=derive, params=params))
+            teach_rule(f, Rule(_name_of(f), derive=derive, params=params))
         return derive
 
     return register_derivation

@@ -24,7 +24,7 @@ from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
 from .tensor_overrides import SPECIAL
 
-__all__ = ["only_entered"]
+__all__ = ["TOLD", "only_entered"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +71,8 @@ def _skip_files(rules: Any) -> None:
     )
 
 
-_told: list[str] = []
+TOLD: list[str] = []
+"""What was said in this process, to be said once."""
 
 
 def _refuse_dynamo(x: DTensor) -> Any:
@@ -81,8 +82,8 @@ def _refuse_dynamo(x: DTensor) -> Any:
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    if not _told:
-        _told.append(_SAID)
+    if not TOLD:
+        TOLD.append(_SAID)
         warnings.warn(_SAID, stacklevel=2)
     refusal = Unsupported(_SAID, "a DTensor of partita", skip_frame=True)
     refusal.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)

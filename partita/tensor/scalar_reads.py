@@ -20,7 +20,7 @@ from .dtensor import DTensor
 from .numbers import read_number
 from .spec import ON_NEW_SPEC, Spec
 
-__all__ = ["is_read_in_part"]
+__all__ = ["installed_libraries", "is_read_in_part"]
 
 # C++ that no operator is behind: it reads the memory of one rank.
 _value_held = torch._C.TensorBase.tolist
@@ -41,7 +41,8 @@ def _read_scalar(x: torch.Tensor) -> Any:
     return value
 
 
-_libraries: list[torch.library.Library] = []
+installed_libraries: list[torch.library.Library] = []
+"""What stands before torch\'s own kernels: nothing until a number is read that no rank holds."""
 _installing = threading.Lock()
 
 
@@ -50,7 +51,7 @@ def _install_read_kernels(spec: Spec) -> None:
     if spec.shape.numel() != 1 or spec.is_whole:
         return
     with _installing:
-        if _libraries:
+        if installed_libraries:
             return
         ON_NEW_SPEC.remove(_install_read_kernels)
         library = torch.library.Library("aten", "IMPL")
@@ -59,7 +60,7 @@ def _install_read_kernels(spec: Spec) -> None:
             for key in ("CPU", "CUDA"):
                 if torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key):
                     library.impl("_local_scalar_dense", _read_scalar, key, allow_override=True)
-        _libraries.append(library)
+        installed_libraries.append(library)
 
 
 _OPERATOR = "aten::_local_scalar_dense"

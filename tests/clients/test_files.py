@@ -14,18 +14,7 @@ import partita as pt
 
 from .models import CLIENTS
 from .modes import make_batches, make_model
-
-PLACES = ["data parallel", "ZeRO-3", "tensor parallel, ZeRO-3"]
-
-
-def place_model(model: nn.Module, mesh: Any, name: str, place: str) -> nn.Module:
-    if "tensor" in place:
-        pt.parallelize(model, mesh, CLIENTS[name].plan)
-    return pt.zero(model, mesh) if "ZeRO" in place else pt.parallelize(model, mesh)
-
-
-def mesh_of(place: str) -> dict[str, int]:
-    return {"dp": 2, "tp": 2} if "tensor" in place else {"dp": 2}
+from .places import PLACES, mesh_of, place_model
 
 
 def save(mesh: Any, name: str, place: str, folder: Path) -> None:

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import partita as pt
 
-from .models import CLIENTS, LLAMA_PLAN
-from .modes import Trained, compare, make_batches, make_model, train
+from .adapters import CLIENT, with_adapters
+from .models import LLAMA_PLAN
+from .modes import Trained, compare, make_batches, train
 
 pytestmark = pytest.mark.slow
 
-CLIENT = CLIENTS["Llama"]
 PLAN = {
     name.replace("_proj.*", "_proj.base_layer.*").replace("_proj.weight", "_proj.base_layer.weight")
     if "self_attn" in name
     else name: place
     for name, place in LLAMA_PLAN.items()
 }
-
-
-def with_adapters() -> nn.Module:
-    """Llama with adapters at its attention, none of them 0."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "k_proj", "o_proj"], use_dora=False
-    )
-    with warnings.catch_warnings():  # peft asks transformers by a name that it gave up
-        warnings.simplefilter("ignore", FutureWarning)
-        model = get_peft_model(make_model(CLIENT, torch.float64), config).double()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_" in name:
-                p.copy_(0.1 * torch.randn(p.shape, dtype=p.dtype, generator=generator))
-    return model
 
 
 def on_a_mesh(mesh: Any, place: str) -> Trained:

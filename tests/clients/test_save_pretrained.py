@@ -13,10 +13,10 @@ from torch import nn
 import partita as pt
 from tests.gloo.launch import run_ranks
 
+from .adapters import with_adapters
 from .models import CLIENTS
 from .modes import make_model
-from .test_files import PLACES, mesh_of, place_model
-from .test_lora import with_adapters
+from .places import PLACES, mesh_of, place_model
 
 CELLS = [(name, place) for name in ("T5", "Llama") for place in PLACES]
 CELLS += [("GPT-2", "ZeRO-3"), ("UNet", "ZeRO-3")]

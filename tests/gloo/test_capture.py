@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
 from tests.gloo.launch import run_ranks
-from tests.ranks.test_capture import (
-    TOKENS,
+from tests.programs.captured_steps import (
     adamw,
     data_parallel,
     losses,
@@ -19,6 +18,7 @@ from tests.ranks.test_capture import (
     tiny,
     zero3,
 )
+from tests.programs.zero_training import TOKENS
 
 SPREAD = {"dp": data_parallel, "tp": tensor_parallel, "zero3": zero3}
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import partita as pt
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
-from tests.ranks.test_capture_uneven import train
+from tests.programs.uneven_steps import train
 
 pytestmark = pytest.mark.slow
 

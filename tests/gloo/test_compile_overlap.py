@@ -17,7 +17,7 @@ import partita as pt
 from partita.compile.node_metadata import note_of
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
-from tests.ranks.steps import squares
+from tests.programs.steps import squares
 
 pytestmark = pytest.mark.slow
 

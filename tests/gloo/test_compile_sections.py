@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import partita as pt
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
-from tests.ranks.steps import squares
+from tests.programs.steps import squares
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
 from tests.gloo.launch import run_ranks
-from tests.ranks.test_capture import adamw, plain_step, rows, split_words, tiny
-from tests.ranks.test_capture_uneven import train
+from tests.programs.captured_steps import adamw, plain_step, rows, split_words, tiny
+from tests.programs.uneven_steps import train
 
 pytestmark = pytest.mark.slow
 

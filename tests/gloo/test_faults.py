@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import partita as pt
-from partita.app.launch import _state
+from partita.app.launch import state_of_child
 from partita.bench.faults import RunningJob, run_trial
 
 DYING = Path(__file__).parent / "dying"
@@ -131,13 +131,13 @@ def test_a_signal_at_whatever_moment_ends_the_job_with_the_rank_and_its_place(
 
 def test_a_process_is_known_to_be_stopped_whatever_it_does_and_to_go_on():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        assert _state(busy.pid, os.WSTOPPED) == 0
+        assert state_of_child(busy.pid, os.WSTOPPED) == 0
         os.kill(busy.pid, signal.SIGSTOP)
-        while not _state(busy.pid, os.WSTOPPED):
+        while not state_of_child(busy.pid, os.WSTOPPED):
             time.sleep(0.01)
-        assert _state(busy.pid, os.WSTOPPED) == signal.SIGSTOP  # asking takes nothing away
+        assert state_of_child(busy.pid, os.WSTOPPED) == signal.SIGSTOP  # asking takes nothing away
         os.kill(busy.pid, signal.SIGCONT)
-        while _state(busy.pid, os.WSTOPPED):
+        while state_of_child(busy.pid, os.WSTOPPED):
             time.sleep(0.01)
         busy.kill()
 

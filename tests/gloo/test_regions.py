@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
 from tests.gloo.launch import run_ranks
-from tests.ranks.test_regions import BATCH, ROWS, Block, close, gpt_like, one_device, train
+from tests.programs.region_models import BATCH, ROWS, Block, close, gpt_like, one_device, train
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def test_compiled_blocks_train_as_one_device(backend, stage, remat):
 def left_out(rank):
     """Regions of equal shapes within remat, with integers beside floats; one is remembered."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    from tests.ranks.test_fault5_remat_regions import ranked, spread_program
+    from tests.programs.checkpointed_regions import ranked, spread_program
 
     torch.manual_seed(0)
     plain = torch.randn(6, 4), torch.randn(4, 4), torch.randn(4, 4)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from partita import comm
 from partita.layout import LayoutError, Mesh
 from tests.gloo.launch import run_ranks
-from tests.ranks.test_wire_moves import (
+from tests.programs.wire_moves import (
     GATHER,
     assert_ints_and_first,
     assert_right,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from tests.ranks.test_capture import adamw, losses, plain_step, tiny
-from tests.ranks.test_zero import TOKENS
+from tests.programs.captured_steps import adamw, losses, plain_step, tiny
+from tests.programs.zero_training import TOKENS
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from partita.cli import main
-from partita.compile.backend.inductor import _use_private_cache
+from partita.compile.backend.inductor import use_private_cache
 from partita.compile.backend.store import Artifact, Store, default_store, read_limit
 
 KEY, OTHER = "a" * 64, "b" * 64
@@ -187,11 +187,11 @@ def test_a_folder_of_inductors_that_others_can_write_to_is_not_used(tmp_path, mo
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
-    _use_private_cache()
+    use_private_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(shared)
     shared.chmod(0o777)
     with pytest.warns(UserWarning, match="shared are not used: others may write to it"):
-        _use_private_cache()
+        use_private_cache()
     own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert own != shared and own.stat().st_mode & 0o777 == 0o700
 

@@ -75,3 +75,32 @@ def test_a_room_lists_its_files_in_reading_order(modules):
         if "In reading order" in said and not re.search(rf"\b{name}\b", said):
             unlisted.append(m.path)
     assert len(rooms) > 15 and unlisted == []
+
+
+def imports_of_tests():
+    """Each import of a test module: its path, the module and the name that it takes."""
+    tests = Path(__file__).parents[1]
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                for name in node.names:
+                    yield path.relative_to(tests).as_posix(), node.module or "", name.name
+            elif isinstance(node, ast.Import):
+                for name in node.names:
+                    yield path.relative_to(tests).as_posix(), name.name, ""
+
+
+def test_what_tests_share_stands_in_no_test():
+    found = list(imports_of_tests())
+    assert len(found) > 1000
+    assert [f for f in found if f[1].rpartition(".")[2].startswith("test_")] == []
+
+
+def test_tests_import_no_private_name_of_the_package():
+    def is_private(name):
+        return name.startswith("_") and not name.startswith("__")
+
+    ours = [f for f in imports_of_tests() if f[1].split(".")[0] == "partita"]
+    assert len(ours) > 100
+    parts = {f: [*f[1].split("."), f[2]] for f in ours}
+    assert [f for f, names in parts.items() if any(map(is_private, names))] == []

@@ -11,51 +11,19 @@ from torch import nn
 
 import partita as pt
 from partita.compile.capture.state import state_of
-from tests.ranks.test_zero import TOKENS, gpt
-
-
-def tiny():
-    return gpt(layers=1, width=8)
-
-
-def rows(mesh):
-    placements = [pt.Shard(0) if a == "dp" else pt.Replicate() for a in mesh.mesh_dim_names]
-    return lambda t: pt.distribute_tensor(t, mesh, placements)
-
-
-def data_parallel(model, mesh):
-    return pt.parallelize(model, mesh)
-
-
-def tensor_parallel(model, mesh):
-    return pt.parallelize(model, mesh, pt.plans.gpt(split_words=False))
-
-
-def split_words(model, mesh):
-    return pt.parallelize(model, mesh, pt.plans.gpt(split_words=True))
-
-
-def zero3(model, mesh):
-    return pt.zero(model, mesh)
-
-
-def loss_of(model, tokens, targets):
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-def plain_step(model, optimizer):
-    def step(tokens, targets):
-        optimizer.zero_grad()
-        loss = loss_of(model, tokens, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def losses(step, batch, steps):
-    return [step(*batch).item() for _ in range(steps)]
+from tests.programs.captured_steps import (
+    adamw,
+    data_parallel,
+    loss_of,
+    losses,
+    plain_step,
+    rows,
+    split_words,
+    tensor_parallel,
+    tiny,
+    zero3,
+)
+from tests.programs.zero_training import TOKENS
 
 
 def same(found, wanted, rtol=1e-6):
@@ -78,10 +46,6 @@ def compare(mesh, spread_out, build, make, make_step=plain_step, steps=3):
 
 def graphs(per_rank):
     return {str(step.program.graph.graph) for _, step, _ in per_rank}
-
-
-def adamw(params, **options):
-    return torch.optim.AdamW(params, lr=1e-2, **options)
 
 
 # -- layouts ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from partita.compile.graph import canonical
-from tests.ranks.steps import squares
+from tests.programs.steps import squares
 
 WIDTH, BLOCKS = 8, 3
 

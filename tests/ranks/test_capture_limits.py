@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import partita as pt
-
-from .steps import squares
+from tests.programs.steps import squares
 
 R, S = pt.Replicate(), pt.Shard
 

@@ -176,8 +176,8 @@ class Fails(Trainer):
 @pytest.mark.parametrize("how", ["raises", "branches"])
 def test_a_step_that_fails_is_captured_a_few_times(how, monkeypatch):
     capture, runs = sys.modules["partita.compile.capture.capture"], []
-    run = capture._run
-    monkeypatch.setattr(capture, "_run", lambda *given: (runs.append(how), run(*given))[1])
+    run = capture.trace_once
+    monkeypatch.setattr(capture, "trace_once", lambda *given: (runs.append(how), run(*given))[1])
     expected = ZeroDivisionError if how == "raises" else pt.CaptureError
     step = pt.compile(Fails(how).train, backend="graph")
     for _ in range(2):

@@ -8,8 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import partita as pt
-
-from .steps import squares
+from tests.programs.steps import squares
 
 X = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1))
 LAYERS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from tests.ranks.steps import squares
-from tests.ranks.test_capture_uneven import X, Y, close, compiled, on, widths
+from tests.programs.steps import squares
+from tests.programs.uneven_steps import X, Y, close, compiled, on, widths
 
 MAKE = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -14,8 +14,16 @@ from partita.comm.ledger import human
 from partita.compile.node_metadata import note_of
 from partita.compile.passes import PASSES, find, put, replace
 from partita.compile.verify import IllegalGraph, verify
-from tests.ranks.test_capture import adamw, data_parallel, losses, plain_step, rows, tiny, zero3
-from tests.ranks.test_zero import TOKENS
+from tests.programs.captured_steps import (
+    adamw,
+    data_parallel,
+    losses,
+    plain_step,
+    rows,
+    tiny,
+    zero3,
+)
+from tests.programs.zero_training import TOKENS
 
 R, S = pt.Replicate(), pt.Shard
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

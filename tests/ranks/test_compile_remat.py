@@ -10,8 +10,7 @@ from torch import nn
 import partita as pt
 from partita.compile.node_metadata import note_of
 from partita.remat.live_memory import count_memory
-
-from .steps import squares
+from tests.programs.steps import squares
 
 pytestmark = pytest.mark.slow
 

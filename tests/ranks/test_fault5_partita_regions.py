@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
-
-from .test_fault5_remat_regions import (
+from tests.programs.checkpointed_regions import (
     Block,
     gradients,
     leaf,

@@ -7,20 +7,29 @@ without remat, or an error names both calls. Ground truth is the same program wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import partita as pt
-
-Function = Callable[..., Any]
+from tests.programs.checkpointed_regions import (
+    Block,
+    Function,
+    gradients,
+    leaf,
+    ranked,
+    same_shape_twice,
+    spread_program,
+    squash,
+    stretch,
+    trains_as_its_twin,
+)
 
 # torch's compiler asks every tensor for its gradient, and hides the warning that this gives; from a
 # filter that makes warnings errors it cannot hide it.
@@ -56,42 +65,7 @@ def nothing_compiled_yet() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def gradients(fn: Function, *inputs: Tensor) -> list[Tensor]:
-    leaves = [x for x in inputs if x.requires_grad]
-    return list(torch.autograd.grad(fn(*inputs).sum(), leaves))
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
 # -- one of several regions is left out ------------------------------------------------------------
-
-
-def scores(x: Tensor) -> Tensor:
-    """An integer result: a mask of the shape of x."""
-    return (torch.arange(x.shape[-1]) % 3 == 0).int().expand_as(x).contiguous()
-
-
-def squash(x: Tensor, w: Tensor) -> Tensor:
-    return torch.tanh(x @ w)
-
-
-def stretch(x: Tensor, w: Tensor) -> Tensor:
-    return F.gelu(x @ w)
-
-
-def same_shape_twice(compiled: Function, remember: dict[str, Tensor]) -> Function:
-    """Regions of equal shapes, the first integer; it is remembered, and so left out later."""
-    mask, first, second = compiled(scores), compiled(squash), compiled(stretch)
-
-    def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        if "mask" not in remember:
-            remember["mask"] = mask(x.detach())
-        y = first(x, w)
-        return second(y * remember["mask"], v) * y
-
-    return program
 
 
 @pytest.mark.parametrize("keep", ["nothing", "all regions", "the first", "the second"])
@@ -186,7 +160,7 @@ def test_another_region_of_the_same_shape_is_an_error_that_names_both_lines():
     text = str(error.value)
     assert "forward    a compiled region(" in text
     assert "recompute  a compiled region(" in text
-    assert text.count("test_fault5_remat_regions.py:") == 2
+    assert text.count("checkpointed_regions.py:") == 2
 
 
 def test_another_kept_region_of_the_same_shape_is_an_error_that_names_both():
@@ -203,7 +177,8 @@ def test_another_kept_region_of_the_same_shape_is_an_error_that_names_both():
         out.sum().backward()
     assert "forward    squash(" in str(error.value)
     assert "recompute  a compiled region(" in str(error.value)
-    assert str(error.value).count("test_fault5_remat_regions.py:") == 2
+    for file in ("test_fault5_remat_regions.py:", "checkpointed_regions.py:"):
+        assert str(error.value).count(file) == 1
 
 
 def test_a_region_that_was_differentiated_and_is_left_out_is_an_error_unless_it_is_kept():
@@ -233,23 +208,6 @@ def test_a_region_that_was_differentiated_and_is_left_out_is_an_error_unless_it_
 
 
 # -- DTensors, integers beside floats --------------------------------------------------------------
-
-
-def ranked(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """A float result and an integer one."""
-    y = torch.tanh(x @ w)
-    return y, (y > 0).int()
-
-
-def spread_program(region: Function, other: Function, remember: dict[str, Any]) -> Function:
-    def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        if "sign" not in remember:
-            remember["sign"] = region(x.detach(), w.detach())[1]
-        y, sign = region(x, w)
-        z, _ = other(y * remember["sign"], v)
-        return z * sign + y
-
-    return program
 
 
 @pytest.mark.slow
@@ -302,33 +260,6 @@ def test_the_reported_program_with_inductor(options: dict[str, Any] | None):
 
 
 # -- modules ---------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-        self.down, self.drop = nn.Linear(8, 4), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(F.relu(self.norm(self.up(x)))))
-
-
-def trains_as_its_twin(program: Function, block: Block, twin: Block) -> None:
-    """`program` runs `block` twice: its gradients and statistics are those of the twin."""
-    x = leaf(6, 4)
-    torch.manual_seed(4)
-    program(x).sum().backward()
-    ours, x.grad = x.grad, None
-    torch.manual_seed(4)
-    twin(twin(x).sin()).sum().backward()
-    torch.testing.assert_close(ours, x.grad)
-    for (name, mine), (_, theirs) in zip(
-        block.named_parameters(), twin.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
-    for (name, mine), (_, theirs) in zip(block.named_buffers(), twin.named_buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, msg=name)
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "compile()", "torch.compile, kept"])

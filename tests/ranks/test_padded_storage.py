@@ -14,7 +14,7 @@ from torch import nn
 import partita as pt
 from partita.parallel.zero import flat_buffer as flat
 from partita.tensor.padded_storage import find_padded
-from tests.ranks.steps import squares
+from tests.programs.steps import squares
 
 X = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)) + 0.5
 ROWS = {7: (3, 3, 1), 2: (1, 1, 0)}  # of a dimension, on each of three ranks

@@ -11,7 +11,7 @@ import torch
 
 from partita import comm
 from partita.layout import LayoutError
-from tests.ranks.test_wire_moves import move
+from tests.programs.wire_moves import move
 
 GATHER_DP = move("all_gather", "dp", "[4@dp]", "[4]")
 REDUCE_DP = move("all_reduce", "dp", "[2] {sum dp}", "[2]")

@@ -19,39 +19,23 @@ from torch import nn
 
 import partita as pt
 from partita.parallel.zero import released
-
-from .steps import squares
-
-WHOLE, ROWS, COLUMNS = [pt.Replicate()], [pt.Shard(0)], [pt.Shard(1)]
+from tests.programs.region_models import (
+    BATCH,
+    COLUMNS,
+    ROWS,
+    WHOLE,
+    Block,
+    Layer,
+    close,
+    gpt_like,
+    one_device,
+    train,
+)
+from tests.programs.steps import squares
 
 
 def compiled(fn):
     return pt.compile(fn, backend="graph")
-
-
-def close(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-class Block(nn.Module):
-    """Statistics that forward writes, and dropout."""
-
-    def __init__(self, d=8):
-        super().__init__()
-        self.up, self.norm = nn.Linear(d, 2 * d), nn.BatchNorm1d(2 * d)
-        self.down, self.drop = nn.Linear(2 * d, d), nn.Dropout(0.5)
-
-    def forward(self, x, scale=1.0):
-        return x + scale * self.drop(self.down(F.relu(self.norm(self.up(x)))))
-
-
-class Layer(nn.Module):
-    def __init__(self, d=8):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def made(kind, *args):
@@ -533,30 +517,6 @@ def test_a_region_under_tensor_parallelism():
                 close(one, wanted.detach())
 
 
-def gpt_like(layers=3):
-    torch.manual_seed(0)
-    return nn.Sequential(*[Layer() for _ in range(layers)])
-
-
-def train(model, optimizer, x, steps=3):
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-BATCH = torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
-
-
-def one_device():
-    model = gpt_like()
-    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), BATCH)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", ["blocks", "the model"])
 def test_a_model_under_zero_trains_with_compiled_parts_as_without(stage, what):
@@ -670,8 +630,10 @@ def test_a_region_takes_plain_tensors_beside_dtensors_and_shards_over_two_axes()
 
 def test_a_region_holds_no_gathered_weight_from_one_step_to_the_next(monkeypatch):
     searched = []
-    views_of = released._views_of
-    monkeypatch.setattr(released, "_views_of", lambda *args: searched.append(1) or views_of(*args))
+    views_of = released.views_of_memory
+    monkeypatch.setattr(
+        released, "views_of_memory", lambda *args: searched.append(1) or views_of(*args)
+    )
 
     def body(mesh):
         torch.manual_seed(0)

@@ -13,8 +13,8 @@ import partita as pt
 from partita import Replicate, Shard
 from partita.tensor.dispatch import OPS
 from partita.tensor.plan import CallPlan
-from tests.ranks.steps import squares
-from tests.ranks.test_attention_of_split_sequences import double, losses
+from tests.programs.split_attention import double, losses
+from tests.programs.steps import squares
 
 R = Replicate()
 

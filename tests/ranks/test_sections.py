@@ -17,7 +17,7 @@ from partita.compile.backend import executor as run
 from partita.compile.backend import section_run
 from partita.compile.backend.cut import sections_of
 from partita.compile.repeats import repeats_of
-from tests.ranks.steps import squares
+from tests.programs.steps import squares
 
 WIDTH = 8
 

@@ -249,15 +249,15 @@ def test_a_mode_hears_a_number_read_once():
 def test_a_program_without_pending_numbers_keeps_torchs_own_operator():
     program = """
 import torch, partita as pt
-from partita.tensor.scalar_reads import _libraries
+from partita.tensor.scalar_reads import installed_libraries
 def body(mesh):
     pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)]).sum().item()
 with pt.ranks(a=1) as world:
     world.run(body)
-assert not _libraries
+assert not installed_libraries
 with pt.ranks(a=2) as world:
     world.run(body)
-assert _libraries
+assert installed_libraries
 for x in (torch.tensor(2.5), torch.tensor([[2.5]]), torch.tensor(2.5, dtype=torch.bfloat16)):
     assert x.item() == float(x) == 2.5 and type(x.item()) is float
 assert torch.tensor([2]).item() == 2 and torch.tensor([True]).item() is True

@@ -10,7 +10,7 @@ import torch
 import partita as pt
 from partita import comm
 from partita.layout import LayoutError, Mesh
-from tests.ranks.test_wire_moves import local, move, moves_on
+from tests.programs.wire_moves import local, move, moves_on
 
 GATHER = move("all_gather", "dp", "[1024@dp, 256]", "[1024, 256]")
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import partita as pt
 from partita import Invariant, Replicate, Shard
 from partita.rules import bind, parse, work_of
-from tests.ranks.test_attention_of_split_sequences import Operations, double
+from tests.programs.split_attention import Operations, double
 
 CONV = "n i% h0! h1! * o% i% k0! k1! -> n o% y0! y1!"
 TABLE = {

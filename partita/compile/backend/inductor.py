@@ -42,7 +42,7 @@ from .sections import Section
 from .stale_library_cleanup import without_unfinished
 from .trust import Untrusted, check_folder
 
-__all__ = ["CONFIG", "compiled", "load", "load_boxed", "made_for"]
+__all__ = ["CONFIG", "compiled", "load", "load_boxed", "made_for", "use_private_cache"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
@@ -118,7 +118,7 @@ def compiled(
     examples: list[Any] = list(program.example())
     mode = fake_mode_of(examples)
     examples += map(mode.from_tensor, constants_of(program.graph))
-    _use_private_cache()
+    use_private_cache()
     with ExitStack() as stack:
         _silence_torch(stack)
         stack.enter_context(without_unfinished())
@@ -184,7 +184,7 @@ def _load_payload(payload: bytes) -> tuple[Call, Any, bool]:
     number, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if number != _FORMAT:
         raise ValueError(f"its format is {number}, not {_FORMAT}")
-    _use_private_cache()
+    use_private_cache()
     seen: list[Any] = []
     with ExitStack() as stack:
         _silence_torch(stack)
@@ -242,7 +242,7 @@ def _find_cpu_features() -> str:
 # -- how torch is set ------------------------------------------------------------------------------
 
 
-def _use_private_cache() -> None:
+def use_private_cache() -> None:
     """Have Inductor keep its files where nobody else could have put any: it runs what is there.
 
     Its own folder is one of a known name in /tmp, which whoever came first may have made.

@@ -75,7 +75,7 @@ from .repeated_moves import RepeatedMoves
 from .state import Cell, Slot, State, attributes_of
 from .tensor_facts import Facts
 
-__all__ = ["capture", "taking_turns"]
+__all__ = ["capture", "taking_turns", "trace_once"]
 
 _NO_OWNERS = ("gradient", "mark", "number", "cotangent")  # inputs that have no gradient themselves
 
@@ -119,7 +119,7 @@ def capture(
     while True:
         run = _Capture(step, args, kwargs, state, unmarked, plain, ways, blocks)
         try:
-            program = _run(run)
+            program = trace_once(run)
         except NumbersRead as no:
             blocks = blocks.with_constants(no.kind)
             continue
@@ -153,7 +153,7 @@ def capture(
             if run.writes:
                 again = _Capture(step, args, kwargs, state, unmarked, plain, ways, blocks)
                 try:
-                    _run(again)
+                    trace_once(again)
                     _check_repeats(run, again)
                 except LayoutError as error:
                     _note_guards(error, run)
@@ -170,7 +170,8 @@ def _note_guards(error: LayoutError, run: _Capture) -> None:
         error.guards = run.guards()
 
 
-def _run(run: _Capture) -> CapturedProgram | None:
+def trace_once(run: _Capture) -> CapturedProgram | None:
+    """What `run` makes of the step, and afterwards nothing is watched; None as it has it."""
     try:
         return run.program()
     finally:

@@ -20,7 +20,7 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor
 from partita.tensor.engine import holders
 
-__all__ = ["take_from_views"]
+__all__ = ["take_from_views", "views_of_memory"]
 
 _storage_of = torch._C.TensorBase.untyped_storage
 
@@ -75,14 +75,14 @@ def _take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], st
     kept = holders(storage) - known
     if kept <= 0:
         return True
-    views = _views_of(full, storage, kept)
+    views = views_of_memory(full, storage, kept)
     typed = [t for t in views if isinstance(t, DTensor)]
     for t in typed:
         t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
     return len(typed) == kept
 
 
-def _views_of(full: torch.Tensor, storage: torch.UntypedStorage, count: int) -> list[Any]:
+def views_of_memory(full: torch.Tensor, storage: torch.UntypedStorage, count: int) -> list[Any]:
     """The tensors of Python's that lie in `storage`, beside `full`; `count` are looked for.
 
     What a backward is at work with is young: all objects of a program are looked through only for

@@ -64,13 +64,14 @@ def as_with_elements(
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
         there = [path_here(p, names, args, kwargs) for p in largest]
         given = [at_path(args, kwargs, p) for p in there]
-        kinds = tuple([(t.dtype, t.requires_grad) for t in given])
+        graded = not (form.inplace or torch.is_inference_mode_enabled())
+        kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
         if kinds not in known:
             found = None
             # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
             for shapes in ([*largest.values()], wholes):
                 metas = [
-                    _make_meta_tensor(t, shape, graded=t.requires_grad and not form.inplace)
+                    _make_meta_tensor(t, shape, graded=t.requires_grad and graded)
                     for t, shape in zip(given, shapes, strict=True)
                 ]
                 given_metas = dict(zip(there, metas, strict=True))

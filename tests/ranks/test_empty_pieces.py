@@ -254,3 +254,20 @@ def test_a_mode_does_not_hear_what_is_asked_where_there_is_no_row():
 
     with pt.ranks(dp=3) as world:
         assert world.run(count)[2] == 0
+
+
+@pytest.mark.parametrize("op", [torch.sum, torch.sigmoid, lambda x: x @ x.new_ones(3, 2)])
+def test_a_call_that_was_made_in_inference_has_gradients_afterwards(op):
+    def train(mesh):
+        x = pt.distribute_tensor(X, mesh, [pt.Shard(0)]).requires_grad_()
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with mode():
+                y = op(x)
+        y.sum().backward()
+        return x.grad.full_tensor()
+
+    x = X.clone().requires_grad_()
+    op(x).sum().backward()
+    with pt.ranks(dp=3) as world:
+        for found in world.run(train):
+            torch.testing.assert_close(found, x.grad)

@@ -6,9 +6,9 @@ where), `groups` (process groups), `ranks` with `world` (threads of one process)
 `trace` (nodes of a graph), `ledger` and `source` (what was carried, and for which line), `checks`,
 `agreement` and `messages` (what ranks compare), `control_plane`, `control`, `rendezvous`,
 `capture_barrier`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`, `handle` and
-`init_rendezvous` (how a job begins), `pending_work`, `compiled`, `backends/`; `dcp`, `dcp_reading`,
-`held`, `torch_dtensors`, `torch_state_dicts` and `collectives` (torch's own); `after_import`
-(modules of torch that are imported late).
+`init_rendezvous` (how a job begins), `casting` (how autocast is set), `pending_work`, `compiled`,
+`backends/`; `dcp`, `dcp_reading`, `held`, `torch_dtensors`, `torch_state_dicts` and `collectives`
+(torch's own); `after_import` (modules of torch that are imported late).
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +25,7 @@ from .agreement import (
     remember_agreed,
 )
 from .capture_barrier import missed_call, roll_call
+from .casting import Casting, cast_as, casting_now, dtypes_cast_to
 from .checks import ON_CHECK, check_ranks, strict
 from .collective_request import Ask
 from .collectives import look_before_collectives
@@ -55,6 +56,7 @@ __all__ = [
     "ON_CHECK",
     "Aside",
     "Ask",
+    "Casting",
     "Decide",
     "DeviceMesh",
     "DryWire",
@@ -76,10 +78,13 @@ __all__ = [
     "agree_first",
     "begin_graph",
     "call_site",
+    "cast_as",
+    "casting_now",
     "check_ranks",
     "differing",
     "digest_of_text",
     "dry_mesh",
+    "dtypes_cast_to",
     "end_graph",
     "everyone",
     "find_ended",

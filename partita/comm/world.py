@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
 
+from .casting import cast_as, casting_now
 from .checks import listening
 from .handle import MeshHandle
 from .ledger import Scope, enter_rank_thread, scope
@@ -273,16 +274,14 @@ class _CallerState:
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.autocast = torch.is_autocast_enabled("cpu")
-        self.autocast_dtype = torch.get_autocast_dtype("cpu")
+        self.casting = casting_now()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         with ExitStack() as modes:
             if self.inference:
                 modes.enter_context(torch.inference_mode())
-            if self.autocast:
-                modes.enter_context(torch.autocast("cpu", dtype=self.autocast_dtype))
+            modes.enter_context(cast_as(self.casting))
             modes.enter_context(torch.enable_grad() if self.grad else torch.no_grad())
             yield
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partita.comm import Wire
+from partita.comm import Wire, casting_now
 from partita.compile.memory.knapsack import Candidate, chosen, too_small
 from partita.parallel.nested_tensors import tensors_in
 from partita.tensor.dtensor import DTensor
@@ -145,8 +145,7 @@ class Budget:
 
 def _settings_of_module(module: nn.Module | None) -> Any:
     return (
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        casting_now(),
         None if module is None else tuple(m.training for m in module.modules()),
     )
 

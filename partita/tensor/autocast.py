@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from partita.comm import casting_now
+
 from .function_facts import Cast, facts_of_function
 
 __all__ = ["Cast", "as_autocast_casts", "cast_of", "without_any_autocast", "without_autocast"]
@@ -68,8 +70,8 @@ def without_autocast(device_type: str) -> Iterator[None]:
 @contextmanager
 def _without_all_autocast() -> Iterator[None]:
     with ExitStack() as stack:
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
+        for device_type, enabled, _ in casting_now():
+            if enabled:
                 stack.enter_context(without_autocast(device_type))
         yield
 

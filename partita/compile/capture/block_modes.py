@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import cast_as, casting_now
 from partita.tensor.engine import saving_hooks
 
 from .block_tape import NotABlock
 
 __all__ = ["modes_now", "who_hears", "within_modes"]
 
-_CASTING = ("cpu", "cuda")
-
 
 def modes_now() -> tuple[Any, ...]:
     """How torch is set."""
-    casts: Any = None
-    if torch._C._is_any_autocast_enabled():
-        casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _CASTING)
+    # Private, but one question for all devices: a block asks it often.
+    casts = casting_now() if torch._C._is_any_autocast_enabled() else None
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -60,9 +58,7 @@ def within_modes(around: tuple[Any, ...], kind: type) -> Iterator[None]:
             stack.enter_context(Local())
         stack.enter_context(torch.set_grad_enabled(grad))
         now = torch._C._is_any_autocast_enabled()
-        for device, (enabled, dtype) in zip(_CASTING, casts or (), strict=False):
-            if enabled != torch.is_autocast_enabled(device) or enabled:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        stack.enter_context(cast_as(casts or ()))
         if now and casts is None:
             raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
         yield

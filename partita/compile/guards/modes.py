@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import _pop_mode_temporarily
 
+from partita.comm import casting_now
+
 from .codes import is_of_users
 
 __all__ = ["function_modes", "modes", "without_function_modes"]
@@ -23,10 +25,7 @@ def modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
+        casting_now(),
         torch.get_default_dtype(),
         # What kernels are chosen by, when a graph is made or compiled.
         torch.are_deterministic_algorithms_enabled(),

@@ -17,7 +17,7 @@ from .simulate import simulate
 from .simulation import Simulation
 from .strategy import MODELS, Strategy, StrategyError
 
-__all__ = ["ModelPlan", "PlannedWay", "autoplan", "read_bytes"]
+__all__ = ["ModelPlan", "PlannedWay", "WaySearch", "autoplan", "read_bytes"]
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -157,7 +157,7 @@ def autoplan(
     ways = list(ways_of(model, ranks, count, found, strategy or Strategy()))
     if not ways:
         raise StrategyError(f"no mesh of {ranks} ranks divides {model} and {count} sequences")
-    search = _WaySearch(model, limit, found, prune)
+    search = WaySearch(model, limit, found, prune)
     choices = search.run(ways, most)
     if not choices:
         least = min(ways, key=lambda c: least_bytes(model, c))
@@ -168,7 +168,16 @@ def autoplan(
     return ModelPlan(model, ranks, limit, count, choices, len(ways), search.outcomes)
 
 
-class _WaySearch:
+class WaySearch:
+    """The search for the best ways: bounds leave out, simulations rank.
+
+    Attributes:
+        memory: bytes that a rank may hold.
+        prune: leave out what bounds exclude.
+        outcomes: how many ways ended how.
+        known: the simulations so far.
+    """
+
     def __init__(self, model: str, memory: float, machine: Machine, prune: bool):
         self.model, self.memory, self.machine, self.prune = model, memory, machine, prune
         self.layers = MODELS[model].layers
@@ -179,6 +188,7 @@ class _WaySearch:
         self.known: dict[Way, Simulation] = {}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
+        """The best five that fit, fastest first, of which at most `most` ways were simulated."""
         ranked: list[tuple[float, int, Way]] = []  # seconds, a number, and the way
         bounds = {way: least_seconds(self.model, way, self.machine) for way in ways}
         kept = sorted(ways, key=lambda way: (bounds[way], *_simplest_first(way)))
@@ -202,7 +212,7 @@ class _WaySearch:
         """The first five that fit when all of their blocks are simulated."""
         choices: list[PlannedWay] = []
         for way in ranked:
-            seconds, peak, simulation = self._cost(way)
+            seconds, peak, simulation = self.price_way(way)
             if peak <= self.memory:
                 choices.append(PlannedWay(way, seconds, peak, simulation))
             else:
@@ -215,12 +225,12 @@ class _WaySearch:
         """Seconds and peak, of one block and of two where there are more."""
         layers = way.strategy.layers or self.layers
         if layers <= 2:
-            return self._cost(way)[:2]
-        one, two = (self._cost(_replace_strategy(way, layers=n))[:2] for n in (1, 2))
+            return self.price_way(way)[:2]
+        one, two = (self.price_way(_replace_strategy(way, layers=n))[:2] for n in (1, 2))
         seconds, peak = (a + (layers - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True))
         return seconds, peak
 
-    def _cost(self, way: Way) -> tuple[float, int, Simulation]:
+    def price_way(self, way: Way) -> tuple[float, int, Simulation]:
         """Seconds, peak and simulation of a way whose further micro-batches are as its second."""
         count = way.strategy.micro_batches
         first = self._simulate_once(_replace_strategy(way, micro_batches=1))

@@ -48,8 +48,8 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(autoplan, "simulate", simulate)
     for way in ways():
-        search = autoplan._WaySearch("gpt", 1e15, H100, prune=False)
-        known[way] = search._cost(way)[:2]
+        search = autoplan.WaySearch("gpt", 1e15, H100, prune=False)
+        known[way] = search.price_way(way)[:2]
     return known
 
 

@@ -225,7 +225,7 @@ def _share(step: Any, batch: Any, rounds: int) -> dict[str, float]:
     """Seconds of one call of a step and of what is checked before it."""
     for _ in range(3):
         step(*batch)
-    guards, call = step.program.guards, step._call_guard
+    guards, call = step.program.guards, step.call_guard
     return {
         "guards": len(guards),
         "check": _median(guards.hold, 20 * rounds),

@@ -32,7 +32,7 @@ class AsCaptured(Generic[P]):
     """A program as it is now, before passes change it: a row for each node, until somebody asks."""
 
     def __init__(self, program: P):
-        self._kind, self._root = type(program), program.graph
+        self._kind, self._root_module = type(program), program.graph
         self._rows = [
             (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
             for n in program.graph.graph.nodes
@@ -45,7 +45,7 @@ class AsCaptured(Generic[P]):
         """One like it, to be changed."""
         parts: dict[str, Any] = {
             **self._parts,
-            "graph": lazy_graph_module(self._root, self._rebuild_graph()),
+            "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
         }
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])

@@ -74,7 +74,7 @@ class CompiledStep(LastProgram):
         self._state: State | None = None
         self._reached: list[Place] = []  # where runs were seen to name something
         self._last: CapturedProgram | None = None
-        self._call_guard: CallGuard | None = None
+        self.call_guard: CallGuard | None = None  # of the last call, where others can be compared
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -117,6 +117,11 @@ class CompiledStep(LastProgram):
         if program is None:
             return self._run_eagerly(args, kwargs)
         return self._run_heard_by_remat(program, tensors, args, kwargs)
+
+    @property
+    def programs(self) -> tuple[CapturedProgram, ...]:
+        """The programs that are kept, the one that ran last at the end; at most `keep`."""
+        return tuple(self._programs.values())
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
         """The program of such a call, captured where there is none yet, and not run: nothing is
@@ -164,7 +169,7 @@ class CompiledStep(LastProgram):
                 return found
             watcher, HERE.watcher = HERE.watcher, None
             try:
-                self._call_guard = None
+                self.call_guard = None
                 program, tensors = self._find_program(args, kwargs, found)
             finally:
                 HERE.watcher = watcher
@@ -181,7 +186,7 @@ class CompiledStep(LastProgram):
         Args:
             found: what is known of the answers in this call.
         """
-        guard = self._call_guard
+        guard = self.call_guard
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
             return self._admit_program(guard.program, tensors)
         state = self._state
@@ -202,7 +207,7 @@ class CompiledStep(LastProgram):
         self._programs.move_to_end(key)
         program.meet(tensors)
         guard = CallGuard(slots, tensors, (args, kwargs), program, state)
-        self._call_guard = guard if guard.usable else None
+        self.call_guard = guard if guard.usable else None
         return self._admit_program(program, tensors)
 
     def _search_state(self, args: Any, kwargs: Any) -> State:
@@ -276,7 +281,7 @@ class CompiledStep(LastProgram):
         return self._run_graph(program, tensors)
 
     def _run_graph(self, program: CapturedProgram, tensors: list[Any]) -> Any:
-        guard = self._call_guard
+        guard = self.call_guard
         known = guard if guard is not None and guard.program is program else None
         if program.ranks:
             begin_graph(self.title, program.ranks)
@@ -319,7 +324,7 @@ class CompiledStep(LastProgram):
         """
         from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import
 
-        self._call_guard = None
+        self.call_guard = None
         state = self._search_state(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
         how: dict[str, Any] = {
@@ -375,7 +380,7 @@ class CompiledStep(LastProgram):
         self._history.captured(why or reason, key, what, guards, self.keep)
         while len(self._programs) >= self.keep:
             self._history.dropped(self._programs.popitem(last=False)[0])
-        call_of = functools.partial(self._call_of, wires=program.wires)
+        call_of = functools.partial(self.make_callable, wires=program.wires)
         writes = program.writes
         program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
         program.guards, program.writes, program.work = guards, writes, work
@@ -419,7 +424,8 @@ class CompiledStep(LastProgram):
         how = [] if self.sections is None else [f"sections {self.sections}"]
         return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
 
-    def _call_of(self, program: CapturedProgram, wires: list[Wire]) -> Any:
+    def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
+        """What runs the graph of a program that was just captured, by the backend."""
         from .backend.executor import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.

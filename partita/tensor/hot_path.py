@@ -11,7 +11,18 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["DECLARED", "FLAG", "FORM", "IN_C", "KEYWORD", "OPERAND", "REST", "UNREAD", "key_in_c"]
+__all__ = [
+    "DECLARED",
+    "FLAG",
+    "FORM",
+    "IN_C",
+    "KEYWORD",
+    "OPERAND",
+    "REST",
+    "UNREAD",
+    "key_in_c",
+    "load_extension",
+]
 
 OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
 """What a parameter is to the key: an operand of a fixed sentence; read by the rule; read, and a
@@ -26,7 +37,8 @@ FORM = 1
 since they changed, is left aside."""
 
 
-def _load() -> Any:
+def load_extension() -> Any:
+    """The extension module; None where it was not built, is of other sources or is not wanted."""
     if os.environ.get("PARTITA_HOT_PATH") == "python":
         return None
     try:
@@ -36,7 +48,7 @@ def _load() -> Any:
     return _hot_path if getattr(_hot_path, "FORM", None) == FORM else None
 
 
-IN_C = _load()
+IN_C = load_extension()
 """The extension module, or None."""
 
 

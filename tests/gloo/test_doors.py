@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import partita as pt
+from partita.comm import wire_of
 from partita.layout import Layout
-from partita.tensor.autograd import moved
-from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor import laid_out_as, tagged
 from partita.tensor.spec import spec_of
 
 from .launch import run_ranks
@@ -250,13 +250,13 @@ LAYOUTS = {
 
 def to_torch_and_back(rank):
     mesh = pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = pt.distribute_tensor(T, mesh)
+    whole, wire = pt.distribute_tensor(T, mesh), wire_of(mesh)
     for text, placements in LAYOUTS.items():
-        wanted = spec_of(Layout.parse(text), whole._spec.wire)
+        wanted = spec_of(Layout.parse(text), wire)
         if "max" in text:
             x = pt.DTensor.from_local(T, mesh, [pt.Replicate(), pt.Partial("max")])
         else:
-            x = tagged(moved(whole, whole._spec, wanted, "test", "explicit"), wanted)
+            x = laid_out_as(whole, wanted, "test")
         y = pt.to_torch(x)
         assert type(y) is theirs.DTensor and y.placements == placements, text
         assert y.shape == T.shape and y.stride() == T.stride() == x.stride()
@@ -264,11 +264,11 @@ def to_torch_and_back(rank):
         torch.testing.assert_close(y.full_tensor(), T)
         back = pt.from_torch(y)
         assert back.to_local().data_ptr() == x.to_local().data_ptr()
-        assert str(back._spec.layout) == text.replace(" {inv tp}", "")
+        assert str(back.layout_over_mesh) == "f32" + text.replace(" {inv tp}", "")
         torch.testing.assert_close(back.full_tensor(), T)
         ours = pt.distribute_tensor(T, mesh, placements) if "max" not in text else x
         torch.testing.assert_close(ours.full_tensor(), T)
-        assert "max" in text or "inv" in text or ours._spec is x._spec
+        assert "max" in text or "inv" in text or ours.layout_over_mesh == x.layout_over_mesh
     average = theirs.DTensor.from_local(
         T * (1 + rank // 2), mesh, (theirs.Partial("avg"), theirs.Replicate())
     )
@@ -276,7 +276,7 @@ def to_torch_and_back(rank):
     product = theirs.DTensor.from_local(T, mesh, (theirs.Partial("product"), theirs.Replicate()))
     with pytest.raises(pt.LayoutError, match="no placement"):
         pt.from_torch(product)
-    uneven = spec_of(Layout.parse("[7@(tp dp)]"), whole._spec.wire)
+    uneven = spec_of(Layout.parse("[7@(tp dp)]"), wire)
     with pytest.raises(pt.LayoutError, match="uneven"):
         pt.to_torch(tagged(torch.zeros(uneven.local_shape), uneven))
 

@@ -108,11 +108,104 @@ def test_an_import_of_a_test_is_found_in_each_form():
     assert not takes_from_a_test("tests.programs.steps", "squares")
 
 
-def test_tests_import_no_private_name_of_the_package():
-    def is_private(name):
-        return name.startswith("_") and not name.startswith("__")
+def is_private(name):
+    """Not `__name__` nor `_name_`, which are protocols of Python's and of others'."""
+    return name.startswith("_") and not name.endswith("_")
 
+
+def test_tests_import_no_private_name_of_the_package():
     ours = [f for f in imports_of_tests() if f[1].split(".")[0] == "partita"]
     assert len(ours) > 100
     parts = {f: [*f[1].split("."), f[2]] for f in ours}
     assert [f for f, names in parts.items() if any(map(is_private, names))] == []
+
+
+def names_of_members(tree):
+    """What the classes of a module call their members, and what they give `self`."""
+    for kind in ast.walk(tree):
+        for node in kind.body if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            for part in ast.walk(node):
+                match part:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        yield name
+                    case ast.Name(id=name, ctx=ast.Store()) if not isinstance(
+                        node, ast.FunctionDef | ast.AsyncFunctionDef
+                    ):
+                        yield name
+
+
+def homes_of_names(tree):
+    """From which package each name comes that a module imports."""
+    homes = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), level=0):
+                found = {n.asname or n.name: module for n in node.names}
+            case ast.Import():
+                found = {n.asname or n.name.split(".")[0]: n.name for n in node.names}
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(
+                    func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=module)]
+                ),
+            ):
+                found = {name: module}
+            case _:
+                continue
+        homes |= {name: module.split(".")[0] for name, module in found.items()}
+    return homes
+
+
+def private_attributes(text, of_package):
+    """Where the text of a test takes or patches a private attribute: of what it imports from the
+    package, or one that a class of the package has."""
+    tree = ast.parse(text)
+    homes, own = homes_of_names(tree), set(names_of_members(tree))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=base, attr=name):
+                pass
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called),
+                args=[base, ast.Constant(value=str(name)), *_],
+            ) if called in ("getattr", "setattr", "hasattr", "delattr"):
+                pass
+            case _:
+                continue
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        home = homes.get(base.id) if isinstance(base, ast.Name) else None
+        known = home == "partita" or (home is None and name in of_package - own)
+        if is_private(name) and known:
+            yield f"{node.lineno} {ast.unparse(node)}"
+
+
+@pytest.fixture(scope="module")
+def of_package(modules):
+    return {name for m in modules for name in names_of_members(m.tree) if is_private(name)}
+
+
+def test_tests_take_no_private_attribute_of_the_package(of_package):
+    assert {"_spec", "_history"} <= of_package and len(of_package) > 500
+    tests = Path(__file__).parents[1]
+    found = [
+        f"{path.relative_to(tests)}:{place}"
+        for path in sorted(tests.rglob("*.py"))
+        for place in private_attributes(path.read_text(encoding="utf-8"), of_package)
+    ]
+    assert found == []
+
+
+def test_a_private_attribute_is_found_in_each_form(of_package):
+    def found(text):
+        return [place.split(" ", 1)[1] for place in private_attributes(text, of_package)]
+
+    assert found("x._spec.wire") == ["x._spec"]
+    assert found("x._spec = 3") == ["x._spec"]
+    assert found("from partita.tensor import hot_path\nhot_path._any") == ["hot_path._any"]
+    assert found("plan = importlib.import_module('partita.plan')\nplan._any") == ["plan._any"]
+    assert found("patch.setattr(step, '_history', 1)") == ["patch.setattr(step, '_history', 1)"]
+    assert found("import torch\ntorch._spec, x._of_torch") == []
+    assert found("class Own:\n    def __init__(self):\n        self._spec = 1\nx._spec") == []

@@ -361,7 +361,7 @@ def test_another_shape_value_or_mode_is_another_capture_with_its_reason():
     model.eval()
     fast(torch.ones(2, 4))
     assert "training" in fast.reasons[3]
-    assert len(fast._programs) == 2
+    assert len(fast.programs) == 2
 
 
 # -- what cannot be captured -----------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_hundred_lengths_keep_few_programs_and_say_why_each_was_made():
         warnings.simplefilter("error")
         for n in range(1, 101):
             assert fast(torch.ones(n)).item() == 2 * n
-    assert len(fast._programs) == 4 and len(fast.reasons) == 100
+    assert len(fast.programs) == 4 and len(fast.reasons) == 100
     assert fast.reasons[17] == "argument[0]: shape (17,) became (18,)"
     told = "step is captured again and again.*keep=4.*pad_to_bucket"
     with pytest.warns(UserWarning, match=told) as warned:

@@ -42,7 +42,7 @@ def train(mesh, fast, *, make, steps=3, clip=False, keeps=False, **zero):
     step = compiled(step) if fast else step
     losses = torch.tensor([step(x, y).item() for _ in range(steps)])
     state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-    where = [str(v._spec.layout) for v in state] if mesh is not None else []
+    where = [str(v.layout_over_mesh) for v in state] if mesh is not None else []
     return losses, where, step
 
 

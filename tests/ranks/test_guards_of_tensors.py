@@ -26,7 +26,7 @@ def pair():
     compiled = pt.compile(step, backend="graph")
     for _ in range(3):
         compiled(torch.ones(4, 2))
-    assert len(compiled.reasons) == 1 and compiled._call_guard is not None
+    assert len(compiled.reasons) == 1 and compiled.call_guard is not None
     return weights, step, compiled
 
 
@@ -95,7 +95,7 @@ def test_what_has_attributes_is_compared_by_identity_too():
     weights, _, compiled = pair()
     weights[0]._no_weight_decay = True
     compiled(torch.ones(4, 2))
-    assert len(compiled.reasons) == 2 and compiled.program.guards._same_objects()
+    assert len(compiled.reasons) == 2 and compiled.program.guards.hold_by_identity()
 
 
 def test_an_attribute_is_noticed_beside_one_that_was_there():

@@ -24,6 +24,7 @@ import partita as pt
 from partita import Partial, Replicate, Shard
 from partita.tensor import hot_path
 from partita.tensor.dispatch import op_of
+from partita.tensor.spec import placed
 
 needs_c = pytest.mark.skipif(hot_path.IN_C is None, reason="the hot path in C was not built")
 
@@ -159,7 +160,7 @@ def test_a_module_of_older_sources_is_left_aside(monkeypatch):
     old = SimpleNamespace(FORM=hot_path.FORM - 1)
     monkeypatch.setitem(sys.modules, "partita.tensor._hot_path", old)
     monkeypatch.setattr("partita.tensor._hot_path", old, raising=False)
-    assert hot_path._load() is None
+    assert hot_path.load_extension() is None
 
 
 # -- what C has to take care of itself -------------------------------------------------------------
@@ -204,12 +205,12 @@ def test_no_object_is_left_behind_and_none_freed_too_early():
         def rank(mesh: Any) -> list[int]:
             x, y = (pt.distribute_tensor(torch.rand(8, 8), mesh, [Replicate()]) for _ in range(2))
             pending = pt.DTensor.from_local(torch.rand(8, 8), mesh, [Partial()])
-            counts = []
+            spec, counts = placed(mesh, (8, 8), [Replicate()]), []
             for _ in range(4):
                 for _ in range(20):
                     calls(x, y, pending)
                 gc.collect()
-                counts.append(sys.getrefcount(x._spec) + len(gc.get_objects()))
+                counts.append(sys.getrefcount(spec) + len(gc.get_objects()))
             return counts
 
         counts = world.run(rank)[0]

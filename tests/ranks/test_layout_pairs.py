@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import partita as pt
+from partita.comm import wire_of
 from partita.layout import (
     Invariant,
     Layout,
@@ -29,8 +31,7 @@ from partita.layout import (
     Replicate,
     Shard,
 )
-from partita.tensor.autograd import moved
-from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor import laid_out_as, tagged
 from partita.tensor.spec import spec_of
 
 MESHES = {"2x2": {"a": 2, "b": 2}, "2x3": {"a": 2, "b": 3}}
@@ -83,31 +84,31 @@ def assembled(pieces: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> tor
 
 def redistributed(x: pt.DTensor, after: Layout) -> pt.DTensor:
     """`x` in `after`; by the public method where its placements say all there is to say."""
-    wire = x._spec.wire
+    wire = wire_of(x.device_mesh)
     placements = after.placements(wire.mesh)
     if Layout.of(wire.mesh, after.shape, placements) == after:
         return x.redistribute(placements=placements)
-    spec = spec_of(after, wire)
-    return tagged(moved(x, x._spec, spec, "redistribute", "explicit"), spec)
+    return laid_out_as(x, spec_of(after, wire), "redistribute")
 
 
 def there_and_back(
     mesh: Any, pairs: list[tuple[Layout, Layout]], value: torch.Tensor, gradient: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """What this rank holds, for each pair, of the moved value and of the gradient coming back."""
-    wire = pt.zeros((), device_mesh=mesh)._spec.wire
+    wire = wire_of(mesh)
     results = []
     for before, after in pairs:
         graded = all(op == "sum" for _, op in before.partial)
         x = tagged(shares(value, before, wire), spec_of(before, wire)).requires_grad_(graded)
         y = redistributed(x, after)
-        assert y._spec.layout == after and y.shape == value.shape
+        assert y.layout_over_mesh == replace(after, dtype="f32") and y.shape == value.shape
         if not graded:
             results.append((y.to_local(), None))
             continue
-        dual = y._spec.gradient
+        dual = spec_of(after, wire).gradient
         y.backward(tagged(shares(gradient, dual.layout, wire), dual))
-        assert x.grad is not None and x.grad._spec is x._spec.gradient
+        grad = spec_of(before, wire).gradient.layout
+        assert x.grad.layout_over_mesh == replace(grad, dtype="f32")
         results.append((y.detach().to_local(), x.grad.to_local()))
     return results
 
@@ -193,7 +194,7 @@ def test_what_one_gather_joined_one_reduce_scatter_parts_in_backward(mesh: str) 
 
 def test_a_pending_maximum_has_no_gradient_and_says_so() -> None:
     def run(mesh: Any) -> None:
-        wire = pt.zeros((), device_mesh=mesh)._spec.wire
+        wire = wire_of(mesh)
         layout = Layout((4,), partial=(("a", "max"),))
         x = tagged(torch.ones(4), spec_of(layout, wire)).requires_grad_()
         y = x.redistribute(placements=[Replicate(), Replicate()])

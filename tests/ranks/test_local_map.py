@@ -85,18 +85,19 @@ PAIRS = [
 @pytest.mark.parametrize("given, same", PAIRS, ids=lambda p: str(p))
 def test_torchs_placements_are_taken_wherever_ours_are(given, same):
     def body(mesh):
-        wanted = pt.distribute_tensor(T, mesh, [same])._spec
+        wanted = pt.distribute_tensor(T, mesh, [same]).layout_over_mesh
         x = pt.distribute_tensor(T, mesh, [given])
-        assert x._spec is wanted
-        assert pt.distribute_tensor(T, mesh).redistribute(placements=[given])._spec is wanted
-        assert pt.zeros(6, 4, device_mesh=mesh, placements=[given])._spec is wanted
-        assert pt.randn(6, 4, device_mesh=mesh, placements=(given,))._spec is wanted
-        assert pt.DTensor.from_local(x.to_local(), mesh, [given])._spec is wanted
+        assert x.layout_over_mesh == wanted
+        moved = pt.distribute_tensor(T, mesh).redistribute(placements=[given])
+        assert moved.layout_over_mesh == wanted
+        assert pt.zeros(6, 4, device_mesh=mesh, placements=[given]).layout_over_mesh == wanted
+        assert pt.randn(6, 4, device_mesh=mesh, placements=(given,)).layout_over_mesh == wanted
+        assert pt.DTensor.from_local(x.to_local(), mesh, [given]).layout_over_mesh == wanted
         run = pt.local_map(lambda x: x, [given], ([given],))
-        assert run(x)._spec is wanted
+        assert run(x).layout_over_mesh == wanted
         if not same.is_partial():
             model = pt.parallelize(torch.nn.Linear(4, 6), mesh, {"weight": {"dp": given}})
-            assert model.weight._spec is wanted
+            assert model.weight.layout_over_mesh == wanted
         w = pt.distribute_tensor(T, mesh).requires_grad_()
         if not same.is_shard():
             w.to_local(grad_placements=[given]).sum().backward()
@@ -110,7 +111,7 @@ def test_the_order_of_axes_that_a_strided_shard_says_is_taken():
 
     def body(mesh):
         x = pt.distribute_tensor(T, mesh, [strided(0, split_factor=3), theirs.Shard(0)])
-        assert x._spec.layout.shards == (("tp", "dp"), ())
+        assert x.layout_over_mesh.shards == (("tp", "dp"), ())
         with pytest.raises(pt.LayoutError, match="no placement"):
             pt.distribute_tensor(T, mesh, [strided(0, split_factor=2), theirs.Shard(0)])
         return x.full_tensor()

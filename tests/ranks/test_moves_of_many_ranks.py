@@ -51,8 +51,9 @@ def on_dry_ranks(places, scale, size):
 
 def moves_of(x, after):
     """What is carried, which the number of ranks may change: uneven pieces are not padded much."""
-    layout, mesh = x._spec.layout, x._spec.wire.mesh
-    return plan(layout, Layout.of(mesh, layout.shape, after), mesh).moves
+    mesh = comm.wire_of(x.device_mesh).mesh
+    before = Layout.of(mesh, x.shape, x.placements)
+    return plan(before, Layout.of(mesh, x.shape, after), mesh).moves
 
 
 def steps_of(run):

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.parallel.zero import flat_buffer as flat
+from partita.parallel.zero import flat_buffer, zero_state
 from partita.tensor.padded_storage import find_padded
+from partita.tensor.spec import placed
 from tests.programs.steps import squares
 
 X = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)) + 0.5
@@ -31,9 +32,13 @@ def on(mesh):
     return lambda t: pt.distribute_tensor(t, mesh, placements)
 
 
+def padded_shape_of(t):
+    return placed(t.device_mesh, t.shape, t.placements).padded_shape
+
+
 def has_room(t):
     """Is there memory behind a piece for as much as the first rank's has more?"""
-    local, padded = t.to_local().detach(), t._spec.padded_shape
+    local, padded = t.to_local().detach(), padded_shape_of(t)
     return tuple(local.shape) == padded or find_padded(local, padded) is not None
 
 
@@ -234,11 +239,11 @@ def test_whoever_makes_an_uneven_shard_makes_room_behind_it(by, axes):
             pt.materialize(model) if by == "materialize" else None
         for p in weights or model.parameters():
             local = p.to_local().detach()
-            whole = find_padded(local, p._spec.padded_shape)
-            if tuple(local.shape) == p._spec.padded_shape:
+            whole = find_padded(local, padded_shape_of(p))
+            if tuple(local.shape) == padded_shape_of(p):
                 assert whole is None
             else:
-                assert whole.shape == p._spec.padded_shape
+                assert whole.shape == padded_shape_of(p)
                 assert torch.equal(whole[: local.shape[0]], local)
                 assert not local.numel() or whole.data_ptr() == local.data_ptr()
 
@@ -278,7 +283,7 @@ def test_what_a_graph_makes_is_not_copied_to_be_cut():
         for t, wanted in ((more, X[:5] + 1), (same, X[:5])):
             assert torch.equal(t.full_tensor(), wanted) and t.to_local().shape[0] == rows
             assert is_exact(t)
-        has_room = find_padded(more.to_local(), more._spec.padded_shape) is not None
+        has_room = find_padded(more.to_local(), padded_shape_of(more)) is not None
         assert has_room == (rows < 2)
         return shown(same)[1] != shown(x)[1] or not rows
 
@@ -292,7 +297,7 @@ def test_what_pads_gradients_on_their_way_is_zero_and_adds_nothing(axes, absent,
     def run(mesh):
         model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 1, bias=False), nn.Linear(1, 12))
         pt.zero(model, mesh, mesh.mesh_dim_names, blocks=[model])
-        (unit,) = model.__dict__["_zero"].groups
+        (unit,) = zero_state(model).groups
         (one,) = unit.flats
         grads = [torch.full(p.whole.local_shape, i + 1.0) for i, p in enumerate(one.pieces)]
         if absent:
@@ -302,7 +307,7 @@ def test_what_pads_gradients_on_their_way_is_zero_and_adds_nothing(axes, absent,
 
     found = []
     for large in (0, 1 << 30):
-        monkeypatch.setattr(flat, "_LARGE", large)
+        monkeypatch.setattr(flat_buffer, "LARGE", large)
         with pt.ranks(**axes) as world:
             found.append(world.run(run))
     for a, b in zip(*found, strict=True):

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from torch.overrides import TorchFunctionMode
 
 import partita as pt
+from partita.comm import wire_of
 from partita.layout import Layout
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import spec_of
@@ -50,7 +51,7 @@ def loss_of(tensors: dict[str, Any]) -> Any:
 
 def spread(mesh: Any, whole: torch.Tensor, layout: Layout) -> pt.DTensor:
     """A leaf in `layout`. Shares are uneven and of both signs; their sum is `whole`."""
-    wire = pt.distribute_tensor(torch.zeros(()), mesh)._spec.wire
+    wire = wire_of(mesh)
     local = whole
     for axis, _ in layout.partial:
         n, i = wire.mesh.size(axis), wire.at[wire.mesh.index(axis)]

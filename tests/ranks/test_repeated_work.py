@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import partita as pt
 from partita import Replicate, Shard
+from partita.comm import wire_of
 from partita.tensor.dispatch import OPS
 from partita.tensor.plan import CallPlan
 from tests.programs.split_attention import double, losses
@@ -86,7 +87,7 @@ def test_a_call_knows_of_ledgers_only_while_one_is_open():
     def run(mesh):
         x = spread(mesh, 8, 8, placements=[R])
         x @ x
-        own = x._spec.wire
+        own = wire_of(mesh)
         calls = [p for op in OPS.values() for p in op.plans.values() if isinstance(p, CallPlan)]
         plans = [p for p in calls if p.work and p.wire is own]
         assert plans

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.backend import cut as cutting
 from partita.compile.backend import executor as run
 from partita.compile.backend import section_run
 from partita.compile.backend.cut import sections_of
@@ -23,13 +22,12 @@ WIDTH = 8
 
 
 @pytest.fixture
-def cut(monkeypatch):
+def cut():
     """Compiles a step to run in sections, a short one too; `cut.found` is what each is cut into."""
-    monkeypatch.setattr(cutting, "_LEAST", 4)
 
     def cut(step):
-        def call_of(program, wires):
-            sections = sections_of(program, always=True)
+        def make_callable(program, wires):
+            sections = sections_of(program, always=True, least=4)
             cut.found.append(sections)
             if sections is None:
                 return run.function_of(program.graph, program.groups)
@@ -37,7 +35,7 @@ def cut(monkeypatch):
             return section_run.function_of_sections(sections, calls, program.groups)
 
         compiled = whole(step)
-        compiled._call_of = call_of
+        compiled.make_callable = make_callable
         return compiled
 
     cut.found, cut.runs = [], emptying

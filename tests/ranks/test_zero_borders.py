@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from partita.parallel.zero import zero_state
+from partita.parallel.zero.state import Zero
 from partita.tensor.engine import saving_hooks
 
 STAGES = (0, 1, 2, 3)
@@ -32,6 +33,13 @@ def value(t):
         return None
     t = t.detach()
     return (t.full_tensor() if isinstance(t, pt.DTensor) else t).clone()
+
+
+def gathered_state(model):
+    """What `zero` made of a model whose parameters it gathers; None of any other."""
+    with suppress(ValueError):
+        state = zero_state(model)
+        return state if isinstance(state, Zero) else None
 
 
 def train(model, step_of, batch, make):
@@ -50,8 +58,7 @@ def train(model, step_of, batch, make):
         optimizer.step()
         found |= {n: value(p) for n, p in model.named_parameters()}
         said.append(found)
-        if "_zero" in model.__dict__ and hasattr(zero_state(model), "alive"):
-            assert zero_state(model).alive == 0
+        assert not (gathered := gathered_state(model)) or gathered.alive == 0
     return said
 
 
@@ -286,9 +293,8 @@ def test_one_region_may_hold_several_blocks(after):
 
     def step(model, x, i):
         loss = backward(model(x).square().mean())
-        units = getattr(model.__dict__.get("_zero"), "groups", None)
-        if units:
-            peaks.append(zero_state(model).peak / sum(f.nbytes for f in units[0].flats))
+        if gathered := gathered_state(model):
+            peaks.append(gathered.peak / sum(f.nbytes for f in gathered.groups[0].flats))
         return loss
 
     agree(build, step, batch_of(4, 4), prepare=pt.remat if after else None)

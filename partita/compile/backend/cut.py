@@ -47,21 +47,22 @@ layers stand there may hang on how many there are."""
 _PIECES = 0.5
 """The part of a value that a section reads, at most, to be given only that."""
 
-_LEAST = 24
+LEAST = 24
 """Calls in what is cut out of a part that repeats itself."""
 
 
-def sections_of(program: Program, always: bool = False) -> Sections | None:
+def sections_of(program: Program, always: bool = False, least: int = LEAST) -> Sections | None:
     """A program's graph as sections; None where it has values that are no tensors.
 
     Args:
         always: also where that is not worth it: where the graph is not deep, or too little is
             equal in it.
+        least: calls in what is cut out of a part that repeats itself.
     """
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:
         return None
-    found = _Cutting(program).sections()
+    found = _Cutting(program, least).sections()
     if found is None or not found.different or (not always and found.nodes > _LEFT * calls):
         return None
     return found
@@ -74,8 +75,8 @@ class _Uncut(Exception):
 class _Cutting:
     """The cutting of one graph."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, program: Program, least: int):
+        self.program, self.least = program, least
         self.storages = storages_of(program)
         order = with_early_writes(program.graph.graph, self.storages)
         self.order = [node for node in order if not self._is_remakeable_view(node)]
@@ -134,7 +135,8 @@ class _Cutting:
                 yield run
 
     def _split_repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        found = repeats_of([*map(_key_of_call, run)], _LEAST) if len(run) >= 2 * _LEAST else None
+        is_long = len(run) >= 2 * self.least
+        found = repeats_of([*map(_key_of_call, run)], self.least) if is_long else None
         if found is None:
             if run:
                 yield run

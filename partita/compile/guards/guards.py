@@ -82,7 +82,7 @@ class Guards:
 
     def hold(self) -> bool:
         """Is all as it was?"""
-        if self._same_objects():
+        if self.hold_by_identity():
             return True
         if self.differences(1):
             return False
@@ -108,7 +108,8 @@ class Guards:
                 found.append(f"{guard.place.name}{differs[0]}: {differs[1]} became {differs[2]}")
         return found[:most]
 
-    def _same_objects(self) -> bool:
+    def hold_by_identity(self) -> bool:
+        """Is all the very objects that were there? What `hold` asks first, since it is fast."""
         return (
             not any(self._empty)
             and all(map(is_, map(_get, self._homes, self._keys, repeat(MISSING)), self._values))

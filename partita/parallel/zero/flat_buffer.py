@@ -88,7 +88,9 @@ class FlatPiece:
 
 
 _ALIGNED = 64  # bytes
-_LARGE = 1 << 20  # bytes
+LARGE = 1 << 20
+"""Bytes of a block's gradients from which on only what pads them is zeroed, not all that they are
+written into."""
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -362,7 +364,7 @@ class FlatBuffer:
         sums = held
         if sums is None:
             # To write zeros under large gradients takes longer than to find what pads them.
-            is_large = self.n * self.length * dtype.itemsize >= _LARGE
+            is_large = self.n * self.length * dtype.itemsize >= LARGE
             new = torch.empty if fits or (is_full and is_large) else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
             if new is torch.empty and not fits:

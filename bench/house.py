@@ -13,9 +13,9 @@ docstrings          that public names lack
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import io
+import os
 import re
 import sys
 import tokenize
@@ -359,17 +359,31 @@ def names_without_docstring(modules: list[Module]) -> list[str]:
 # -- the page --------------------------------------------------------------------------------------
 
 
+def check_checkout(imported: str | Path) -> None:
+    """Raises RuntimeError if the package that runs is not the one that is read.
+
+    Args:
+        imported: `partita.__file__`.
+    """
+    if not Path(imported).resolve().is_relative_to(PACKAGE.resolve()):
+        raise RuntimeError(
+            f"{imported} is imported, but the figures are to be of {PACKAGE}: "
+            f"run it with PYTHONPATH={PACKAGE.parent}"
+        )
+
+
 def main() -> int:
+    # Before partita is imported, which chooses its hot path then.
+    os.environ["PARTITA_HOT_PATH"] = "python"
+    import partita
+
+    check_checkout(partita.__file__)
     modules = read_modules()
     runtime = [m for m in modules if m.is_runtime]
     names = {m.name for m in modules}
     circles = find_circles({m.name: imports_of(m, names) for m in modules})
     one, of = one_word_functions(runtime)
     twice = types_defined_twice(runtime)
-    if importlib.util.find_spec("partita.tensor._hot_path") is not None:
-        import os
-
-        os.environ.setdefault("PARTITA_HOT_PATH", "python")
     cached, missed = files_of_an_addition()
     way = follow_arguments()
     lists, backends = lists_of_functions(runtime), files_that_name_a_backend(runtime)

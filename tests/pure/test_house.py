@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,6 +51,23 @@ def test_what_is_against_the_house_is_found(house):
     assert one.is_runtime and other.is_runtime
     assert house.types_defined_twice([one, other]) == ["Wire x2"]
     assert house.files_that_name_a_backend([one, other]) == ["comm/one.py"]
+
+
+def test_figures_of_another_checkout_are_refused(house, tmp_path):
+    import partita
+
+    house.check_checkout(partita.__file__)
+    with pytest.raises(RuntimeError, match="is imported, but the figures are to be of"):
+        house.check_checkout(tmp_path / "partita" / "__init__.py")
+
+
+@pytest.mark.slow
+def test_files_that_a_cached_addition_runs_through_are_found():
+    # In a process of its own: partita chooses its hot path as it is imported.
+    env = os.environ | {"PYTHONPATH": str(_PATH.parents[1])}
+    command = [sys.executable, _PATH, "-v"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert re.search(r"files of a cached x \+ y .*[1-9]\n    tensor/methods.py\n", done.stdout)
 
 
 def test_a_type_name_means_one_thing(house, modules):

@@ -205,6 +205,26 @@ class Weighed(Block):
         return torch.where(h > w, h, 3 * w).clamp(-9.0 - w, 9.0 + w) - w
 
 
+class Counted(Block):
+    """Its number as an int is reckoned with, in the ways in which floats take one."""
+
+    def between(self, h):
+        n = self.number + 3
+        h = (h * n + n * h) / ((h + n).abs() + n) - n
+        h = torch.where(h > n, h - n, h).clamp(-n, n).remainder(n) - (n - h)
+        return h.clone().mul_(n).masked_fill(h < -n, n) / n
+
+
+class Turned(Block):
+    """Its number is a dimension, an index or a size, and what an int tensor is reckoned with."""
+
+    def between(self, h):
+        n = self.number % 2
+        steps = torch.arange(h.shape[-1]) * (self.number + 1)
+        h = torch.add(h, h.pow(self.number + 3), alpha=self.number)  # which torch reads
+        return h.flip(n) + h[n] + h.index_fill(n, torch.tensor([0]), 1.0) + steps.sin()
+
+
 class DroppingMore(Block):
     """What dropout is given decides what it calls: other rates are other structures."""
 
@@ -218,7 +238,7 @@ PROGRAMS = {
         *(Block, Dropping, Alternating, Longer, Scaled, Numbered, Masked, WritingInside),
         *(WritingItsInput, WritingWhatItTakes, Counting, Normed, WithFunction, Hooked, Clamping),
         *(Checkpointed, CheckpointedInside, Casting, InDouble, Splitting, DroppingPaths),
-        *(Weighed, DroppingMore),
+        *(Weighed, DroppingMore, Counted, Turned),
     )
 }
 
@@ -289,8 +309,9 @@ def test_each_structure_is_traced_once(name):
 
 
 @pytest.mark.slow
-def test_floats_that_differ_between_blocks_make_no_structures():
-    for kind, calls in ((Scaled, [1, 5]), (Weighed, [1, 5]), (DroppingPaths, [1, 1, 4])):
+def test_numbers_that_differ_between_blocks_make_no_structures():
+    cases = ((Scaled, [1, 5]), (Weighed, [1, 5]), (DroppingPaths, [1, 1, 4]), (Counted, [1, 5]))
+    for kind, calls in cases:
         _, step = made(lambda kind=kind: Stack(kind, 6), squares, None, True)
         assert [count for _, count in step.program.blocks.structures] == calls
     _, step = made(lambda: Stack(DroppingMore, 4), squares, None, True)

@@ -357,7 +357,7 @@ class _Tracing:
         mode = get_proxy_mode()
         assert mode is not None
         number = len(self.numbers)
-        symbol = self._env.symbolic(f"number {number} of a block", value)
+        symbol = self._env.symbolic(f"number {number} of a block", float(value))
         self._env.of_blocks.add(str(symbol.node.expr))
         node = self.recorder.graph.call_function(block_number, (number,))
         self.recorder.note_made(node)
@@ -388,7 +388,7 @@ class _Tracing:
         (node,) = self._new
         args = list(node.args)
         for number, value in values.items():
-            at = [i for i, a in enumerate(args) if type(a) is float and a.hex() == value.hex()]
+            at = [i for i, a in enumerate(args) if type(a) is type(value) and a == value]
             if len(at) != 1:
                 raise NumbersRead(kind)
             args[at[0]] = self.numbers[number]

@@ -29,7 +29,13 @@ from torch.overrides import (
 from partita.tensor.spec import Spec
 from partita.tensor.watch import HERE, Label
 
-from .block_functions import is_closed, is_question, why_refused, writes_first
+from .block_functions import (
+    is_closed,
+    is_question,
+    scalar_places,
+    why_refused,
+    writes_first,
+)
 from .block_modes import modes_now, who_hears, within_modes
 from .block_tape import (
     BlockTape,
@@ -43,6 +49,7 @@ from .block_tape import (
     number_floats,
     numbers_of,
     with_tensors,
+    with_whole_numbers,
 )
 from .symbolic import BlockNumberRead, is_symbolic
 
@@ -117,7 +124,7 @@ class Follower(TorchFunctionMode):
         if self._suspended or self.inside:
             return func(*args, **kwargs)
         self._refuse_function(func)
-        operands = (self._write_operand(args), self._write_operand(kwargs))
+        operands = self._write_operands(func, args, kwargs)
         around = self._read_modes()
         if is_question(func) and not contains(operands, Made):
             # What comes from outside may be an input of the step: it is asked itself.
@@ -189,6 +196,17 @@ class Follower(TorchFunctionMode):
         return (*modes_now(), begun, kept, budget)
 
     # -- tensors by number -------------------------------------------------------------------------
+
+    def _write_operands(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operands of a call, as a tape has them."""
+        operands = (self._write_operand(args), self._write_operand(kwargs))
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor):
+            return operands
+        with Local():
+            reckons_in_floats = first.is_floating_point()
+        places = scalar_places(func) if reckons_in_floats else ()
+        return with_whole_numbers(operands, places) if places else operands
 
     def _write_operand(self, value: Any) -> Any:
         """An operand as a tape has it."""

@@ -6,6 +6,7 @@ reads what is in it, cannot be asked of it.
 
 from __future__ import annotations
 
+from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 
-__all__ = ["is_closed", "is_question", "why_refused", "writes_first"]
+__all__ = ["is_closed", "is_question", "scalar_places", "why_refused", "writes_first"]
 
 _REFUSED_ATTRIBUTES = frozenset(
     "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
@@ -57,3 +58,34 @@ def is_question(func: Any) -> bool:
     return facts_of_function(name).is_question or (
         name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEW_ATTRIBUTES
     )
+
+
+def scalar_places(func: Any) -> frozenset[int | str]:
+    """Where among its operands a function of torch takes a number of any kind for what it reckons
+    with, and never a size or a dimension: positions and keywords.
+
+    A tensor of floats takes an int there as it takes the float of that value.
+    """
+    owner, _, name = getattr(func, "__qualname__", "").rpartition(".")
+    if owner not in ("TensorBase", "Tensor", "_VariableFunctionsClass"):
+        return frozenset()  # Python's own functions may do with a number what they like
+    return _scalar_places(name.strip("_"))
+
+
+@cache
+def _scalar_places(name: str) -> frozenset[int | str]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return frozenset()
+    scalars: set[int | str] = set()
+    others: set[int | str] = set()
+    for overload in packet.overloads():
+        arguments = getattr(packet, overload)._schema.arguments
+        if not arguments or str(arguments[0].type) != "Tensor":
+            continue  # of Python's numbers and lists, for scripts
+        for position, argument in enumerate(arguments):
+            kind = str(argument.type)
+            if "Tensor" not in kind:
+                found = scalars if "number" in kind else others
+                found |= {argument.name} if argument.kwarg_only else {position, argument.name}
+    return frozenset(scalars - others)

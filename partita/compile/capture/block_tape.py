@@ -24,11 +24,13 @@ __all__ = [
     "Same",
     "Taken",
     "TapedCall",
+    "Whole",
     "contains",
     "is_varying",
     "number_floats",
     "numbers_of",
     "with_tensors",
+    "with_whole_numbers",
 ]
 
 
@@ -44,7 +46,7 @@ class NotABlock(BaseException):
 
 
 class NumbersRead(NotABlock):
-    """A float that differs between blocks of a class decides what they call: it is a constant."""
+    """A number that differs between blocks of a class decides what they call: it is a constant."""
 
     def __init__(self, kind: type):
         super().__init__(kind, "a number that differs between its blocks is read")
@@ -77,6 +79,10 @@ class Same:
         return id(self.value)
 
 
+class Whole:
+    """In a tape the kind of an int that torch takes for the float of that value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Number:
     """A float that differs between blocks of one structure, under this number: any other one that
@@ -96,10 +102,33 @@ def is_varying(written: Any) -> bool:
 
     Not zero, nor infinite: with these numbers are reckoned otherwise.
     """
-    if type(written) is not tuple or len(written) != 2 or written[0] is not float:
+    if type(written) is not tuple or len(written) != 2 or written[0] not in (float, Whole):
         return False
-    value = float.fromhex(written[1])
+    value = _value(written)
     return value != 0 and math.isfinite(value)
+
+
+def _value(written: tuple[type, Any]) -> float:
+    """Of a float as a tape has it."""
+    return float.fromhex(written[1]) if written[0] is float else float(written[1])
+
+
+def with_whole_numbers(operands: Any, places: frozenset[int | str]) -> Any:
+    """Operands in which the ints at these places are `Whole`."""
+    (_, *args), (_, *kwargs) = operands
+    return (
+        (tuple, *(_as_whole(v) if i in places else v for i, v in enumerate(args))),
+        (dict, *((k, _as_whole(v) if k in places else v) for k, v in kwargs)),
+    )
+
+
+def _as_whole(written: Any) -> Any:
+    is_int = type(written) is tuple and len(written) == 2 and written[0] is int
+    return (Whole, written[1]) if is_int and abs(written[1]) < _EXACT else written
+
+
+_EXACT = 2**53
+"""Of ints below it, no two are the same float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +210,7 @@ def number_floats(written: Any, beside: Any, number: Callable[[], int]) -> Any:
 def numbers_of(operands: Any, written: Any) -> Iterator[tuple[int, float]]:
     """The values that `written` has where `operands` have `Number`s."""
     if type(operands) is Number:
-        yield operands.number, float.fromhex(written[1])
+        yield operands.number, written[1] if written[0] is Whole else _value(written)
     elif type(operands) is tuple:
         for one, other in zip(operands, written, strict=True):
             yield from numbers_of(one, other)
@@ -207,7 +236,7 @@ def with_tensors(
     if kind is not tuple:
         return value
     of, *rest = value
-    if of is int or of is bool:
+    if of is int or of is bool or of is Whole:
         return rest[0]
     if of is float:
         return float.fromhex(rest[0])

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "BlockTape",
+    "IntAsFloat",
     "Made",
     "Named",
     "NotABlock",
@@ -24,7 +25,6 @@ __all__ = [
     "Same",
     "Taken",
     "TapedCall",
-    "Whole",
     "contains",
     "is_varying",
     "number_floats",
@@ -79,7 +79,7 @@ class Same:
         return id(self.value)
 
 
-class Whole:
+class IntAsFloat:
     """In a tape the kind of an int that torch takes for the float of that value."""
 
 
@@ -102,7 +102,7 @@ def is_varying(written: Any) -> bool:
 
     Not zero, nor infinite: with these numbers are reckoned otherwise.
     """
-    if type(written) is not tuple or len(written) != 2 or written[0] not in (float, Whole):
+    if type(written) is not tuple or len(written) != 2 or written[0] not in (float, IntAsFloat):
         return False
     value = _value(written)
     return value != 0 and math.isfinite(value)
@@ -114,7 +114,7 @@ def _value(written: tuple[type, Any]) -> float:
 
 
 def with_whole_numbers(operands: Any, places: frozenset[int | str]) -> Any:
-    """Operands in which the ints at these places are `Whole`."""
+    """Operands in which the ints at these places are `IntAsFloat`."""
     (_, *args), (_, *kwargs) = operands
     return (
         (tuple, *(_as_whole(v) if i in places else v for i, v in enumerate(args))),
@@ -124,7 +124,7 @@ def with_whole_numbers(operands: Any, places: frozenset[int | str]) -> Any:
 
 def _as_whole(written: Any) -> Any:
     is_int = type(written) is tuple and len(written) == 2 and written[0] is int
-    return (Whole, written[1]) if is_int and abs(written[1]) < _EXACT else written
+    return (IntAsFloat, written[1]) if is_int and abs(written[1]) < _EXACT else written
 
 
 _EXACT = 2**53
@@ -210,7 +210,7 @@ def number_floats(written: Any, beside: Any, number: Callable[[], int]) -> Any:
 def numbers_of(operands: Any, written: Any) -> Iterator[tuple[int, float]]:
     """The values that `written` has where `operands` have `Number`s."""
     if type(operands) is Number:
-        yield operands.number, written[1] if written[0] is Whole else _value(written)
+        yield operands.number, written[1] if written[0] is IntAsFloat else _value(written)
     elif type(operands) is tuple:
         for one, other in zip(operands, written, strict=True):
             yield from numbers_of(one, other)
@@ -236,7 +236,7 @@ def with_tensors(
     if kind is not tuple:
         return value
     of, *rest = value
-    if of is int or of is bool or of is Whole:
+    if of is int or of is bool or of is IntAsFloat:
         return rest[0]
     if of is float:
         return float.fromhex(rest[0])

@@ -271,7 +271,7 @@ class TraceWire(PaddedTransport, Wire):
 
     # -- collectives, on contiguous memory ---------------------------------------------------------
 
-    def _find_group_order(self, axes: Axes) -> list[int] | None:
+    def _order(self, axes: Axes) -> list[int] | None:
         if self.real.group_order(axes)[1] is not None:
             raise LayoutError(
                 f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",

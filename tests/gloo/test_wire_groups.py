@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import partita as pt
 from partita import comm
 from partita.layout import LayoutError, Mesh
 from tests.gloo.launch import run_ranks
@@ -76,6 +77,21 @@ def test_the_ranks_of_a_mesh_may_come_in_any_order():
     assert_right(mesh, torch.float32, [at[m][1] for m in mesh.coordinates()])
     assert [r[2] for r in results] == [2, 2, 2, 2]
     assert results[0][3] == [(2,), (0,), (1,), (3,)]
+
+
+def captured_on_shuffled(rank):
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
+    x = pt.distribute_tensor(torch.arange(4.0), mesh, [pt.Shard(0)])
+    step = pt.compile(lambda x: x.redistribute(placements=[pt.Replicate()]) * 2, backend="graph")
+    try:
+        return step(x).to_local().tolist()
+    except LayoutError as error:
+        return str(error)
+
+
+def test_a_graph_is_refused_on_ranks_in_an_order_of_their_own():
+    for found in run_ranks(captured_on_shuffled, 2):
+        assert "the ranks of mesh dp=2 are not in order along dp" in found
 
 
 def parts_and_names(rank):

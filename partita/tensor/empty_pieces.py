@@ -12,6 +12,7 @@ this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def as_with_elements(
                     found = _run_on_meta(whole, args, kwargs, given_metas, _is_of_users(form))
                 except IndexError:
                     continue
-                if found is not None and asks:
+                takes_shapes = found is not None or _takes_shapes(whole, args, kwargs, given_metas)
+                if asks and takes_shapes:
                     _raise_as_with_elements(whole, args, kwargs, given_metas, wire.device)
                 break
             known[kinds] = found
@@ -143,6 +145,22 @@ def _raise_as_with_elements(
             return
     if str(refused[0]) == str(refused[1]):
         raise refused[0]
+
+
+def _takes_shapes(
+    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]
+) -> bool:
+    """Does torch take operands of these shapes, if they are of other dtypes?
+
+    Then what it says of these operands is not said of their shapes: each rank hears the same.
+    """
+    for path, meta in metas.items():
+        other = torch.int64 if meta.dtype.is_floating_point else torch.float32
+        with suppress(RuntimeError, TypeError, IndexError):
+            given, named = replaced(args, kwargs, metas | {path: meta.detach().to(other)})
+            run(*given, **named)
+            return True
+    return False
 
 
 def _run_on_meta(

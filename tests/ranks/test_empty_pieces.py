@@ -188,6 +188,8 @@ REFUSED = {
     "bitwise_and of float": lambda x: x.bitwise_and(1),
     "gelu of int": lambda x: F.gelu(x.int()),
     "index_select by floats": lambda x: x.index_select(1, torch.tensor([0.5])),
+    "gather by floats": lambda x: x.gather(1, x),
+    "scatter_ by floats": lambda x: x.scatter_(1, x, 1.0),
     "sort of complex": lambda x: (x + 0j).sort(1),
     "kthvalue of bool": lambda x: (x > 0).kthvalue(1, 1),
     "round of complex": lambda x: (x + 0j).round(),

@@ -1,13 +1,22 @@
-"""Times of collectives: ring algorithms, with a latency for each message and a bandwidth.
+"""Times of collectives: rings, and trees for all-reduces, with a latency for each message and a
+bandwidth.
 
 The formulas are those of Thakur, Rabenseifner and Gropp (2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), without their term for the arithmetic of a sum: in
 a ring of n ranks there are n - 1 messages one after the other (an all-reduce is a reduce-scatter
 and an all-gather, and has twice as many). Bytes are those that one rank sends, as a ledger counts
 them.
+
+An all-reduce may also go up two binary trees and down again, half of the bytes in each (Sanders,
+Speck and Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"), and
+the quicker one is taken. So does NVIDIA's library, which reckons both: a ring has 2 (n - 1)
+messages, trees have 2 log2(n) from host to host and carry all bytes twice (src/graph/tuning.cc of
+github.com/NVIDIA, in the function that tunes its model of a topology).
 """
 
 from __future__ import annotations
+
+import math
 
 from .machine import Link
 
@@ -15,7 +24,7 @@ __all__ = ["collective_bytes", "collective_seconds", "messages_of"]
 
 
 def messages_of(kind: str, ranks: int) -> int:
-    """Messages that a rank sends one after the other.
+    """Messages that a rank of a ring sends one after the other.
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
@@ -39,7 +48,7 @@ def messages_of(kind: str, ranks: int) -> int:
 
 
 def collective_bytes(kind: str, ranks: int, whole: float) -> float:
-    """Bytes that one rank sends.
+    """Bytes that one rank of a ring sends.
 
     Args:
         whole: bytes of the unsharded tensor: what an all-gather gives, what a reduce-scatter or an
@@ -55,12 +64,20 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
 
 
 def collective_seconds(kind: str, ranks: int, nbytes: float, link: Link) -> float:
-    """Seconds from when the last rank begins to the end.
+    """Seconds from when the last rank begins to the end, by the quicker algorithm.
 
     Args:
-        nbytes: that one rank sends, as `collective_bytes` or a ledger has them.
+        nbytes: that one rank of a ring sends, as `collective_bytes` or a ledger has them.
 
     Raises:
         ValueError: a kind that is not known.
     """
-    return messages_of(kind, ranks) * link.latency + (nbytes / link.bandwidth if ranks > 1 else 0.0)
+    if ranks == 1:
+        return 0.0
+    ring = messages_of(kind, ranks) * link.latency + nbytes / link.bandwidth
+    if kind != "all_reduce":
+        return ring
+    # All of the tensor goes up and comes down; a ring sends (ranks - 1) of its `ranks` parts twice.
+    carried = nbytes * ranks / (ranks - 1)
+    trees = 2 * math.ceil(math.log2(ranks)) * link.latency + carried / link.bandwidth
+    return min(ring, trees)

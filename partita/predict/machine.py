@@ -74,7 +74,8 @@ class Machine:
         kernels: seconds by amount of kinds of kernels (see `kernel_rates`), where measured; the
             roofline prices the others.
         collectives: seconds by bytes that a rank sends, by kind and number of ranks
-            ("all_gather-4"), where measured; rings with the links' figures price the others.
+            ("all_gather-4"), where measured; rings and trees with the links' figures price the
+            others.
     """
 
     name: str

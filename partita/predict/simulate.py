@@ -39,8 +39,8 @@ def simulate(
 
     A step is captured, not run; tensors on the meta device are captured as if they lay where fused
     attention is, and so attention is priced as one fused kernel. The final graph is played on
-    streams: kernels by a roofline, collectives as rings. The caveat of each number stands beside it
-    in the printed table and in `Simulation`.
+    streams: kernels by a roofline, collectives as rings and trees. The caveat of each number stands
+    beside it in the printed table and in `Simulation`.
 
     Args:
         step_or_model: a step, compiled or not, that takes `args`; a module, whose result for `args`

@@ -37,7 +37,7 @@ class Simulation:
             slower ranks and for data is not in it.
         compute_seconds: in which the processor computes.
         exposed: for the axes of collectives, seconds in which the processor waits for them. Rings
-            with one link each; collectives of different axes do not slow each other.
+            and trees with one link each; collectives of different axes do not slow each other.
         link_seconds: likewise, in which the links work.
         nbytes: likewise, bytes that a rank sends; equal to a ledger's of the step.
         flops: operations of matrix products and attention of a rank; what remat makes again counts.
@@ -105,10 +105,8 @@ class Simulation:
         ]
         for name in sorted(self.link_seconds):
             sent = human(self.nbytes.get(name, 0))
-            said = f"of {_format_seconds(self.link_seconds[name])}, {sent} sent"
-            rows.append(
-                (f"exposed {name}", _format_seconds(self.exposed.get(name, 0.0)), said + ", rings")
-            )
+            said = f"of {_format_seconds(self.link_seconds[name])}, {sent} sent; rings and trees"
+            rows.append((f"exposed {name}", _format_seconds(self.exposed.get(name, 0.0)), said))
         if self.tokens_per_second is not None:
             said = f"{self.tokens:,} a step, all ranks together"
             rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}", said))

@@ -139,7 +139,7 @@ class _Player:
     def _seconds_of_collective(
         self, kind: str, ranks: int, sent: float, axes: Sequence[str], sizes: Mapping[str, int]
     ) -> float:
-        """Seconds once all ranks are there: by a link that is given, as measured, or as a ring."""
+        """Seconds once all ranks are there: by a link that is given, as measured, or by formula."""
         link = self.links.get(" ".join(axes))
         curve = self.machine.collectives.get(f"{kind}-{ranks}")
         if link is None and curve is not None:

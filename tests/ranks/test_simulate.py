@@ -32,9 +32,22 @@ MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
     ],
 )
 def test_with_unit_latency_and_bandwidth_a_time_is_the_ring_formula(kind, messages, share, ranks):
-    sent = collective_bytes(kind, ranks, 840.0)
-    assert sent == pytest.approx(share(ranks) * 840, rel=1e-12)
+    whole = 840.0 * 2**20  # so many bytes that rings are quicker than trees, of all-reduces too
+    sent = collective_bytes(kind, ranks, whole)
+    assert sent == pytest.approx(share(ranks) * whole, rel=1e-12)
     assert collective_seconds(kind, ranks, sent, Link(1.0, 1.0)) == messages(ranks) + sent
+
+
+@pytest.mark.parametrize(("ranks", "levels"), [(2, 1), (3, 2), (8, 3), (1023, 10), (1024, 10)])
+def test_an_all_reduce_of_few_bytes_goes_up_trees_and_down_again(ranks, levels):
+    sent = collective_bytes("all_reduce", ranks, 1.0)
+    slow = Link(1000.0, 1.0)  # so that messages cost more than bytes
+    ring = 2 * (ranks - 1) * 1000 + sent
+    expected = min(ring, 2 * levels * 1000 + 2.0)
+    assert collective_seconds("all_reduce", ranks, sent, slow) == pytest.approx(expected, rel=1e-12)
+    assert (expected < ring) == (ranks > 3)
+    gathered = collective_seconds("all_gather", ranks, sent, slow)
+    assert gathered == (ranks - 1) * 1000 + sent  # no tree: what is gathered differs
 
 
 def test_a_kind_of_collective_that_is_not_is_refused():

@@ -1,7 +1,8 @@
 """The trainer of `partita train`, and how its ranks start.
 
 In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
-`models/`, `progress`, `logs`, `checkpoint_schedule`; `cache_table` (`partita cache`); `device`
+`models/`, `progress`, `logs`, `step_timeline`, `checkpoint_schedule`; `cache_table` (`partita
+cache`); `device`
 (where ranks compute).
 """
 

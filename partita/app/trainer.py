@@ -18,13 +18,14 @@ from torch import Tensor
 
 import partita as pt
 from partita.compile.phases import told_of_phases
-from partita.compile.step_facts import facts_of_graph, facts_of_moves
+from partita.compile.step_facts import facts_of_graph, facts_of_moves, facts_of_parameter
 
 from .checkpoint_schedule import Saves
 from .data import Text, read
 from .device import Device, choose_device
 from .models import GPT
 from .options import Options
+from .step_timeline import StepTimeline
 
 __all__ = ["build", "sample", "train", "verify"]
 
@@ -72,12 +73,10 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         threads=torch.get_num_threads(),
         first=first,
     )
-    run = (
-        _compiled(model, optimizer, options, tell)
-        if options.compile
-        else _step(model, optimizer, options, tell)
-    )
-    tell_more = _told_more(model, options, tell, first)
+    reported = _ReportedStep(options, mesh, tell, first)
+    reported.tell_layouts(model)
+    make_run = _compiled if options.compile else _step
+    run = make_run(model, optimizer, options, reported.marked_tell)
     losses = []
     with ExitStack() as inside:
         if options.check_ranks:
@@ -85,7 +84,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         nan = inside.enter_context(pt.detect_nan(model)) if options.detect_nan else None
         for step in range(first, options.steps):
             start = time.monotonic()
-            with pt.ledger() as log:
+            with pt.ledger() as log, reported.measuring(step):
                 batch = text.batch(
                     step, seed=options.seed, size=options.batch, context=options.context
                 )
@@ -101,7 +100,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                     )
             losses.append(loss)
             tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
-            tell_more(run, step, log)
+            reported.tell_of_step(run, step, log)
             saves.after(step)
         saves.finish()
         if options.sample:
@@ -172,29 +171,36 @@ def _compiled(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     return run
 
 
-def _told_more(model: GPT, options: Options, tell: Tell, first: int) -> Callable[..., None]:
-    """What tells, where a report is asked for, of layouts, of a step's moves and of its graph."""
-    if options.report is None:
-        return lambda run, step, log: None
-    spread = [(n, p) for n, p in model.named_parameters() if isinstance(p, pt.DTensor)]
-    tell("layouts", parameters=[_laid_out(name, p) for name, p in spread])
+class _ReportedStep:
+    """What is told where a report is asked for: layouts, and of one step moves, graph, timeline.
 
-    def tell_of_step(run: Run, step: int, log: Any) -> None:
-        # The first plans, and what a step does once is no part of the others.
-        if step == min(first + 1, options.steps - 1):
-            tell("moves", moves=facts_of_moves(log.moves))
-            graph = getattr(run, "graph", None)
-            if graph is not None:
-                tell("graph", **facts_of_graph(graph))
+    The first step plans, and what it does once is no part of the others: it is the second.
+    """
 
-    return tell_of_step
+    def __init__(self, options: Options, mesh: Any, tell: Tell, first: int):
+        self.step = min(first + 1, options.steps - 1) if options.report is not None else -1
+        self.tell, self.timeline = tell, StepTimeline()
+        self.measures = options.report is not None and (mesh is None or mesh.get_rank() == 0)
+        self.marked_tell = self.timeline.marking(tell) if self.measures else tell
 
+    def tell_layouts(self, model: GPT) -> None:
+        if self.step >= 0:
+            spread = [(n, p) for n, p in model.named_parameters() if isinstance(p, pt.DTensor)]
+            self.tell("layouts", parameters=[facts_of_parameter(n, p) for n, p in spread])
 
-def _laid_out(name: str, p: pt.DTensor) -> list[Any]:
-    local = p.to_local()
-    axes = zip(p.device_mesh.mesh_dim_names, p.device_mesh.shape, strict=True)
-    mesh = " ".join(f"{axis}={size}" for axis, size in axes)
-    return [name, str(p.layout_over_mesh), mesh, local.numel() * local.element_size()]
+    def measuring(self, step: int) -> AbstractContextManager[None]:
+        measures = self.measures and step == self.step
+        return self.timeline.measuring() if measures else nullcontext()
+
+    def tell_of_step(self, run: Run, step: int, log: Any) -> None:
+        if step != self.step:
+            return
+        self.tell("moves", moves=facts_of_moves(log.moves))
+        graph = getattr(run, "graph", None)
+        if graph is not None:
+            self.tell("graph", **facts_of_graph(graph))
+        if self.measures:
+            self.tell("timeline", **self.timeline.facts())
 
 
 def _tell_nothing(event: str, **facts: Any) -> None:

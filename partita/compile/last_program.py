@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from partita.report import HasTimeline
+
     from .backend.built import Built
     from .captured_program import CapturedProgram
     from .graph import Graph
@@ -64,9 +66,13 @@ class LastProgram:
         assert captured is not None
         return explained(captured, self.without, self.passes)
 
-    def report(self, path: str | Path) -> None:
+    def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
         """Write what ran last as a page that needs no network: memory over the step by class, what
-        holds the peak, bytes by line of the program, what each pass saved. Needs plotly.
+        holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
+        plotly.
+
+        Args:
+            timeline: of the step, by stream: `pt.simulate(step, mesh, machine)`.
 
         Raises:
             ValueError: nothing was captured yet, or plotly is not installed.
@@ -75,12 +81,15 @@ class LastProgram:
         from partita.report import RunFacts, check_plotly, write_report
 
         from .ledger_replay import carried
-        from .step_facts import facts_of_graph, facts_of_moves
+        from .step_facts import facts_of_graph, facts_of_layouts, facts_of_moves
 
         check_plotly()
         run = RunFacts(self.title)
         run.hear("graph", facts_of_graph(self))
         run.hear("moves", {"moves": facts_of_moves(carried(self.program.runs))})
+        run.hear("layouts", {"parameters": facts_of_layouts(self.program.runs)})
+        if timeline is not None:
+            run.timeline, run.timeline_source = [*timeline.events], timeline.source
         write_report(path, run)
 
     @property

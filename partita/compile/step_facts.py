@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from partita.comm.ledger import Record
+from partita.tensor.dtensor import DTensor
 
 from .memory.schedule import Buffer, Memory
 from .pass_report import peaks_of_changes
+from .program import Program
 
-__all__ = ["facts_of_graph", "facts_of_moves"]
+__all__ = [
+    "facts_of_graph",
+    "facts_of_layouts",
+    "facts_of_memory",
+    "facts_of_moves",
+    "facts_of_parameter",
+]
 
 _HELD = {
     "parameter": "weights",
@@ -40,25 +49,32 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
         }
         for change, peak in zip(changes, pairwise(peaks), strict=True)
     ]
-    return {"memory": _memory_facts(step.memory), "passes": passes}
+    return {"memory": facts_of_memory(step.memory), "passes": passes}
 
 
-def _memory_facts(memory: Memory) -> dict[str, Any]:
+def facts_of_memory(
+    memory: Memory, class_of: Callable[[Buffer], str] | None = None
+) -> dict[str, Any]:
+    """Bytes over a step by class, as `report.RunFacts.memory` has them.
+
+    Args:
+        class_of: of a buffer; by the move that made it, and else by the phase, where None.
+    """
+    class_of = class_of or _class_of
     held: dict[str, int] = {}
     for one in memory.held:
         kind = _HELD.get(one.kind, "arguments")
         held[kind] = held.get(kind, 0) + one.nbytes
-    kinds = dict.fromkeys(_class_of(buffer) for buffer in memory.buffers)
-    live = {kind: memory.live_of(partial(_is_of, kind)) for kind in kinds}
+    classes = {id(buffer): class_of(buffer) for buffer in memory.buffers}
+    live = {
+        kind: memory.live_of(lambda buffer, kind=kind: classes[id(buffer)] == kind)  # type: ignore[misc]
+        for kind in dict.fromkeys(classes.values())
+    }
     holders = [
-        {"name": b.name, "kind": _class_of(b), "source": b.source, "nbytes": b.nbytes}
+        {"name": b.name, "kind": classes[id(b)], "source": b.source, "nbytes": b.nbytes}
         for b in memory.at(memory.peak_place)[:_HOLDERS]
     ]
     return {"places": memory.places, "held": held, "live": live, "holders": holders}
-
-
-def _is_of(kind: str, buffer: Buffer) -> bool:
-    return _class_of(buffer) == kind
 
 
 def _class_of(buffer: Buffer) -> str:
@@ -92,3 +108,21 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
         row["nbytes"] += move.nbytes
         row["count"] += 1
     return [*found.values()]
+
+
+def facts_of_layouts(program: Program) -> list[list[Any]]:
+    """Of each parameter that a program reads its name, layout, mesh and bytes on a rank: the event
+    "layouts"."""
+    return [
+        facts_of_parameter(given.name, given.tensor)
+        for given in program.inputs
+        if given.kind == "parameter" and isinstance(given.tensor, DTensor)
+    ]
+
+
+def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
+    """Its name, its layout and its mesh as text, and its bytes on a rank."""
+    mesh = p._spec.wire.mesh
+    axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
+    nbytes = math.prod(p._spec.local_shape) * p.element_size()
+    return [name, str(p.layout_over_mesh), axes, nbytes]

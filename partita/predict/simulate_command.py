@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 
 from partita.layout import LayoutError
+from partita.report import check_plotly
 
 from .call_text import read_mesh
 from .machine import shipped_machines
@@ -31,6 +32,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank of dp, at once (1)")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step (1)")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
+    parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +54,14 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
 def run_simulate(options: argparse.Namespace) -> int:
     """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
     try:
+        if options.report:
+            check_plotly()  # before what may take a minute
         mesh = dict(read_mesh(options.mesh))
         found = simulate(options.model, mesh, options.machine, strategy=strategy_of(options))
         if options.trace:
             found.save_trace(options.trace)
+        if options.report:
+            found.report(options.report)
     except (ValueError, LayoutError, OSError) as error:
         print(f"partita simulate: {error}", file=sys.stderr)
         return 2

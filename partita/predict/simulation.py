@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from partita.comm.ledger import human
+from partita.compile.ledger_replay import carried
 from partita.compile.memory.schedule import Buffer, Memory
 from partita.compile.node_metadata import note_of
 from partita.compile.program import Program
+from partita.compile.step_facts import facts_of_layouts, facts_of_memory, facts_of_moves
+from partita.report import RunFacts, TimelineEvent, save_trace, write_report
 
 from .machine import Machine
-from .timeline import Play, bytes_per_axis, save_trace
+from .timeline import Play, bytes_per_axis
 
-__all__ = ["CLASSES", "Simulation", "classes_at_peak", "simulation_of"]
+__all__ = ["CLASSES", "Simulation", "simulation_of"]
 
 CLASSES = ("weights", "gathered", "gradients", "optimizer", "activations", "workspace", "arguments")
 _HELD = {
@@ -50,6 +54,7 @@ class Simulation:
             reduces; activations what forward made; the rest of backward is workspace.
         holders: the biggest buffers at that moment.
         timeline: the events, for `save_trace`.
+        facts: bytes over the step, moves by line and layouts of parameters, for `report`.
     """
 
     what: str
@@ -68,6 +73,7 @@ class Simulation:
     classes: Mapping[str, int]
     holders: tuple[Buffer, ...] = ()
     timeline: Play = field(default_factory=Play, repr=False, compare=False)
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
@@ -87,10 +93,42 @@ class Simulation:
 
     def save_trace(self, path: str | Path) -> None:
         """Write the timeline as JSON that Perfetto (ui.perfetto.dev) opens."""
-        save_trace(self.timeline, path)
+        save_trace(self.events, path)
 
-    def __str__(self) -> str:
+    @property
+    def events(self) -> Sequence[TimelineEvent]:
+        """What each stream does when."""
+        return self.timeline.events
+
+    @property
+    def source(self) -> str:
+        """Where the timeline is from, and what is not in it."""
+        return f"Simulated on {self.machine.name}: no host, no stragglers, no data loading"
+
+    def report(self, path: str | Path, *others: Simulation) -> None:
+        """Write a page that needs no network: the timeline by stream, memory over the step by
+        class, bytes by line, layouts of the parameters; others beside it. Needs plotly.
+
+        Raises:
+            ValueError: plotly is not installed.
+            OSError: the file cannot be written.
+        """
+        write_report(path, *(one.make_run_facts() for one in (self, *others)))
+
+    def make_run_facts(self) -> RunFacts:
+        """What a report shows of it."""
+        run = RunFacts(self.title, figures=self._make_rows(), **self.facts)
+        run.timeline, run.timeline_source = [*self.events], self.source
+        return run
+
+    @property
+    def title(self) -> str:
+        """What was simulated, on how many ranks of what."""
         axes = ",".join(f"{name}={size}" for name, size in self.mesh.items()) or "one rank"
+        return f"{self.what} on {axes} of {self.machine.name}"
+
+    def _make_rows(self) -> list[tuple[str, str, str]]:
+        """Names, amounts, and what is in them and what is not."""
         rows = [
             (
                 "step",
@@ -116,11 +154,17 @@ class Simulation:
         said += "fits" if self.fits else "DOES NOT FIT"
         rows.append(("peak memory", human(self.peak), said + "; run node by node, no fragments"))
         rows += [(f"  {name}", human(size), "") for name, size in self.classes.items() if size]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._make_rows()
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [f"{self.what} on {axes} of {self.machine.name}"]
-        lines += [
-            f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {said}".rstrip()
-            for name, value, said in rows
+        lines = [
+            self.title,
+            *(
+                f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {said}".rstrip()
+                for name, value, said in rows
+            ),
         ]
         if self.holders:
             lines.append("  held at the peak, biggest first")
@@ -141,7 +185,13 @@ def simulation_of(
     tokens: int | None,
 ) -> Simulation:
     """What a program that was played costs."""
-    peak, classes, holders = classes_at_peak(program, memory, staged=not machine.overlaps)
+    reduced = _find_gradient_names(program)
+    if (
+        machine.overlaps
+    ):  # what a backend on the CPU copies to send it; GPUs send from where it lies
+        is_copy = lambda buffer: buffer.passing and _is_made_by_collective(buffer)  # noqa: E731
+        memory = replace(memory, buffers=tuple(b for b in memory.buffers if not is_copy(b)))
+    peak, classes, holders = _classes_at_peak(memory, reduced)
     busy = dict(played.busy)
     return Simulation(
         what=what,
@@ -160,25 +210,19 @@ def simulation_of(
         classes=classes,
         holders=holders,
         timeline=played,
+        facts={
+            "memory": facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced)),
+            "moves": facts_of_moves(carried(program)),
+            "layouts": facts_of_layouts(program),
+        },
     )
 
 
-def classes_at_peak(
-    program: Program, memory: Memory, staged: bool
+def _classes_at_peak(
+    memory: Memory, reduced: set[str]
 ) -> tuple[int, dict[str, int], tuple[Buffer, ...]]:
-    """The peak in bytes, what it is made of, and the biggest buffers.
-
-    Args:
-        staged: count what a backend on the CPU copies to send it; GPUs send from where it lies.
-    """
-
-    def counts(buffer: Buffer) -> bool:
-        return staged or not (buffer.passing and _is_made_by_collective(buffer))
-
-    live = memory.live_of(counts)
-    place = live.index(max(live)) if live else 0
-    here = [b for b in memory.at(place) if counts(b)]
-    reduced = _find_gradient_names(program)
+    """The peak in bytes, what it is made of, and the biggest buffers."""
+    here = memory.at(memory.peak_place)
     classes = dict.fromkeys(CLASSES, 0)
     for held in memory.held:
         classes[_HELD.get(held.kind, "arguments")] += held.nbytes

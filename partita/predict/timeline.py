@@ -7,53 +7,26 @@ it. Where a machine does not overlap, the processor waits for each collective as
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from torch import fx
 
-from partita.comm.ledger import human
 from partita.compile.graph import is_collective
 from partita.compile.ledger_replay import carried
 from partita.compile.node_metadata import note_of
 from partita.compile.program import Program
+from partita.report import TimelineEvent
 
 from .collective_time import collective_bytes, collective_seconds
 from .kernel_time import Kernel, kernels_of
 from .machine import Link, Machine
 
-__all__ = ["Play", "TimelineEvent", "bytes_per_axis", "play", "save_trace"]
+__all__ = ["Play", "bytes_per_axis", "play"]
 
 COMPUTE = "compute"
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-
-
-@dataclass(frozen=True)
-class TimelineEvent:
-    """What a stream does for a while.
-
-    Attributes:
-        name: of the node.
-        stream: "compute", or the axes of a collective, such as "dp" or "dp tp".
-        start, seconds: since the step began, and for how long.
-        kind: of the kernel or of the collective.
-        phase: "forward", "backward" or "update".
-        source: the user's "file:line".
-        nbytes: that a rank sends, or that a kernel reads and writes.
-    """
-
-    name: str
-    stream: str
-    start: float
-    seconds: float
-    kind: str
-    phase: str
-    source: str
-    nbytes: float
 
 
 @dataclass
@@ -184,29 +157,6 @@ def bytes_per_axis(program: Program) -> dict[str, int]:
         stream = " ".join(record.axes)
         found[stream] = found.get(stream, 0) + record.nbytes
     return found
-
-
-def save_trace(played: Play, path: str | Path) -> None:
-    """Write a timeline as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-    streams = {name: i for i, name in enumerate([COMPUTE, *sorted({*played.busy} - {COMPUTE})])}
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": name}}
-        for name, i in streams.items()
-    ]
-    for event in played.events:
-        events.append(
-            {
-                "name": f"{event.kind} {event.name}",
-                "cat": event.phase,
-                "ph": "X",
-                "pid": 0,
-                "tid": streams[event.stream],
-                "ts": event.start * 1e6,
-                "dur": event.seconds * 1e6,
-                "args": {"source": event.source, "bytes": human(round(event.nbytes))},
-            }
-        )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _kind_of_collective(node: fx.Node) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .run_facts import RunFacts
+from .timeline import TimelineEvent, join_short_events
 
-__all__ = ["loss_figure", "memory_figure", "moves_figure", "passes_figure"]
+__all__ = ["loss_figure", "memory_figure", "moves_figure", "passes_figure", "timeline_figure"]
 
 CLASSES = (
     "weights",
@@ -33,6 +34,24 @@ _COLORS = (
 _RUNS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118")
 _MIB = 1 << 20
 _NO_LINE = "(no line of the program)"
+_KINDS = {
+    "forward": "#c6dbef",
+    "backward": "#fdd0a2",
+    "update": "#c7e9c0",
+    "matmul": "#4269d0",
+    "attention": "#a463f2",
+    "elementwise": "#97bbf5",
+    "other": "#9498a0",
+    "all_gather": "#efb118",
+    "reduce_scatter": "#ff725c",
+    "all_reduce": "#e03a5b",
+    "all_to_all": "#9c6b4e",
+    "broadcast": "#3ca951",
+    "send": "#6cc5b0",
+}
+"""Colours of what streams do, in the order of the legend."""
+_BARS = 1200
+"""Parts of a timeline that are told apart: about as many as a screen has."""
 _POINTS = 2000
 """Places of a schedule that are drawn; of more, the highest of each few."""
 
@@ -101,6 +120,45 @@ def memory_figure(run: RunFacts) -> Any:
     figure.update_yaxes(title_text="MiB on a rank")
     figure.update_layout(**_figure_layout(380))
     return figure
+
+
+def timeline_figure(run: RunFacts) -> Any:
+    """What each stream does when, in milliseconds; a bar of each kind of work."""
+    import plotly.graph_objects as go
+
+    events = join_short_events(run.timeline, _BARS)
+    kinds = dict.fromkeys([*(k for k in _KINDS), *sorted({e.kind for e in events})])
+    figure = go.Figure()
+    for kind in kinds:
+        mine = [e for e in events if e.kind == kind]
+        if not mine:
+            continue
+        figure.add_bar(
+            y=[e.stream for e in mine],
+            base=[e.start * 1e3 for e in mine],
+            x=[e.seconds * 1e3 for e in mine],
+            orientation="h",
+            name=kind.replace("_", "-"),
+            marker={"color": _KINDS.get(kind, _KINDS["other"]), "line": {"width": 0}},
+            width=0.8,
+            customdata=[(_label_event(e), e.seconds * 1e3) for e in mine],
+            hovertemplate="%{customdata[1]:.4g} ms: %{customdata[0]}<extra></extra>",
+        )
+    streams = dict.fromkeys(e.stream for e in run.timeline)
+    figure.update_xaxes(title_text="milliseconds since the step began")
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=[*streams], autorange="reversed", automargin=True
+    )
+    layout = _figure_layout(150 + 60 * len(streams), hovermode="closest", barmode="overlay")
+    figure.update_layout(**layout)
+    return figure
+
+
+def _label_event(event: TimelineEvent) -> str:
+    """What stands beside an event that one points at."""
+    sent = [f"{event.nbytes / _MIB:.4g} MiB"] if event.nbytes else []
+    parts = [event.kind, event.name, event.phase, *sent, event.source]
+    return ", ".join(filter(None, parts))
 
 
 def _places_shown(totals: Sequence[int], count: int) -> list[int]:

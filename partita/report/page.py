@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -12,8 +13,9 @@ from partita.layout import Layout, Mesh
 from partita.layout.picture import draw
 from partita.layout.picture_html import html_of
 
-from .figures import loss_figure, memory_figure, moves_figure, passes_figure
+from .figures import loss_figure, memory_figure, moves_figure, passes_figure, timeline_figure
 from .run_facts import RunFacts
+from .timeline import trace_bytes
 
 __all__ = ["check_plotly", "write_report"]
 
@@ -70,6 +72,7 @@ def _make_sections(runs: Sequence[RunFacts]) -> Iterator[str]:
     yield _side_by_side("", runs, _summary_html)
     if any(run.steps for run in runs):
         yield f"<h2>Loss and speed</h2>{_figure_html(loss_figure(runs))}"
+    yield _side_by_side("Timeline of a step", runs, _timeline_html)
     yield _side_by_side("Memory over a step", runs, _memory_html)
     yield _side_by_side("Bytes by line of the program", runs, _moves_html)
     yield _side_by_side("What the passes did", runs, _passes_html)
@@ -133,19 +136,34 @@ def _summary_html(run: RunFacts) -> str:
             ("a step, median", f"{seconds * 1e3:.1f} ms"),
             ("sent by a rank in a step", _format_size(last["nbytes"])),
         ]
-    if run.memory is not None:
+    if run.memory is not None and not run.figures:
         rows.append(("peak of a step, predicted", _format_size(_find_peak(run.memory))))
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
     options = (
         f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
     )
-    return (_table_html((), rows) if rows else "") + options
+    tables = "".join(_table_html((), table) for table in (rows, run.figures) if table)
+    return tables + options
 
 
 def _find_peak(memory: dict[str, Any]) -> int:
     """Bytes of a rank at the place of the step at which most is held."""
     totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
     return int(sum(memory["held"].values()) + max(totals, default=0))
+
+
+def _timeline_html(run: RunFacts) -> str:
+    if not run.timeline:
+        return ""
+    trace = base64.b64encode(trace_bytes(run.timeline)).decode()
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in run.name)
+    link = (
+        f'<a download="{name}.json.gz" href="data:application/gzip;base64,{trace}">all '
+        f"{len(run.timeline):,} events as a trace</a>, for ui.perfetto.dev"
+    )
+    note = f'<p class="note">{escape(run.timeline_source)}. Work that is shorter than the picture '
+    note += f"tells apart is joined; {link}.</p>"
+    return _figure_html(timeline_figure(run)) + note
 
 
 def _memory_html(run: RunFacts) -> str:

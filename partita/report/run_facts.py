@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .timeline import TimelineEvent
+
 __all__ = ["RunFacts", "read_log"]
 
 
@@ -27,6 +29,9 @@ class RunFacts:
             at each place), "holders" (at the peak: "source", "name", "kind", "nbytes").
         passes: what each pass did to it: "name", "promise", "did", and (before, after) of
             "collectives", "sent" and "peak".
+        timeline: of a step on one rank, by stream.
+        timeline_source: where it is from, and what is not in it.
+        figures: what else is known of it: names, amounts, and what is to be said of each.
         sample: what the model wrote.
     """
 
@@ -39,6 +44,9 @@ class RunFacts:
     memory: dict[str, Any] | None = None
     passes: list[dict[str, Any]] = field(default_factory=list)
     sample: str = ""
+    timeline: list[TimelineEvent] = field(default_factory=list)
+    timeline_source: str = ""
+    figures: list[tuple[str, str, str]] = field(default_factory=list)
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
         """Take note of one event of the run."""
@@ -54,6 +62,9 @@ class RunFacts:
             self.moves = facts["moves"]
         elif event == "graph":
             self.memory, self.passes = facts["memory"], facts["passes"]
+        elif event == "timeline":
+            self.timeline = [TimelineEvent(*row) for row in facts["events"]]
+            self.timeline_source = facts["source"]
         elif event == "sample":
             self.sample = facts["prompt"] + facts["text"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -15,7 +17,8 @@ from torch import nn
 import partita as pt
 from partita.app import Options, make_logs, train
 from partita.cli import main
-from partita.report import RunFacts, read_log, write_report
+from partita.report import RunFacts, TimelineEvent, read_log, write_report
+from partita.report.timeline import join_short_events
 
 pytest.importorskip("plotly")
 
@@ -42,7 +45,14 @@ def run_of(name="first", **more):
         | {"nbytes": 1 << 20, "count": 2}
     ]
     layouts = [[NASTY, "f32[8@dp, 16@tp]", "dp=2 tp=2", 128]]
-    return RunFacts(name, {"x": NASTY}, {}, steps, layouts, moves, memory, passes, NASTY, **more)
+    timeline = [
+        TimelineEvent("mm", "compute", 0.0, 0.002, "matmul", "forward", NASTY, 64.0),
+        TimelineEvent(NASTY, "dp", 0.001, 0.003, "all_gather", "forward", NASTY, 64.0),
+    ]
+    told = {"options": {"x": NASTY}, "steps": steps, "layouts": layouts, "moves": moves}
+    told |= {"memory": memory, "passes": passes, "sample": NASTY}
+    told |= {"timeline": timeline, "timeline_source": NASTY, "figures": [("step", NASTY, NASTY)]}
+    return RunFacts(name, **told, **more)
 
 
 def seen_in_browser(path):
@@ -67,11 +77,47 @@ def test_a_browser_draws_each_figure_without_an_error(tmp_path):
     write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
     shown, wrong = seen_in_browser(tmp_path / "run.html")
     assert wrong == []
-    assert shown.count('class="main-svg"') >= 7  # loss, and of each run memory, moves and passes
+    # Loss, and of each run the timeline, memory, moves and passes.
+    assert shown.count('class="main-svg"') >= 9
+    assert shown.count('class="barlayer') >= 4 and "all-gather" in shown
     assert "<title>first, second</title>" in shown
-    for section in ("Loss and speed", "Memory over a step", "Bytes by line", "Layouts of the"):
+    for section in (
+        "Loss and speed",
+        "Timeline of a step",
+        "Memory over a step",
+        "Bytes by line",
+        "Layouts of the",
+    ):
         assert section in shown
     assert shown.count('class="partita-layout"') == 2
+
+
+def trace_in(page):
+    """The trace that a page offers."""
+    (text,) = re.findall(r'<a download="[^"]*" href="data:application/gzip;base64,([^"]*)"', page)
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def test_a_page_holds_its_timeline_as_a_trace(tmp_path):
+    write_report(tmp_path / "run.html", run_of("a/b"))
+    page = (tmp_path / "run.html").read_text()
+    told = trace_in(page)["traceEvents"]
+    assert [e["args"]["name"] for e in told if e["ph"] == "M"] == ["compute", "dp"]
+    assert [(e["ts"], e["dur"]) for e in told if e["ph"] == "X"] == [(0, 2000), (1000, 3000)]
+    assert 'download="a-b.json.gz"' in page
+
+
+def test_short_events_are_joined_for_a_picture_and_nothing_is_lost():
+    short = [
+        TimelineEvent(f"k{i}", "compute", i * 1e-3, 1e-3, ("matmul", "other")[i % 3 == 0])
+        for i in range(900)
+    ]
+    long = TimelineEvent("long", "dp", 0.1, 0.5, "all_gather")
+    joined = join_short_events([*short, long], 100)
+    assert long in joined and len(joined) == 101
+    assert sum(e.seconds for e in joined) == pytest.approx(0.9 + 0.5)
+    assert {e.kind for e in joined} == {"matmul", "all_gather"}
+    assert join_short_events([*short, long], 9000) == sorted([*short, long], key=lambda e: e.start)
 
 
 def test_what_a_run_does_not_know_is_left_out(tmp_path):
@@ -113,6 +159,14 @@ def test_training_writes_a_report_of_what_it_did(compile, tmp_path):
     page = (tmp_path / "run.html").read_text()
     assert "Layouts of the parameters" in page
     assert ("Memory over a step" in page) is compile
+    assert "Timeline of a step" in page
+    end = max(e.start + e.seconds for e in run.timeline)
+    assert 0 < end < 60 and min(e.start for e in run.timeline) >= 0
+    assert "matmul" in {e.kind for e in run.timeline if e.stream == "compute"}
+    if not compile:
+        phases = [e.kind for e in run.timeline if e.stream == "phase"]
+        assert phases == ["forward", "backward", "update"]
+        assert {e.phase for e in run.timeline if e.kind == "matmul"} == {"forward", "backward"}
 
 
 def test_a_compiled_step_writes_a_report(tmp_path):
@@ -134,6 +188,9 @@ def test_a_compiled_step_writes_a_report(tmp_path):
         step(pt.ones(4, 8, device_mesh=mesh, placements=[pt.Shard(0)]))
         if mesh.get_rank() == 0:
             step.report(tmp_path / "step.html")
+            simulation = pt.simulate(step, mesh, "h100")
+            step.report(tmp_path / "simulated.html", timeline=simulation)
+            simulation.report(tmp_path / "simulation.html", simulation)
 
     with pt.ranks(dp=2) as world:
         world.run(program)
@@ -141,6 +198,17 @@ def test_a_compiled_step_writes_a_report(tmp_path):
     for section in ("Memory over a step", "Bytes by line of the program", "What the passes did"):
         assert f"<h2>{section}</h2>" in page
     assert "test_report.py:" in page and "regather" in page
+    assert "f32[16@dp, 8] on dp=2" in page
+    assert "<h2>Timeline" not in page
+    with_timeline = (tmp_path / "simulated.html").read_text()
+    assert "<h2>Timeline of a step</h2>" in with_timeline and "regather" in with_timeline
+    assert any(
+        e.get("args", {}).get("name") == "dp" for e in trace_in(with_timeline)["traceEvents"]
+    )
+    alone = (tmp_path / "simulation.html").read_text()
+    for section in ("Timeline of a step", "Memory over a step", "Bytes by line of the program"):
+        assert f"<h2>{section}</h2>" in alone
+    assert alone.count("f32[16@dp, 8] on dp=2") == 2  # two side by side
 
 
 class TestCommand:
@@ -160,6 +228,19 @@ class TestCommand:
         log.write_text(text)
         assert main(["report", str(log), "--out", str(tmp_path / "x.html")]) == 2
         assert "log.jsonl" in capsys.readouterr().err
+
+    @pytest.mark.slow
+    def test_a_simulation_writes_a_page(self, tmp_path, capsys):
+        out = tmp_path / "gpt.html"
+        asked = f"simulate --model gpt --mesh dp=8 --layers 1 --context 32 --report {out}"
+        assert main(asked.split()) == 0
+        page = out.read_text()
+        assert "<h1>gpt on dp=8 of NVIDIA H100" in page and "tokens/s" in page
+
+    def test_without_plotly_no_step_is_simulated(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr("partita.report.page.importlib.util.find_spec", lambda name: None)
+        assert main(["simulate", "--model=x", "--mesh=dp=2", f"--report={tmp_path / 'x'}"]) == 2
+        assert "pip install 'partita[report]'" in capsys.readouterr().err
 
     def test_without_plotly_the_error_says_what_to_install(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("partita.report.page.importlib.util.find_spec", lambda name: None)

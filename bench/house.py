@@ -30,6 +30,9 @@ PACKAGE = Path(__file__).parents[1] / "partita"
 NOT_RUNTIME = ("app", "cli", "__main__", "bench", "testing")
 """The app, what measures and what tests: the runtime never imports them."""
 BACKENDS = re.compile(r"\b(gloo|nccl)\b", re.IGNORECASE)
+DEVICES = ("cpu", "cuda", "gloo", "nccl", "xpu", "mps")
+NAMES_DEVICES = ("comm/device.py", "comm/backends/")
+"""Where what depends on a device is decided."""
 CORRECTIONS = (
     "tensor/op_facts.py",
     "tensor/function_facts.py",
@@ -336,6 +339,18 @@ def files_that_name_a_backend(modules: list[Module]) -> list[str]:
     ]
 
 
+def lines_that_name_a_device(modules: list[Module]) -> list[str]:
+    """Where code, of whatever room but the benches and what tests, has the name of a device or of
+    a backend as a value."""
+    return [
+        f"{m.path}:{node.lineno}"
+        for m in modules
+        if not m.path.startswith(("bench/", "testing/", *NAMES_DEVICES))
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Constant) and node.value in DEVICES
+    ]
+
+
 def names_without_docstring(modules: list[Module]) -> list[str]:
     """What `partita` and its public classes offer that says nothing of itself."""
     import torch
@@ -387,6 +402,7 @@ def main() -> int:
     cached, missed = files_of_an_addition()
     way = follow_arguments()
     lists, backends = lists_of_functions(runtime), files_that_name_a_backend(runtime)
+    devices = lines_that_name_a_device(modules)
     silent = names_without_docstring(modules)
     lines = sum(map(count_lines_of_code, runtime))
     rows: list[tuple[str, str, str, list[str]]] = [
@@ -404,6 +420,7 @@ def main() -> int:
         ),
         ("lists of functions by hand", "1 table", str(len(lists)), lists),
         ("files that name a backend", "0", str(len(backends)), backends),
+        ("lines that name a device or a backend", "0", str(len(devices)), devices),
         ("public names without docstring", "0", str(len(silent)), silent),
     ]
     for what, wanted, found, details in rows:

@@ -251,9 +251,11 @@ def _bench(name: str, arguments: list[str]) -> int:
 
 def _doctor() -> int:
     import torch
-    import torch.distributed as dist  # noqa: TID251  asked what it has, not used
 
-    backends = [b for b in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(b)]
+    from .comm.backends.choose import installed_backends
+    from .comm.backends.control import can_compare
+
+    backends = installed_backends()
     gpus = torch.cuda.device_count()
     rows = {
         "python": platform.python_version(),
@@ -270,4 +272,4 @@ def _doctor() -> int:
     }
     for name, value in rows.items():
         print(f"{name:<10}{value}")
-    return 0 if "gloo" in backends else 1
+    return 0 if can_compare() else 1

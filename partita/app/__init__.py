@@ -2,8 +2,7 @@
 
 In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
 `models/`, `progress`, `logs`, `step_timeline`, `checkpoint_schedule`; `cache_table` (`partita
-cache`); `device`
-(where ranks compute).
+cache`).
 """
 
 from .launch import cores, is_rank, joined, launch

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.checkpoint import is_checkpoint
-
-from .device import DEVICES, choose_device
+from partita.comm.device import DEVICES, choose_device
 
 __all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "read_positive", "shown_mesh"]
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita as pt
+from partita.comm.device import Device, choose_device
 from partita.compile.phases import told_of_phases
 from partita.compile.step_facts import facts_of_graph, facts_of_moves, facts_of_parameter
 
 from .checkpoint_schedule import Saves
 from .data import Text, read
-from .device import Device, choose_device
 from .models import GPT
 from .options import Options
 from .step_timeline import StepTimeline

@@ -16,6 +16,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Everyone, everyone, message, teach_state_dicts, user_line
+from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.parallel.parameters import held_by, put_memory
 from partita.tensor import DTensor
@@ -46,7 +47,7 @@ def full_state_dict(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     rank0_only: bool = False,
-    device: torch.device | str | None = "cpu",
+    device: torch.device | str | None = HOST.type,
 ) -> Any:
     """The state dict that the model would have on one device: whole plain tensors, copied.
 
@@ -408,7 +409,7 @@ class _SpreadTensors:
 
     def empty_like(self, x: DTensor) -> torch.Tensor:
         with Local(), torch.no_grad():
-            return tagged(torch.empty_like(x.detach(), device="cpu"), x._spec)
+            return tagged(torch.empty_like(x.detach(), device=HOST), x._spec)
 
     def copy_on_cpu(self, x: DTensor) -> torch.Tensor:
         copied = self.empty_like(x)

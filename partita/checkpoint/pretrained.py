@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from partita.comm import Wire, after_import, pack, unpack
+from partita.comm.device import HOST
 from partita.parallel.parameters import held_by
 from partita.tensor import DTensor
 from partita.tensor.parameter import stand_for
@@ -87,7 +88,7 @@ def _save_once(
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
     writes = _is_writer(wire, bool(_argument_of_call(call, "is_main_process", True)))
-    copies = WholeCopies(writes, "cpu")
+    copies = WholeCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
     result, failed = None, None
     if writes:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from partita.comm.device import default_generator, generators_in_use
+
 __all__ = ["RandomState"]
 
 
@@ -20,13 +22,9 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """The states as they are now: of the CPU, and of the current CUDA device if one is used."""
-        states = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
-        return states
+        return {g.device.type: g.get_state() for g in generators_in_use()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have torch's generators draw what they would have drawn when `state` was taken."""
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
+        for kind, drawn in state.items():
+            default_generator(torch.device(kind)).set_state(drawn)

@@ -19,6 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Piece
+from partita.comm.device import Device, finish_copies
 from partita.layout import Replicate
 from partita.tensor import DTensor
 from partita.tensor.checksum import checksum
@@ -155,15 +156,14 @@ def _copy_to_buffers(out: Staged, memory: Memory) -> None:
             local = piece.local
             buffer = memory.get(name)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                # From pinned memory a device copies while the next copy is being asked for.
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                pinned = Device(local.device.type).copies_beside_python
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
             kept[name] = buffer
             out.pieces[name] = Piece(buffer, piece.shape, piece.region)
             buffer.copy_(local, non_blocking=True)
     memory.clear()
     memory.update(kept)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+    finish_copies()
 
 
 # -- values ----------------------------------------------------------------------------------------

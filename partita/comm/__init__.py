@@ -6,7 +6,8 @@ where), `groups` (process groups), `ranks` with `world` (threads of one process)
 `trace` (nodes of a graph), `ledger` and `source` (what was carried, and for which line), `checks`,
 `agreement` and `messages` (what ranks compare), `control_plane`, `control`, `rendezvous`,
 `capture_barrier`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`, `handle` and
-`init_rendezvous` (how a job begins), `casting` (how autocast is set), `pending_work`, `compiled`,
+`init_rendezvous` (how a job begins), `device` (whatever depends on a kind of device), `casting`
+(how autocast is set), `pending_work`, `compiled`,
 `backends/`; `dcp`, `dcp_reading`, `held`, `torch_dtensors`, `torch_state_dicts` and `collectives`
 (torch's own); `after_import` (modules of torch that are imported late).
 """

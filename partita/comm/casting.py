@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 
 import torch
+
+from .device import kinds_that_cast
 
 __all__ = ["Casting", "cast_as", "casting_now", "dtypes_cast_to"]
 
@@ -14,19 +15,10 @@ Casting = tuple[tuple[str, bool, torch.dtype], ...]
 """For each kind of device: is autocast on, and to which dtype would it cast?"""
 
 
-@cache
-def _devices_that_cast() -> tuple[str, ...]:
-    """The kinds of devices that a tensor may lie on here. A step for "cuda" is captured where there
-    is none, too."""
-    found = torch.accelerator.current_accelerator()
-    kinds = ("cpu", "cuda") if found is None else ("cpu", "cuda", found.type)
-    return tuple(k for k in dict.fromkeys(kinds) if torch.amp.is_autocast_available(k))
-
-
 def casting_now() -> Casting:
     """How autocast is set in this thread."""
     return tuple(
-        (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _devices_that_cast()
+        (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds_that_cast()
     )
 
 
@@ -36,9 +28,16 @@ def dtypes_cast_to(casting: Casting) -> tuple[torch.dtype, ...]:
 
 
 @contextmanager
-def cast_as(casting: Casting) -> Iterator[None]:
-    """Within, autocast is set so; afterwards as it was."""
+def cast_as(casting: Casting, *, cache: bool | None = None) -> Iterator[None]:
+    """Within, autocast is set so; afterwards as it was.
+
+    Args:
+        cache: does it keep what it has cast? None: as outside.
+    """
+    kept = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:
+        stack.callback(torch.set_autocast_cache_enabled, kept)
+        torch.set_autocast_cache_enabled(kept if cache is None else cache)
         for kind, enabled, dtype in casting:
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))

@@ -23,11 +23,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
+from .backends.control import timeouts_of_job
 from .presence import late_ranks, lost_rank, named
 from .source import user_line
 
@@ -191,16 +191,8 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
 
 
 def patience() -> timedelta:
-    """The timeout of the job's process groups."""
-    # Private torch: a timeout that was given is kept by the backend only.
-    world: Any = dist.group.WORLD
-    backend = world._get_backend(torch.device("cpu")) if _has_cpu() else None
-    limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return limit or timedelta(minutes=30)
-
-
-def _has_cpu() -> bool:
-    return "cpu" in dist.get_backend_config()
+    """The timeout of the job's process groups: the longest, where those of its devices differ."""
+    return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
 # -- graphs, whose collectives wait where no Python of ours does -----------------------------------

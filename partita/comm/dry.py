@@ -11,6 +11,7 @@ from partita.redistribute.cost import BANDWIDTH, LATENCY
 
 from .collective_request import Ask
 from .cuts import unravel
+from .device import HOST
 from .handle import MeshHandle
 from .ledger import Scope, scope
 from .source import user_line
@@ -104,7 +105,7 @@ class DryWire(Wire):
 def dry_mesh(
     rank: int = 0,
     *,
-    device_type: str = "cpu",
+    device_type: str = HOST.type,
     latency: float = LATENCY,
     bandwidth: float = BANDWIDTH,
     **axes: int,

@@ -20,6 +20,7 @@ from .capture_barrier import roll_call
 from .collective_request import Ask
 from .control import ControlGroup
 from .deadlock import patience
+from .device import Device
 from .pending_work import UnderWay, ordered_sum
 from .source import place_of_user, user_line
 from .splits import Splits
@@ -63,9 +64,7 @@ class GroupWire(Wire):
         super().__init__(Mesh(tuple(names), sizes), tuple(at))
         self.device_mesh = device_mesh
         kind = device_mesh.device_type
-        self.device = torch.device(kind)
-        if kind == "cuda":
-            self.device = torch.device(kind, torch.cuda.current_device())
+        self.device = Device(kind).current()
         ranks = device_mesh.mesh.flatten().tolist()
         self._rank_at = dict(zip(self.mesh.coordinates(), ranks, strict=True))
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}

@@ -10,6 +10,7 @@ import torch
 
 from partita.layout import Coordinate, LayoutError, Mesh
 
+from .device import HOST
 from .source import user_line
 from .wire import Wire
 
@@ -32,7 +33,7 @@ class MeshHandle:
         wire: what carries for this rank on this mesh.
     """
 
-    device_type = "cpu"
+    device_type = HOST.type
 
     def __init__(self, layout: Mesh, at: Coordinate, ranks: torch.Tensor, make_wire: MakeWire):
         self._layout, self._at, self.mesh, self._make_wire = layout, at, ranks, make_wire

@@ -18,6 +18,7 @@ from partita.redistribute.cost import bytes_sent
 
 from .checks import refuse_implicit
 from .collective_request import Ask
+from .device import HOST
 from .ledger import Record, Scope, human, scope
 from .pending_work import Done, UnderWay
 from .pieces import Step, prepare
@@ -40,7 +41,7 @@ class Wire(Transport):
         device: where tensors made by the wire itself live.
     """
 
-    device = torch.device("cpu")
+    device = HOST
     device_mesh: object
     gathers_in_place = False
     """May what a rank gives to a gather lie where it will stand in what comes?"""

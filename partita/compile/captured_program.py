@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from partita.comm import agree
+from partita.comm.device import default_generator
 from partita.layout import Fix
-from partita.tensor.draws import default_generator
 from partita.tensor.dtensor import tagged
 from partita.tensor.padded_storage import give_room
 from partita.tensor.tensor_overrides import clear_gradients

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from partita.comm import user_line
+from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
@@ -73,7 +74,7 @@ def materialize(
                 by="materialize",
             )
         else:
-            put_in_place(held, torch.empty_like(t, device=device or "cpu"), by="materialize")
+            put_in_place(held, torch.empty_like(t, device=device or HOST), by="materialize")
     writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
     if not bare:
         return model

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from partita.comm import user_line
+from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.grad_state import is_watched
@@ -120,7 +121,7 @@ def put_memory(held: HeldParameter, *, by: str) -> None:
         new = empty_with_room(spec, x.dtype, spec.wire.device)
         put_in_place(held, tagged(new, spec), by=by)
     else:
-        put_in_place(held, torch.empty_like(x, device="cpu"), by=by)
+        put_in_place(held, torch.empty_like(x, device=HOST), by=by)
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from partita.comm import Ask, GroupWire, Wire, init_device_mesh, join, wire_of
+from partita.comm.device import HOST
 from partita.comm.splits import Splits
 
 from .collective_time import collective_bytes
@@ -99,7 +100,7 @@ def _time_meeting(meeting: _Meeting) -> dict[str, Any]:
 def _agree_on_passes(seconds: float, ranks: int) -> int:
     """As many as all ranks have time for."""
     if ranks > 1:
-        wire = wire_of(init_device_mesh("cpu", (ranks,), mesh_dim_names=("all",)))
+        wire = wire_of(init_device_mesh(HOST.type, (ranks,), mesh_dim_names=("all",)))
         told = wire.gather_ints((round(seconds * 1e6),))
         seconds = max(microseconds for (microseconds,) in told) * 1e-6
     return max(3, int(_SECONDS / seconds))
@@ -112,7 +113,9 @@ def _make_meetings(ranks: int) -> list[_Meeting]:
     """Collectives of all ranks, and of as many as each smaller axis of a mesh may have."""
     found = []
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        mesh = init_device_mesh("cpu", (ranks // size, size), mesh_dim_names=("others", "group"))
+        mesh = init_device_mesh(
+            HOST.type, (ranks // size, size), mesh_dim_names=("others", "group")
+        )
         wire = cast(GroupWire, wire_of(mesh))
         wire.process_group(("group",))
         for elements in _ELEMENTS:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.capture.fakes import captured_for
@@ -94,7 +95,7 @@ def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
             return step.program
     else:
         step = compile_step(step, backend="graph")
-    with captured_for("cpu"):
+    with captured_for(HOST):
         return step.capture(*args)  # type: ignore[attr-defined]
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita.comm import dry_mesh
+from partita.comm.device import HOST, Device
 from partita.layout import Replicate, Shard
 from partita.parallel import plans
 from partita.parallel.parallelize import parallelize
@@ -162,7 +163,7 @@ def make_step(
 
 
 def _computed_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is torch.float32 else torch.autocast("cpu", dtype=dtype)
+    return nullcontext() if dtype is torch.float32 else Device(HOST.type).autocast(dtype)
 
 
 def _shape_of(model: str) -> Shape:

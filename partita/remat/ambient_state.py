@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import cast_as, casting_now
+from partita.comm.device import generators_in_use
 from partita.tensor.function_facts import facts_of_function
 
 __all__ = ["Draws", "Surroundings", "Writes", "is_random"]
@@ -33,20 +35,11 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return facts_of_function(name).draws or "generator" in kwargs
 
 
-def _find_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The default generators of the CPU and of CUDA devices; of those, only once in use."""
-    found = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        numbers = {d.index for d in devices if d.type == "cuda"} | {torch.cuda.current_device()}
-        found += [torch.cuda.default_generators[i] for i in sorted(numbers)]
-    return found
-
-
 class Draws:
     """The states of the generators that a call draws from, before it and after."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
-        generators = _find_generators(t.device for t in tensors)
+        generators = generators_in_use(t.device for t in tensors)
         own = (kwargs or {}).get("generator")
         if own is not None:
             generators.append(own)
@@ -115,11 +108,8 @@ class Surroundings:
 
     def __init__(self, devices: Iterable[torch.device]):
         devices = set(devices)
-        self._states: States = [(g, g.get_state()) for g in _find_generators(devices)]
-        kinds = {"cpu"} | {d.type for d in devices if d.type != "meta"}
-        self._autocast = [
-            (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)
-        ]
+        self._states: States = [(g, g.get_state()) for g in generators_in_use(devices)]
+        self._casting = casting_now()
         self._cached = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device
         self._context = contextvars.copy_context()
@@ -131,10 +121,7 @@ class Surroundings:
         """The same world again; afterwards the one that was. Run inside the context it gives."""
         self._touched = {}
         with ExitStack() as modes:
-            for kind, enabled, dtype in self._autocast:
-                modes.enter_context(
-                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cached)
-                )
+            modes.enter_context(cast_as(self._casting, cache=self._cached))
             if torch.empty(0).device != self._device:
                 modes.enter_context(self._device)
             modes.enter_context(self.writes.undone())

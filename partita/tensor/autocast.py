@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from partita.comm import casting_now
+from partita.comm.device import Device
 
 from .function_facts import Cast, facts_of_function
 
@@ -45,15 +46,17 @@ def cast_of(op: str, device_type: str) -> Cast | None:
     overloads = _list_aten_overloads().get(op)
     if overloads is None:
         return None
+    device = Device(device_type)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     op = _INSIDE.get(op, op)
     key = f"Autocast{device_type.upper()}"
     listed = any(has_kernel(o, key) for o in _list_aten_overloads()[op])
-    if not listed or (op == "binary_cross_entropy" and device_type != "cpu"):  # there: an error
+    is_refused = op == "binary_cross_entropy" and device.autocast_refuses_probabilities
+    if not listed or is_refused:
         composite = any(has_kernel(o, "CompositeImplicitAutograd") for o in overloads)
         return None if composite else Cast.NONE
     cast = facts_of_function(op).autocast
-    is_told = cast is Cast.FLOAT32_UNLESS_TOLD and device_type != "cpu"
+    is_told = cast is Cast.FLOAT32_UNLESS_TOLD and device.autocast_heeds_dtype
     return cast if is_told or cast in (Cast.LOWER, Cast.WIDEST) else Cast.FLOAT32
 
 

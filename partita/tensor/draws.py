@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_agreed
+from partita.comm.device import default_generator
 from partita.layout import Fix
 
 from .names import Form
 
-__all__ = ["default_generator", "draw_alike", "drawing"]
+__all__ = ["draw_alike", "drawing"]
 
 
 def drawing(kernel: Callable[..., Any], form: Form, wire: Wire) -> Callable[..., Any] | None:
@@ -54,13 +55,3 @@ def draw_alike(run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kw
         )
     remember_agreed(wire, key)
     return out
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Of which calls draw that are given none."""
-    if device.type != "cuda":
-        return torch.default_generator
-    torch.cuda.init()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    found: torch.Generator = torch.cuda.default_generators[index]
-    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +31,24 @@ def heard(fn):
 
 def mesh_of(rank, sizes=(2,), names=("dp", "tp")):
     return pt.init_device_mesh("cpu", sizes, mesh_dim_names=names[: len(sizes)])
+
+
+# -- how long ranks wait ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", ["gloo", "cpu:gloo", "cuda:gloo"])
+def test_ranks_wait_as_long_as_the_job_says_whatever_its_devices_are(kinds, tmp_path):
+    script = f"""
+import torch.distributed as dist
+from datetime import timedelta
+from partita.comm.deadlock import patience
+
+meeting = dict(init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
+dist.init_process_group({kinds!r}, timeout=timedelta(seconds=77), **meeting)
+print(patience().total_seconds())
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.stdout == "77.0\n", ran.stderr
 
 
 # -- a mesh that does not fit the job --------------------------------------------------------------

@@ -74,6 +74,13 @@ def test_a_type_name_means_one_thing(house, modules):
     assert house.types_defined_twice([m for m in modules if m.is_runtime]) == []
 
 
+def test_what_depends_on_a_device_is_decided_in_one_place(house, modules):
+    one = house.Module("remat/one.py", '"""On "cpu"."""\nif x.device.type == "cuda": ...\n')
+    other = house.Module("comm/device.py", 'KINDS = "cpu", "cuda"\n')
+    assert house.lines_that_name_a_device([one, other]) == ["remat/one.py:2"]
+    assert house.lines_that_name_a_device(modules) == []
+
+
 def test_only_the_room_of_backends_names_one(house, modules):
     assert house.files_that_name_a_backend([m for m in modules if m.is_runtime]) == []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from partita.app import Options
-from partita.app.device import Device, choose_device
+from partita.comm.device import Device, choose_device
 
 
 @pytest.fixture

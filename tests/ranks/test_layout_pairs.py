@@ -101,14 +101,14 @@ def there_and_back(
         graded = all(op == "sum" for _, op in before.partial)
         x = tagged(shares(value, before, wire), spec_of(before, wire)).requires_grad_(graded)
         y = redistributed(x, after)
-        assert y.layout_over_mesh == replace(after, dtype="f32") and y.shape == value.shape
+        assert replace(y.layout_over_mesh, dtype=after.dtype) == after and y.shape == value.shape
         if not graded:
             results.append((y.to_local(), None))
             continue
         dual = spec_of(after, wire).gradient
         y.backward(tagged(shares(gradient, dual.layout, wire), dual))
         grad = spec_of(before, wire).gradient.layout
-        assert x.grad.layout_over_mesh == replace(grad, dtype="f32")
+        assert replace(x.grad.layout_over_mesh, dtype=grad.dtype) == grad
         results.append((y.detach().to_local(), x.grad.to_local()))
     return results
 

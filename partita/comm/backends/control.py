@@ -11,7 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["LOST", "TIMED_OUT", "prepare_control", "rendezvous_group", "world_group"]
+__all__ = [
+    "LOST",
+    "TIMED_OUT",
+    "can_compare",
+    "prepare_control",
+    "rendezvous_group",
+    "timeouts_of_job",
+    "world_group",
+]
 
 LOST = re.compile(
     r"(connection (closed|reset|refused)|broken pipe|socket closed|gloo/transport"
@@ -21,6 +29,11 @@ LOST = re.compile(
 """What it and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """What they say when a peer that may live has not come in time."""
+
+
+def can_compare() -> bool:
+    """Has this torch what ranks compare over?"""
+    return dist.is_available() and dist.is_gloo_available()
 
 
 def world_group() -> dist.ProcessGroup:
@@ -42,3 +55,16 @@ def prepare_control(environment: Any, loopback: str) -> None:
     """Before a group is made: nobody else needs to reach one of this machine alone."""
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", ""):
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def timeouts_of_job() -> list[timedelta]:
+    """Those of the groups that the job began with, one for each kind of device that it named."""
+    # Private torch: a timeout that was given is kept by the backends only.
+    world: Any = dist.group.WORLD
+    found = []
+    for kind in world._device_types:
+        backend = world._get_backend(kind)
+        limit = getattr(getattr(backend, "options", None), "_timeout", None)
+        if limit is not None:
+            found.append(limit)
+    return found

@@ -30,6 +30,7 @@ import torch
 from torch._guards import TracingContext, tracing
 
 from partita.comm.compiled import all_to_all
+from partita.comm.device import describe_hardware
 
 from ..capture.fakes import fake_mode_of
 from ..memory.codegen_memory import code_of
@@ -218,9 +219,8 @@ def made_for(devices: set[torch.device]) -> str:
         if name not in CONFIG and not _ELSEWHERE.search(name):
             lines.append(re.sub(" at 0x[0-9a-f]+", "", f"{name} = {value!r}"))
     for device in sorted(devices, key=str):
-        if device.type == "cuda":  # the device's number stands in generated code
-            found = torch.cuda.get_device_properties(device)
-            lines.append(f"{device} {torch.version.cuda} {found.name} {found.major}.{found.minor}")
+        if hardware := describe_hardware(device):  # its number stands in generated code
+            lines.append(hardware)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from partita.comm.device import HOST, Device
 from partita.layout import Fix
 
 from ..errors import not_captured
@@ -244,7 +245,7 @@ def _run_add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) 
     if isinstance(alpha, Scalar) or alpha != 1:
         if isinstance(y, torch.Tensor):  # the product has the dtype of the sum
             y = y.to(torch.result_type(x, y))
-        if _is_reduced(y) and y.device.type == "cpu" and isinstance(alpha, Scalar):
+        if _is_reduced(y) and Device(y.device.type).rounds_factors and isinstance(alpha, Scalar):
             alpha = Scalar(alpha.tensor.to(y.dtype))  # as the kernels there take it
         x, y = _as_kernels(x, y)
         y = y * _promote_scalar(alpha, y)
@@ -310,7 +311,7 @@ def _read_scalar(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: A
         dtype = torch.float64
     else:
         dtype = torch.bool if x.dtype is torch.bool else torch.int64
-    return Scalar(x.reshape(()).to("cpu", dtype))
+    return Scalar(x.reshape(()).to(HOST, dtype))
 
 
 _CALLS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], Any], Any]] = {

@@ -135,6 +135,8 @@ class _Code:
 
 
 _NONE = Note(phase="")
+_ALLOCATES = "empty_strided_"
+"""How the functions of generated code that allocate are called, before their kind of device."""
 
 
 class _Run(TorchDispatchMode):
@@ -301,11 +303,11 @@ class _Names(dict[str, Any]):
             extern_kernels=_Extern(),
             __builtins__=__builtins__,
         )
-        for kind in ("cpu", "cuda", "xpu", "mtia"):
-            self[f"empty_strided_{kind}"] = _make_empty_allocator(kind)
-        self["empty_strided_cpu_pinned"] = _make_empty_allocator("cpu")
 
     def __missing__(self, name: str) -> Any:
+        if name.startswith(_ALLOCATES):
+            kind = name.removeprefix(_ALLOCATES).removesuffix("_pinned")
+            return _make_empty_allocator(kind)
         if hasattr(__import__("builtins"), name):
             raise KeyError(name)
         return _Nothing()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire
 from partita.comm.compiled import all_gather
+from partita.comm.device import Device
 from partita.tensor.op_facts import facts_of
 
 __all__ = ["staging", "workspace"]
@@ -37,8 +38,8 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
     if not known:
         return 0
     tensors = [t for t in (*args, made) if isinstance(t, torch.Tensor)]
-    if any(t.device.type != "cpu" for t in tensors):
-        return 0  # what cuDNN takes depends on what it finds fastest
+    if not all(Device(t.device.type).workspace_is_fixed for t in tensors):
+        return 0
     if known == "casts":
         return _cast_operands(target.overloadpacket, args, made)
     if sum(t.nbytes for t in tensors) > _LARGEST:

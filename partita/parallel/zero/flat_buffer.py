@@ -18,6 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import UnderWay, Wire
+from partita.comm.device import Device
 from partita.layout import Layout
 from partita.redistribute import Move
 from partita.tensor.engine import holders
@@ -258,7 +259,8 @@ class FlatBuffer:
                 torch._foreach_copy_(*self._in_full(out))
         del out
         # A device's transport may have what has arrived in hand for a while.
-        self._holders = 2 if self.device.type == "cpu" else holders(self._full.untyped_storage())
+        at_once = Device(self.device.type).runs_at_once
+        self._holders = 2 if at_once else holders(self._full.untyped_storage())
         self.here = True
         start = self._full.data_ptr()
         self.span = (start, start + self.nbytes)
@@ -399,11 +401,11 @@ class FlatBuffer:
     def _end_to_end_of(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """All gradients, copied one after the other.
 
-        On a CPU into the memory of the step before, unless anything still looks at that: a system
-        clears each page of new memory, for a tenth of what it takes to sum it.
+        Where new memory has its price into that of the step before, unless anything still looks at
+        that.
         """
         rows = [g.reshape(-1) for g in grads]
-        if self.device.type != "cpu":
+        if not Device(self.device.type).clears_new_memory:
             return torch.cat(rows)
         size, dtype, known = sum(map(len, rows)), rows[0].dtype, self._sums
         if (

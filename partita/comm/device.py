@@ -1,0 +1,184 @@
+"""The device of tensors: where ranks compute, and whatever depends on its kind.
+
+No other file asks which kind a device is. Each property below is one difference that was met, and
+says what it is; a device that is none of those known answers as an accelerator does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = [
+    "DEVICES",
+    "HOST",
+    "Device",
+    "choose_device",
+    "default_generator",
+    "describe_hardware",
+    "finish_copies",
+    "generators_in_use",
+    "kinds_that_cast",
+]
+
+DEVICES = ("auto", "cpu", "cuda")
+"""What a user may ask for."""
+HOST = torch.device("cpu")
+"""The processor and its memory: where files are read to and values of Python come from."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, and what depends on it.
+
+    Attributes:
+        type: as torch names it, "cpu" or "cuda".
+    """
+
+    type: str
+
+    @property
+    def is_host(self) -> bool:
+        """Is it the processor?"""
+        return self.type == HOST.type
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def runs_at_once(self) -> bool:
+        """Has a kernel run when its call returns? Elsewhere it waits in a stream, and what has
+        brought bytes may hold their memory for a while."""
+        return self.is_host
+
+    @property
+    def clears_new_memory(self) -> bool:
+        """Does the system clear each page of memory that is asked for? That costs a tenth of what
+        it takes to sum it. An accelerator's allocator gives what it had before."""
+        return self.is_host
+
+    @property
+    def workspace_is_fixed(self) -> bool:
+        """Do kernels take as much memory beside their results each time? What cuDNN takes depends
+        on which kernel it finds fastest."""
+        return self.is_host
+
+    @property
+    def copies_beside_python(self) -> bool:
+        """Does a copy to pinned memory go on while the next one is asked for?"""
+        return self.type == "cuda"
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    @property
+    def rounds_factors(self) -> bool:
+        """Do sums in half precision round the factor of what is added to it before they use it?"""
+        return self.is_host
+
+    @property
+    def autocast_heeds_dtype(self) -> bool:
+        """Does a reduction that autocast would compute in float32 keep to a `dtype=` it is told?"""
+        return not self.is_host
+
+    @property
+    def autocast_refuses_probabilities(self) -> bool:
+        """Is `binary_cross_entropy` an error under autocast?"""
+        return not self.is_host
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def current(self) -> torch.device:
+        """The device of this kind that this process computes on."""
+        if self.type != "cuda":
+            return torch.device(self.type)
+        return torch.device(self.type, torch.cuda.current_device())
+
+    def select(self) -> None:
+        """Have this process compute on one of its own: that of its number on this machine.
+
+        Raises:
+            ValueError: the machine has fewer than it has ranks.
+        """
+        if self.is_host:
+            return
+        rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+        found = torch.accelerator.device_count()
+        if rank >= found:
+            raise ValueError(
+                f"--device {self.type}: rank {rank} of this machine has none of its own, there are "
+                f"{found}; start at most {found} ranks here, or --device cpu"
+            )
+        torch.accelerator.set_device_index(rank)
+
+    def place(self, t: torch.Tensor) -> torch.Tensor:
+        """`t` on this device."""
+        return t.to(self.type)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Within, kernels that profit from it compute in `dtype`."""
+        return torch.autocast(self.type, dtype=dtype)
+
+
+def choose_device(asked: str) -> Device:
+    """The device for `asked`: "auto" is a CUDA device where this machine has one.
+
+    Raises:
+        ValueError: another name, or a device that this torch, or this machine, does not have.
+    """
+    if asked not in DEVICES:
+        raise ValueError(f"--device {asked!r} is none of {', '.join(DEVICES)}")
+    has_cuda = torch.cuda.is_available()
+    if asked == "cuda" and not has_cuda:
+        built = torch.version.cuda is not None
+        reason = "no GPU is visible to it" if built else "this torch is built without CUDA"
+        raise ValueError(f"--device cuda: {reason}; --device cpu, or auto, runs here")
+    return Device("cuda" if asked != "cpu" and has_cuda else "cpu")
+
+
+@cache
+def kinds_that_cast() -> tuple[str, ...]:
+    """The kinds of devices that a tensor may lie on here and autocast knows. A step for "cuda" is
+    captured where there is none, too."""
+    found = torch.accelerator.current_accelerator()
+    kinds = (HOST.type, "cuda") if found is None else (HOST.type, "cuda", found.type)
+    return tuple(k for k in dict.fromkeys(kinds) if torch.amp.is_autocast_available(k))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Of which calls draw that are given none."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: torch.Generator = torch.cuda.default_generators[index]
+    return found
+
+
+def generators_in_use(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
+    """The default generators of the host, of the current CUDA device and of those among `devices`;
+    of CUDA's only once it is in use: to ask would begin it."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        numbers = {d.index for d in devices if d.type == "cuda"} | {torch.cuda.current_device()}
+        found += [torch.cuda.default_generators[i] for i in sorted(numbers)]
+    return found
+
+
+def finish_copies() -> None:
+    """Wait until what this process has asked to be copied is there."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def describe_hardware(device: torch.device) -> str:
+    """What code that is compiled for a device depends on; "" where that is this host, which a
+    store asks of itself."""
+    if device.type != "cuda":
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    return f"{device} {torch.version.cuda} {found.name} {found.major}.{found.minor}"

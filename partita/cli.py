@@ -47,6 +47,7 @@ BENCHES = {
     "checkpoint": "partita.bench.checkpoint:main",
     "faults": "partita.bench.faults:main",
     "simulate": "partita.bench.simulate:main",
+    "published": "partita.bench.published:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 

@@ -21,7 +21,7 @@ from .simulation import Simulation, simulation_of
 from .strategy import Strategy, make_step
 from .timeline import play
 
-__all__ = ["simulate", "simulate_program"]
+__all__ = ["capture_model", "simulate", "simulate_program"]
 
 
 def simulate(
@@ -64,13 +64,23 @@ def simulate(
     found = load_machine(machine)
     sizes = _sizes_of_mesh(mesh)
     if isinstance(step_or_model, str):
-        step, args, tokens = make_step(step_or_model, sizes, strategy or Strategy())
+        program, tokens = capture_model(step_or_model, sizes, strategy or Strategy())
         what = step_or_model
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
         what = getattr(step_or_model, "title", type(step_or_model).__name__)
-    program = _capture_step(step, args)
+        program = _capture_step(step, args)
     return simulate_program(program, sizes, found, what=what, tokens=tokens, links=links)
+
+
+def capture_model(model: str, mesh: Mapping[str, int], strategy: Strategy) -> tuple[Program, int]:
+    """A step of a named model, and its tokens on all ranks together. One serves many machines.
+
+    Raises:
+        StrategyError: a model that is not known, or a mesh that does not divide.
+    """
+    step, args, tokens = make_step(model, mesh, strategy)
+    return _capture_step(step, args), tokens
 
 
 def simulate_program(

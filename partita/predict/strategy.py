@@ -49,7 +49,16 @@ class Shape:
     plan: Callable[..., dict[str, Any]]
 
 
-def _llama_shape(layers: int, width: int, heads: int, hidden: int) -> Shape:
+def _llama_shape(
+    layers: int,
+    width: int,
+    heads: int,
+    hidden: int,
+    *,
+    groups: int = 8,
+    context: int = 8192,
+    vocab: int = 128_256,
+) -> Shape:
     def make(layers: int, context: int) -> nn.Module:
         from partita.app.models import Llama  # the app is no part of `import partita`
 
@@ -57,32 +66,37 @@ def _llama_shape(layers: int, width: int, heads: int, hidden: int) -> Shape:
             layers=layers,
             width=width,
             heads=heads,
-            groups=8,
+            groups=groups,
             context=context,
-            vocab=128_256,
+            vocab=vocab,
             hidden=hidden,
         )
 
-    return Shape(make, layers, width, heads, 8, 8192, 128_256, plans.llama)
+    return Shape(make, layers, width, heads, groups, context, vocab, plans.llama)
 
 
-def _gpt_shape(layers: int, width: int, heads: int, context: int) -> Shape:
+def _gpt_shape(layers: int, width: int, heads: int, context: int, vocab: int = 256) -> Shape:
     def make(layers: int, context: int) -> nn.Module:
         from partita.app.models import GPT
 
-        return GPT(layers=layers, width=width, heads=heads, context=context)
+        return GPT(layers=layers, width=width, heads=heads, context=context, vocab=vocab)
 
-    return Shape(make, layers, width, heads, heads, context, 256, plans.gpt)
+    return Shape(make, layers, width, heads, heads, context, vocab, plans.gpt)
 
 
 MODELS: dict[str, Shape] = {
     "gpt": _gpt_shape(4, 256, 4, 256),
     "gpt2-xl": _gpt_shape(48, 1600, 25, 1024),
+    "mpt-7b": _gpt_shape(32, 4096, 32, 2048, 50_368),
+    "mpt-13b": _gpt_shape(40, 5120, 40, 2048, 50_368),
+    "llama2-13b": _llama_shape(40, 5120, 40, 13_824, groups=40, context=4096, vocab=32_000),
+    "llama2-70b": _llama_shape(80, 8192, 64, 28_672, context=4096, vocab=32_000),
     "llama3-8b": _llama_shape(32, 4096, 32, 14_336),
     "llama3-70b": _llama_shape(80, 8192, 64, 28_672),
 }
-"""By name: a byte-level GPT as small as `partita train`'s and one of GPT-2 XL's blocks, and the
-shapes of Llama 3 (Grattafiori et al., arXiv 2407.21783, table 3)."""
+"""By name: a byte-level GPT as small as `partita train`'s and one of GPT-2 XL's blocks; GPTs of the
+shapes of MPT (github.com/mosaicml/llm-foundry, scripts/train/yamls); the shapes of Llama 2 (Touvron
+et al., arXiv 2307.09288) and Llama 3 (Grattafiori et al., arXiv 2407.21783, table 3)."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class Strategy:
     Attributes:
         zero: the stage of ZeRO over "dp".
         remat: blocks are recomputed in backward.
+        remat_every: of so many blocks one is, where `remat`.
         sequence: sequence parallelism beside tensor parallelism.
         batch: sequences of a micro-batch on each rank of "dp".
         micro_batches: of a step, one after the other.
@@ -108,6 +123,7 @@ class Strategy:
     context: int | None = None
     precision: str = "bfloat16"
     layers: int | None = None
+    remat_every: int = 1
 
 
 def make_step(
@@ -140,7 +156,7 @@ def make_step(
         precision = dtype if in_zero and dtype is not torch.float32 else None
         zero(module, dry, "dp", stage=strategy.zero, precision=precision)
     if strategy.remat:
-        remat(module, blocks=list(module.blocks))  # type: ignore[arg-type]
+        remat(module, blocks=list(module.blocks)[:: strategy.remat_every])  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
     placements = [Shard(0) if name == "dp" else Replicate() for name in mesh]
     tokens = [DTensor.from_local(local, dry, placements) for _ in range(strategy.micro_batches)]
@@ -186,6 +202,7 @@ def _check_strategy(model: str, shape: Shape, mesh: Mapping[str, int], strategy:
     if strategy.sequence and context % tp:
         raise StrategyError(f"tp={tp} does not divide sequences of {context} tokens")
     counts = {"batch": strategy.batch, "micro_batches": strategy.micro_batches, "context": context}
+    counts["remat_every"] = strategy.remat_every
     for what, size in counts.items():
         if size < 1:
             raise StrategyError(f"{what} is {size}: at least 1")

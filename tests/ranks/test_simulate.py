@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import partita as pt
+from partita.bench.published import RUNS, tune_matmul
 from partita.predict.collective_time import collective_bytes, collective_seconds
 from partita.predict.kernel_time import count_flops
 from partita.predict.machine import Link, Machine, MachineError, load_machine, shipped_machines
 from partita.predict.measured_curve import MeasuredCurve
-from partita.predict.strategy import Strategy
+from partita.predict.strategy import MODELS, Strategy
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
 
@@ -73,7 +74,7 @@ def test_the_shipped_machines_are_read_and_name_their_sources():
         ("fuses = true", "fuses = true\ncolour = 1", "colour is not known"),
         ('"450 GB/s"', '"450 GB"', "host.bandwidth is '450 GB', no amount of bytes per second"),
         ('seconds = "2 us"', 'seconds = "-2 us"', "kernel_seconds is '-2 us': seconds are above 0"),
-        ("matmul = 0.65", "matmul = 65", "efficiency.matmul is 65, no part of a peak"),
+        ("matmul = 0.53", "matmul = 53", "efficiency.matmul is 53, no part of a peak"),
         ("ranks_per_host = 8", "ranks_per_host = 0", "ranks_per_host is 0"),
         ('"80 GB"', "true", "memory_bytes is True, no amount of bytes"),
         ("[host]", "[hosts]", "host is missing"),
@@ -145,7 +146,6 @@ def test_a_ring_goes_over_the_slowest_link_that_it_crosses():
     assert machine.link_of(("tp",), {"dp": 4, "tp": 8}) is machine.host
     assert machine.link_of(("dp",), {"dp": 4, "tp": 8}) is machine.network
     assert machine.link_of(("dp",), {"dp": 4, "tp": 2}) is machine.host
-    assert machine.link_of(("dp", "tp"), {"dp": 4, "tp": 4}) is machine.network
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -345,7 +345,28 @@ def test_a_ring_within_a_host_takes_its_link_only_where_every_such_ring_does():
     assert machine.link_of(["tp"], {"dp": 4, "tp": 6}) is machine.network  # ranks 6 to 11
     assert machine.link_of(["tp"], {"tp": 6}) is machine.host
     assert machine.link_of(["dp"], {"dp": 2, "tp": 4}) is machine.host
-    assert machine.link_of(["dp"], {"dp": 4, "tp": 4}) is machine.network
+    assert machine.link_of(["dp"], {"dp": 4, "tp": 4}) is not machine.host
+
+
+@pytest.mark.parametrize(
+    ("axes", "mesh", "rings"),
+    [
+        (["dp"], {"dp": 64}, 8),
+        (["dp"], {"dp": 16, "tp": 4}, 2),
+        (["dp"], {"dp": 16, "tp": 8}, 1),
+        (["dp", "tp"], {"dp": 16, "tp": 8}, 8),
+        (["dp"], {"dp": 4, "pp": 4, "tp": 2}, 1),
+        (["pp"], {"dp": 4, "pp": 8, "tp": 2}, 4),
+        (["dp"], {"dp": 12}, 1),  # four of them on the second host
+        (["tp"], {"dp": 4, "tp": 6}, 1),
+    ],
+)
+def test_each_rank_of_a_host_sends_by_its_own_port_to_the_next_host(axes, mesh, rings):
+    machine = load_machine("a100")
+    found = machine.link_of(axes, mesh)
+    assert found == Link(machine.network.latency, rings * machine.network.bandwidth)
+    fast = dataclasses.replace(machine, network=machine.host)
+    assert fast.link_of(axes, mesh).bandwidth == machine.host.bandwidth  # it passes the host, too
 
 
 def test_causal_attention_is_told_by_its_argument_alone():
@@ -373,6 +394,55 @@ def test_micro_batches_are_simulated_at_each_stage(stage):
         for many in (1, 2)
     ]
     assert found[1].seconds > found[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "off"),
+    [  # of the models' own pages; MPT's head is its embedding, and its layers have no biases
+        ("llama2-13b", 13_015_864_320, 0),
+        ("llama2-70b", 68_976_648_192, 0),
+        ("llama3-8b", 8_030_261_248, 0),
+        ("llama3-70b", 70_553_706_496, 0),
+        ("mpt-7b", 6_658_859_008, 0.04),
+        ("mpt-13b", 12_853_954_560, 0.03),
+    ],
+)
+def test_a_named_model_has_the_parameters_of_the_published_one(model, parameters, off):
+    shape = MODELS[model]
+    with torch.device("meta"):
+        module = shape.make(shape.layers, shape.context)
+    assert sum(p.numel() for p in module.parameters()) == pytest.approx(parameters, rel=off)
+
+
+@pytest.mark.slow
+def test_of_every_second_block_half_is_made_again():
+    def simulate(**how):
+        strategy = Strategy(layers=2, context=32, **how)
+        return pt.simulate("gpt", {"dp": 2}, "h100", strategy=strategy)
+
+    made_again = [
+        found.flops - found.model_flops
+        for found in (simulate(), simulate(remat_every=2), simulate(remat=False))
+    ]
+    assert made_again[0] == 2 * made_again[1] > made_again[2] == 0
+
+
+def test_efficiency_is_tuned_until_a_step_lasts_as_long_as_it_did():
+    def seconds_of(machine):
+        return 2.0 + 3.0 / machine.efficiency["matmul"]
+
+    found = tune_matmul(UNIT, seconds_of, 8.0)
+    assert found.efficiency["matmul"] == pytest.approx(0.5, rel=1e-3)
+    assert found.efficiency["link"] == UNIT.efficiency["link"]
+    with pytest.raises(ValueError, match="no efficiency"):
+        tune_matmul(UNIT, seconds_of, 4.0)
+
+
+def test_published_runs_are_of_named_models_and_say_where_they_stand():
+    for machine, runs in RUNS.items():
+        assert machine in shipped_machines() and len(runs) >= 3
+        for run in runs:
+            assert run.model in MODELS and run.source.startswith("github.com")
 
 
 def test_a_capture_alone_tells_no_ledger_and_leaves_what_the_step_writes():

@@ -23,7 +23,8 @@ class GPT(nn.Module):
         layers: the number of blocks.
         width: the size of the residual stream, a multiple of `heads`.
         heads: attention heads per block; each is `width // heads` wide, an even number.
-        context: the longest sequence, in bytes.
+        context: the longest sequence, in tokens.
+        vocab: the number of tokens; bytes by default.
 
     Raises:
         ValueError: `width` does not divide into `heads` of an even size.
@@ -32,15 +33,15 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, *, layers: int, width: int, heads: int, context: int):
+    def __init__(self, *, layers: int, width: int, heads: int, context: int, vocab: int = VOCAB):
         super().__init__()
         if width % (2 * heads):
             raise ValueError(f"width {width} does not divide into {heads} heads of an even size")
         self.context = context
-        self.embed = nn.Embedding(VOCAB, width)
+        self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
         self.register_buffer("cos", torch.empty(context, width // heads), persistent=False)
         self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
         self.init_weights()
@@ -64,7 +65,7 @@ class GPT(nn.Module):
         self.sin.copy_(sin)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Bytes (b, t), int64, t at most `context` -> logits (b, t, 256)."""
+        """Tokens (b, t), int64, t at most `context` -> logits (b, t, vocab)."""
         t = tokens_bt.shape[1]
         cos_td, sin_td = self.cos[:t], self.sin[:t]
         x_btw = self.embed(tokens_bt)

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.amp import autocast_mode
 
 import partita as pt
 from partita.app.models import GPT
 from partita.compile.capture.fakes import captured_for
 
 CONTEXT = 32
+_ATEN = torch.ops.aten
 
 
 def gpt() -> Any:
@@ -27,6 +29,25 @@ def gpt() -> Any:
         return F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
 
     return model, loss
+
+
+def cast() -> Any:
+    """A model in float32, whose products autocast makes in bfloat16."""
+    believe_in_autocast()
+    model = GPT(layers=2, width=64, heads=4, context=CONTEXT)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+    return model, loss
+
+
+def believe_in_autocast() -> None:
+    """Have autocast, too, take it for granted that there is a GPU, and that it knows bfloat16."""
+    # Private torch: where there is no GPU autocast warns, and does nothing.
+    autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
 
 
 def llama() -> Any:
@@ -51,7 +72,7 @@ def captured(name: str, device: str, **options: Any) -> Any:
     """The program of a ZeRO-3 step on two ranks, and the compiled step that it is of."""
     mesh = pt.dry_mesh(dp=2, device_type="meta")
     with torch.device("meta"):
-        model, loss_of = {"gpt": gpt, "llama": llama}[name]()
+        model, loss_of = {"gpt": gpt, "cast": cast, "llama": llama}[name]()
         tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
     pt.zero(model, mesh, "dp", stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -83,6 +104,11 @@ def told(name: str) -> dict[str, Any]:
     return {
         "calls": Counter(str(n.target) for n in calls),
         "devices": devices,
+        "products": Counter(
+            str(n.meta["val"].dtype)
+            for n in calls
+            if n.target in (_ATEN.mm.default, _ATEN.addmm.default)
+        ),
         "keys": [program.key, other.key],
         "text": str(fast.graph),
         "peak": fast.memory.peak,

@@ -46,6 +46,7 @@ def told_of(name, environment):
     ("name", "kernel"),
     [
         ("gpt", "flash"),
+        ("cast", "flash"),
         ("llama", "efficient"),  # of positions that it cannot read transformers makes a mask
     ],
 )
@@ -54,6 +55,8 @@ def test_a_step_is_captured_for_a_gpu_that_is_not_there(name, kernel, believing)
     attention = {call: n for call, n in told["calls"].items() if "scaled_dot_product" in call}
     called = f"aten._scaled_dot_product_{kernel}_attention"
     assert attention == {f"{called}.default": 2, f"{called}_backward.default": 2}  # of two layers
+    if name == "cast":  # of float32 are the weights, and what is not a product
+        assert told["products"] == {"torch.bfloat16": sum(told["products"].values())}
     # What lies on the host is made of numbers: an optimizer's, or of positions.
     assert told["devices"]["cuda"] > 100 * told["devices"].get("cpu", 0)
     one, other = told["keys"]

@@ -216,3 +216,27 @@ def test_what_a_step_gives_of_an_optimizers_counts_is_what_eager_gives(kind):
 
     for eager, captured in zip(run(False), run(True), strict=True):
         torch.testing.assert_close(captured, eager, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD])
+def test_a_fused_optimizer_is_planned_for_tensors_without_memory(kind):
+    def plan(**how):
+        mesh = pt.dry_mesh(dp=2, device_type="meta")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+            x = torch.zeros(3, 4)
+        optimizer = kind(pt.zero(model, mesh, stage=3).parameters(), 0.1, **how)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        planned = pt.compile(step, backend="graph")
+        planned.capture(pt.DTensor.from_local(x, mesh, [pt.Shard(0)]))
+        assert optimizer.param_groups[0]["fused"] is how.get("fused")
+        return str(planned.graph)
+
+    assert plan(fused=True) == plan(foreach=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,12 +72,23 @@ def _make_state(optimizer: Optimizer) -> Primed:
         for p, _ in before:
             p.grad = p.detach() if any(p is q for q in new) else None
         try:
-            make(group, *[[] for _ in range(lists)])
+            make(_without_fused(group, new), *[[] for _ in range(lists)])
         finally:
             for p, grad in before:
                 p.grad = grad
         found += [(optimizer, p) for p in new]
     return found
+
+
+def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The group, of which a fused optimizer makes its state for tensors without memory, too.
+
+    It has no kernel for them, and says so before it is asked for one. A capturable one counts its
+    steps in a tensor beside each parameter as a fused one does.
+    """
+    if not group.get("fused") or not all(p.is_meta for p in params):
+        return group
+    return group | {"fused": False} | ({"capturable": True} if "capturable" in group else {})
 
 
 def _prime_momentum(optimizer: Optimizer) -> Primed:

@@ -3,6 +3,7 @@
 #   make test     run the tests that take seconds (ARGS="tests/pure -k layout"): four minutes on two cores
 #   make test-all   run all tests (half an hour and more)
 #   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
+#   make test-gpu   the main claims on this machine's GPUs (on its CPU where it has none), with figures
 #   make lint     style, layers and types
 #   make docs     build the site into site/; a link that leads nowhere is an error
 #   make house    what a newcomer of the code meets, in figures (ARGS=-v names the places)
@@ -14,7 +15,7 @@ SITE   := $(VENV)/.site
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-all test-clients house lint style layers types format docs clean
+.PHONY: train test test-all test-gpu test-clients house lint style layers types format docs clean
 .DEFAULT_GOAL := test
 
 # The pip that is there installs into the new environment: ensurepip, which some systems lack, is
@@ -40,6 +41,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 test-clients: $(CLIENTS)
 	$(BIN)/python -m tests.clients.sweep $(ARGS)

@@ -77,7 +77,9 @@ def ready(mesh: Any, asked: Asked, make: Any = torch.optim.AdamW, **options: Any
     """
     torch.manual_seed(0)
     case = MODELS[asked.model]
-    model, batch = case.make(asked.wide), case.batch(asked.wide, asked.samples)
+    kind = mesh.device_type
+    model = case.make(asked.wide).to(kind)
+    batch = [b.to(kind) for b in case.batch(asked.wide, asked.samples)]
     if asked.remat:
         pt.remat(model, blocks=case.blocks or None)
     pt.zero(model, mesh, stage=asked.stage)
@@ -100,7 +102,7 @@ def ready(mesh: Any, asked: Asked, make: Any = torch.optim.AdamW, **options: Any
 def peaks(mesh: Any, asked: Asked, **options: Any) -> Peaks:
     """Of one way to train. All ranks of the mesh call this."""
     step, again = ready(mesh, asked, **options)
-    return Peaks(step.memory.peak, counted(again))
+    return Peaks(step.memory.peak, counted(again, device=mesh.device_type))
 
 
 def budgets_kept(mesh: Any, asked: Asked, many: int, **options: Any) -> Iterator[tuple[int, Peaks]]:

@@ -115,6 +115,11 @@ class Device:
             )
         torch.accelerator.set_device_index(rank)
 
+    def finish(self) -> None:
+        """Wait until what this process has asked of its device is done."""
+        if not self.is_host:
+            torch.accelerator.synchronize()
+
     def place(self, t: torch.Tensor) -> torch.Tensor:
         """`t` on this device."""
         return t.to(self.type)

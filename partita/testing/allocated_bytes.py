@@ -1,9 +1,10 @@
-"""Allocated bytes: how many bytes did torch's CPU allocator have out at once?
+"""Allocated bytes: how many bytes did an allocator of torch have out at once?
 
-Every allocation counts, whoever makes it: ops, the kernels that Inductor compiled, collectives'
-staging. torch's profiler hears of them by itself, in this thread and in what process groups do for
-it. What it cannot hear is that one of their threads was the last to let go of a buffer, which would
-then seem to stay: so after each wait those threads are given time to let go first.
+An accelerator's counts by itself. On the CPU every allocation counts, whoever makes it: ops, the
+kernels that Inductor compiled, collectives' staging. torch's profiler hears of them by itself, in
+this thread and in what process groups do for it. What it cannot hear is that one of their threads
+was the last to let go of a buffer, which would then seem to stay: so after each wait those threads
+are given time to let go first.
 """
 
 from __future__ import annotations
@@ -14,23 +15,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from partita.comm.device import HOST, Device
+
 __all__ = ["counted", "counts_of"]
 
 _GRACE = 1e-3  # seconds after a wait
 
 
-def counted(step: Callable[[], Any], times: int = 2) -> int:
-    """The most bytes that the CPU allocator had out at once during `step`, above those before.
+def counted(step: Callable[[], Any], times: int = 2, device: str = HOST.type) -> int:
+    """The most bytes that an allocator had out at once during `step`, above those before.
 
     Args:
+        device: the kind of device whose allocator counts.
         step: is run `times` times, and the least holds; it must have run before, so that what it
             makes once is there.
     """
-    return min(counts_of(step) for _ in range(times))
+    count = counts_of if Device(device).is_host else _count_on_accelerator
+    return min(count(step) for _ in range(times))
+
+
+def _count_on_accelerator(step: Callable[[], Any]) -> int:
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    step()
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - before
 
 
 def counts_of(step: Callable[[], Any]) -> int:
-    """`counted`, of one run."""
+    """`counted`, of one run on the CPU."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, _waiting_long():

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from partita.comm.device import HOST, Device
+
 __all__ = ["run_ranks"]
 
 _GRACE = 3.0  # seconds that the others get to report once a rank has failed
@@ -36,14 +38,17 @@ _CONNECTING = 60.0  # seconds that ranks get to start and to find each other
 _CONNECTED = b"connected"
 
 
-def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -> list[Any]:
-    """Call `fn(rank, *args)` on `n` Gloo ranks, each a process with an initialized default group.
+def run_ranks(
+    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, device: str = HOST.type
+) -> list[Any]:
+    """Call `fn(rank, *args)` on `n` ranks, each a process with an initialized default group.
 
     Args:
         fn: a function at the top level of an importable module.
         args: anything that pickles.
         timeout: seconds for the run once the ranks are connected. The process groups' own timeout,
             which holds for connecting, too, is as long, but at least a minute.
+        device: what ranks compute on, and what their group is for: Gloo for "cpu", NCCL for "cuda".
 
     Returns:
         The results in rank order. Tensors are copied.
@@ -64,7 +69,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(theirs, store, rank, n, timeout, fn, args), daemon=True
+                target=_rank, args=(theirs, store, rank, n, timeout, device, fn, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -110,13 +115,13 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
                 results[rank] = value
             del left[rank]
             if error is not None and failed is None:
-                error.add_note(f"on Gloo rank {rank} of {len(ends)}\n{text}")
+                error.add_note(f"on rank {rank} of {len(ends)}\n{text}")
                 failed = error
                 deadline = min(deadline, time.monotonic() + _GRACE)
     if failed is not None:
         raise failed
     if left:
-        raise TimeoutError(f"Gloo ranks {sorted(left)} of {len(ends)} had not ended in time")
+        raise TimeoutError(f"ranks {sorted(left)} of {len(ends)} had not ended in time")
     return [results[rank] for rank in range(len(ends))]
 
 
@@ -126,14 +131,17 @@ def _rank(
     rank: int,
     n: int,
     timeout: float,
+    device: str,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     value, error, text = None, None, ""
     try:
+        os.environ["LOCAL_RANK"] = str(rank)
+        Device(device).select()
         dist.init_process_group(
-            "gloo",
+            dist.get_default_backend_for_device(device),
             store=dist.FileStore(store, n),
             rank=rank,
             world_size=n,

@@ -140,6 +140,18 @@ def test_values_that_torch_checks_in_eager_alone_are_checked_in_a_graph(call, go
         step(torch.tensor(bad))
 
 
+def test_values_are_checked_beside_a_recurrent_layer():
+    layer = torch.nn.GRU(4, 4)  # it writes in ways for which the graph is traced once more
+
+    def call(x, classes):
+        return layer(x)[0] + F.one_hot(classes, 4)
+
+    step, x = pt.compile(call, backend="graph"), torch.ones(2, 4)
+    assert torch.equal(step(x, torch.tensor([0, 3])), call(x, torch.tensor([0, 3])))
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        step(x, torch.tensor([0, 4]))
+
+
 def test_a_rank_checks_the_classes_of_its_piece():
     def each(mesh):
         step = pt.compile(lambda x: F.one_hot(x, 5), backend="graph")

@@ -54,6 +54,9 @@ def trace_without_writes(
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
+    for node in made.graph.nodes:
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)  # of what gives nothing torch says nothing
     (end,) = made.graph.find_nodes(op="output")
     values: Any = end.args[0]
     results = len(values) - len(makers)

@@ -30,6 +30,7 @@ from partita.app import (
     verify,
 )
 from partita.app.cache_table import ACTIONS, cache
+from partita.comm.device import HOST, choose_device
 from partita.predict.calibrate_command import add_calibrate, run_calibrate
 from partita.predict.explain_command import add_explain, run_explain
 from partita.predict.plan_command import add_plan, run_plan
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "report":
             return _report(options.out, options.logs)
         if options.command == "bench":
-            return _bench(options.name, options.options)
+            return _bench(options.name, options.device, options.options)
         if options.command == "cache":
             return cache(options.action)
         return _doctor()
@@ -90,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
     bench = commands.add_parser("bench", help="measure, and compare with torch")
+    bench.add_argument(
+        "--device",
+        default=HOST.type,
+        help="what ranks compute on: cpu (default), cuda or auto",
+    )
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"
     bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
@@ -242,7 +248,14 @@ def _report(out: Path, logs: list[Path]) -> int:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-def _bench(name: str, arguments: list[str]) -> int:
+def _bench(name: str, device: str, arguments: list[str]) -> int:
+    from partita.bench.place import DEVICE_VARIABLE
+
+    try:
+        os.environ[DEVICE_VARIABLE] = choose_device(device).type
+    except ValueError as error:
+        print(f"partita bench: {error}", file=sys.stderr)
+        return 2
     module, _, function = BENCHES[name].partition(":")
     return getattr(importlib.import_module(module), function)(arguments) or 0
 

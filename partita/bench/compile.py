@@ -45,6 +45,7 @@ from . import depth as bench_depth
 from . import dry as bench_dry
 from . import moves as bench_moves
 from .interleaved import Step, in_turns, measure, on_ranks, table
+from .place import bench_device, make_dp_mesh
 from .zero import Shape, fsdp, training
 
 __all__ = ["main"]
@@ -83,7 +84,7 @@ def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str
 
     base = shape.model()
     x, y = (part.chunk(ranks)[rank].contiguous() for part in shape.tokens(ranks))
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(ranks)
 
     def plain(model: nn.Module, how: Callable[..., Any] = lambda step: step) -> Step:
         step = how(training(model))
@@ -118,7 +119,7 @@ def _small_steps(rank: int, ranks: int) -> dict[str, Step]:
     """One process trains on all rows; the ranks on theirs."""
     base = SMALL.model()
     x, y = SMALL.tokens(ranks)
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(ranks)
     alone = training(copy.deepcopy(base))
 
     def sharded(how: Callable[..., Any]) -> Step:
@@ -142,7 +143,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     shape, found = Shape(), {}
     for ranks in options.ranks:
         found[str(ranks)] = measure(_steps, ranks, options.rounds, shape, options.only, warm=3)
-        print(f"\n{shape}, AdamW, {ranks} Gloo ranks, {options.rounds} rounds")
+        print(f"\n{shape}, AdamW, {ranks} ranks of {bench_device().type}, {options.rounds} rounds")
         print(table(found[str(ranks)], "alone"), flush=True)
     return found
 
@@ -151,7 +152,9 @@ def _small(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for ranks in options.ranks:
         found[str(ranks)] = measure(_small_steps, ranks, 4 * options.rounds, warm=3)
-        print(f"\n{SMALL}, AdamW, {ranks} Gloo ranks; one process trains on all rows")
+        print(
+            f"\n{SMALL}, AdamW, {ranks} ranks of {bench_device().type}; one process trains on all rows"
+        )
         print(table(found[str(ranks)], "one process"), flush=True)
     return found
 
@@ -163,7 +166,7 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(2)
     base = TINY.model()
     x, y = TINY.tokens(1)
     rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in (x, y)]
@@ -246,7 +249,7 @@ def _median(run: Callable[[], Any], times: int) -> float:
 def _first_step(rank: int, ranks: int, cache: str) -> tuple[float, str]:
     """Seconds until a rank has made its first step, and how it came by the artifact."""
     os.environ |= {"PARTITA_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor{rank}"}
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(ranks)
     step = pt.compile(training(zero(Shape().model(), mesh, stage=3)))
     rows = [pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in Shape().tokens(ranks)]
     start = time.perf_counter()
@@ -257,7 +260,9 @@ def _first_step(rank: int, ranks: int, cache: str) -> tuple[float, str]:
 def _start(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
-        print(f"\n{Shape()}, ZeRO-3, 4 Gloo ranks: until the first step is made")
+        print(
+            f"\n{Shape()}, ZeRO-3, 4 ranks of {bench_device().type}: until the first step is made"
+        )
         for run in ("cold store", "warm store"):
             shutil.rmtree(f"{cache}/inductor0", ignore_errors=True)  # only the store stays
             found[run] = on_ranks(_first_step, 4, cache)

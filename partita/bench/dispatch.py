@@ -23,6 +23,8 @@ from torch.distributed import tensor as theirs
 
 import partita as ours
 
+from .place import bench_device, make_dp_mesh
+
 __all__ = ["Cost", "main"]
 
 Call = Callable[[dict[str, Any]], Any]
@@ -87,7 +89,7 @@ class Cost:
 
 def _plain_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {
+    tensors = {
         "x": torch.randn(8, 8),
         "y": torch.randn(8, 8),
         "i": torch.zeros(8, 8),
@@ -97,6 +99,7 @@ def _plain_tensors() -> dict[str, torch.Tensor]:
         "mask": torch.rand(8, 8) > 0.5,
         "idx": torch.randint(8, (8,)),
     }
+    return {name: bench_device().place(t) for name, t in tensors.items()}
 
 
 def _spread(kind: Any, mesh: Any, ranks: int) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def _time(call: Call, tensors: dict[str, Any], n: int) -> float:
 
 def measure(rounds: int, n: int) -> list[Cost]:
     """Time every op of `OPS`, the three kinds of tensor in turn, `rounds` rounds of `n` calls."""
-    mesh = ours.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(2)
     kinds = {
         "plain": _plain_tensors(),
         "partita": _spread(ours, mesh, 2),
@@ -172,12 +175,14 @@ def _block(d: int) -> torch.nn.Module:
 
 def _step_times(rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of forward + backward, and of an AdamW foreach step, of four blocks of d=16."""
-    mesh = ours.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(2)
     runs: dict[str, tuple[torch.nn.Module, Any, torch.optim.Optimizer]] = {}
     for kind in ("plain", "partita", "torch"):
         torch.manual_seed(0)
-        model: torch.nn.Module = torch.nn.Sequential(*(_block(16) for _ in range(4)))
-        x: Any = torch.randn(4, 8, 16)
+        model: torch.nn.Module = bench_device().place(
+            torch.nn.Sequential(*(_block(16) for _ in range(4)))
+        )
+        x: Any = bench_device().place(torch.randn(4, 8, 16))
         if kind != "plain":
             module = ours if kind == "partita" else theirs
             for part in model.modules():
@@ -216,7 +221,7 @@ def _step_times(rounds: int) -> dict[str, dict[str, float]]:
 
 def _miss_time(rounds: int) -> float:
     """Median microseconds of a call that has to be planned, over the ops, without its kernel."""
-    mesh = ours.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(2)
     tensors = _spread(ours, mesh, 2)
     times = []
     for call in OPS.values():

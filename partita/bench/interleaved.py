@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .place import begin_ranks, bench_device
+
 __all__ = ["Step", "in_turns", "measure", "on_ranks", "table"]
 
 Step = Callable[[], Any]
@@ -25,7 +27,7 @@ Make = Callable[..., dict[str, Step]]
 
 
 def on_ranks(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """What `body(rank, ranks, *args)` returns on each of so many Gloo ranks of one thread.
+    """What `body(rank, ranks, *args)` returns on each of so many ranks of one thread.
 
     Args:
         body: at the top level of a module; the default process group is there when it is called.
@@ -56,7 +58,7 @@ def _rank(
     end: Any, store: str, rank: int, ranks: int, body: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    begin_ranks(rank, ranks, store=dist.FileStore(store, ranks))
     end.send(body(rank, ranks, *args))
     end.close()
     dist.barrier()
@@ -88,12 +90,15 @@ def in_turns(
         for _ in range(warm):
             step()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    finish = bench_device().finish
     for i in range(rounds):
         names = list(steps)
         for name in names[i % len(names) :] + names[: i % len(names)]:
+            finish()
             together()
             start = time.perf_counter()
             steps[name]()
+            finish()
             together()
             seconds[name].append(time.perf_counter() - start)
     return seconds

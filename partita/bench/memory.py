@@ -22,6 +22,7 @@ from partita.testing.allocated_bytes import counted
 
 from . import predicted as bench_predicted
 from .interleaved import on_ranks
+from .place import bench_device, make_dp_mesh
 
 __all__ = ["main"]
 
@@ -49,8 +50,8 @@ def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, in
     """Of each way its name, and its peak in bytes: counted, and predicted where it is."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    x = torch.randn(32, width)
+    mesh = make_dp_mesh(ranks)
+    x = bench_device().place(torch.randn(32, width))
     rows = pt.DTensor.from_local(x, mesh, [pt.Shard(0)])
     found: list[tuple[str, int, int | None]] = []
     for name, make in OPTIMIZERS.items():
@@ -66,7 +67,7 @@ def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, in
             step: Any = ways.pop(way)
             for _ in range(2):
                 step()
-            peak = counted(step)
+            peak = counted(step, device=bench_device().type)
             found.append((f"{name}, {way}", peak, step.memory.peak if way == "compiled" else None))
             if way == "compiled" and rank == 0:
                 print(f"{name}, compiled: {step.memory}\n", flush=True)
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = on_ranks(_peaks, options.ranks, options.layers, options.width)
     layer = 4 * options.width**2
     print(
-        f"{options.layers} Linears of {layer / MIB:.0f} MiB, {options.ranks} Gloo ranks, ZeRO-3\n"
+        f"{options.layers} Linears of {layer / MIB:.0f} MiB, {options.ranks} ranks of {bench_device().type}, ZeRO-3\n"
         f"{'peak above what is held':<24}{'counted':>12}{'layers':>8}{'predicted':>14}"
     )
     for rows in zip(*told, strict=True):

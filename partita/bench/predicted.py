@@ -23,6 +23,7 @@ from partita.testing.allocated_bytes import counted
 
 from .interleaved import on_ranks
 from .models import MODELS
+from .place import make_dp_mesh
 
 __all__ = ["Asked", "Peaks", "budgets_kept", "main", "off", "peaks", "ready"]
 
@@ -143,7 +144,7 @@ def kept(found: Iterable[tuple[int, Peaks]]) -> bool:
 
 
 def _each(rank: int, ranks: int, cases: Sequence[Asked], backend: str) -> list[Peaks | str]:
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(ranks)
     found: list[Peaks | str] = []
     for asked in cases:
         try:
@@ -156,7 +157,7 @@ def _each(rank: int, ranks: int, cases: Sequence[Asked], backend: str) -> list[P
 
 
 def _budgets(rank: int, ranks: int, asked: Asked, backend: str) -> list[tuple[int, Peaks]]:
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(ranks)
     found = []
     for budget, taken in budgets_kept(mesh, asked, BUDGETS, backend=backend):
         found.append((budget, taken))

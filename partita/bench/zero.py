@@ -27,6 +27,7 @@ from partita.app.models import GPT
 from partita.parallel.zero import zero
 
 from .interleaved import Step, measure, table
+from .place import bench_device, make_dp_mesh
 
 __all__ = ["Shape", "fsdp", "main", "training"]
 
@@ -43,12 +44,13 @@ class Shape:
 
     def model(self) -> GPT:
         torch.manual_seed(0)
-        return GPT(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
+        model = GPT(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
+        return bench_device().place(model)
 
     def tokens(self, ranks: int) -> torch.Tensor:
         """(2, rows of all ranks, context): inputs and targets."""
         torch.manual_seed(0)
-        return torch.randint(0, 256, (2, ranks * self.batch, self.context))
+        return bench_device().place(torch.randint(0, 256, (2, ranks * self.batch, self.context)))
 
 
 def training(model: nn.Module, capturable: bool = False) -> Callable[..., torch.Tensor]:
@@ -82,7 +84,7 @@ def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str
 
     base = shape.model()
     x, y = (part.chunk(ranks)[rank].contiguous() for part in shape.tokens(ranks))
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    mesh = make_dp_mesh(ranks)
 
     def plain(model: nn.Module) -> Step:
         step = training(model)
@@ -115,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape, found = Shape(), {}
     for ranks in options.ranks:
         found[ranks] = measure(_steps, ranks, options.rounds, shape, options.only)
-        print(f"\n{shape}, {ranks} Gloo ranks, {options.rounds} rounds")
+        print(f"\n{shape}, {ranks} ranks of {bench_device().type}, {options.rounds} rounds")
         print(table(found[ranks], "alone"))
     if options.json:
         with open(options.json, "w") as file:

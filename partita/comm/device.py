@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,9 @@ DEVICES = ("auto", "cpu", "cuda")
 """What a user may ask for."""
 HOST = torch.device("cpu")
 """The processor and its memory: where files are read to and values of Python come from."""
+
+
+Placed = TypeVar("Placed", bound=torch.Tensor | torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,9 @@ class Device:
         if not self.is_host:
             torch.accelerator.synchronize()
 
-    def place(self, t: torch.Tensor) -> torch.Tensor:
-        """`t` on this device."""
-        return t.to(self.type)
+    def place(self, t: Placed) -> Placed:
+        """A tensor, or a module, on this device."""
+        return t.to(self.type)  # type: ignore[return-value]
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Within, kernels that profit from it compute in `dtype`."""

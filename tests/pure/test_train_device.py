@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from partita.app import Options
+from partita.cli import main
 from partita.comm.device import Device, choose_device
 
 
@@ -64,3 +65,8 @@ def test_autocast_is_that_of_the_device():
 def test_a_device_that_nobody_knows_is_an_error():
     with pytest.raises(ValueError, match="--device 'gpu' is none of auto, cpu, cuda"):
         choose_device("gpu")
+
+
+def test_a_bench_says_what_device_it_has_not(no_gpu, capsys):
+    assert main(["bench", "--device", "cuda", "zero"]) == 2
+    assert "partita bench: --device cuda" in capsys.readouterr().err

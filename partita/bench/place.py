@@ -1,0 +1,42 @@
+"""The place of a bench: what its ranks compute on.
+
+`partita bench --device cuda NAME` says so in the environment, which the processes of ranks have,
+too. What is timed on an accelerator is timed until it is done there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+import partita as pt
+from partita.comm.device import HOST, Device, choose_device
+
+__all__ = ["DEVICE_VARIABLE", "begin_ranks", "bench_device", "make_dp_mesh"]
+
+DEVICE_VARIABLE = "PARTITA_BENCH_DEVICE"
+
+
+def bench_device() -> Device:
+    """What ranks compute on."""
+    return choose_device(os.environ.get(DEVICE_VARIABLE, HOST.type))
+
+
+def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
+    """Have this process be one of the ranks, with a device of its own.
+
+    Args:
+        meeting: `store` or `init_method`, as `torch.distributed.init_process_group` takes them.
+    """
+    device = bench_device()
+    os.environ["LOCAL_RANK"] = str(rank)
+    device.select()
+    backend = dist.get_default_backend_for_device(device.type)
+    dist.init_process_group(backend, rank=rank, world_size=ranks, **meeting)
+
+
+def make_dp_mesh(ranks: int) -> Any:
+    """A mesh of one axis, over so many ranks."""
+    return pt.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))

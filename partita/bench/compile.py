@@ -153,7 +153,8 @@ def _small(options: argparse.Namespace) -> dict[str, Any]:
     for ranks in options.ranks:
         found[str(ranks)] = measure(_small_steps, ranks, 4 * options.rounds, warm=3)
         print(
-            f"\n{SMALL}, AdamW, {ranks} ranks of {bench_device().type}; one process trains on all rows"
+            f"\n{SMALL}, AdamW, {ranks} ranks of {bench_device().type}; "
+            "one process trains on all rows"
         )
         print(table(found[str(ranks)], "one process"), flush=True)
     return found

@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = on_ranks(_peaks, options.ranks, options.layers, options.width)
     layer = 4 * options.width**2
     print(
-        f"{options.layers} Linears of {layer / MIB:.0f} MiB, {options.ranks} ranks of {bench_device().type}, ZeRO-3\n"
+        f"{options.layers} Linears of {layer / MIB:.0f} MiB, ZeRO-3, {options.ranks} ranks of "
+        f"{bench_device().type}\n"
         f"{'peak above what is held':<24}{'counted':>12}{'layers':>8}{'predicted':>14}"
     )
     for rows in zip(*told, strict=True):

@@ -33,6 +33,7 @@ from partita.app.cache_table import ACTIONS, cache
 from partita.comm.device import HOST, choose_device
 from partita.predict.calibrate_command import add_calibrate, run_calibrate
 from partita.predict.explain_command import add_explain, run_explain
+from partita.predict.machine import load_machine
 from partita.predict.plan_command import add_plan, run_plan
 from partita.predict.simulate_command import add_simulate, run_simulate
 from partita.report import read_log, write_report
@@ -167,12 +168,14 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
             print(options.to_toml(), end="")
             return 0
         options.check()
+        least_seconds = _least_seconds_of_step(options)
         progress = make_progress(
             steps=options.steps,
             tokens=options.batch * options.context,
             mesh=shown_mesh(options.mesh) or "one rank",
+            least_seconds=least_seconds,
         )
-        logs = make_logs(options, progress.show)
+        logs = make_logs(options, progress.show, least_seconds)
     except (ValueError, OSError) as error:
         print(f"partita train: {error}", file=sys.stderr)
         return 2
@@ -188,6 +191,18 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
     finally:
         progress.stop()
         logs.end()
+
+
+def _least_seconds_of_step(options: Options) -> float | None:
+    """Of a step at the peak of all ranks; None where no machine says it.
+
+    Raises:
+        MachineError: a machine that is not known, or whose file is wrong.
+    """
+    if options.machine is None:
+        return None
+    dtype = "bfloat16" if options.dtype == "bf16" else "float32"
+    return options.flops_of_step / (load_machine(options.machine).peak_flops(dtype) * options.ranks)
 
 
 def _options(asked: argparse.Namespace) -> Options:

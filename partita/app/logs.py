@@ -43,6 +43,7 @@ class Logs:
         options: of the run, as text and numbers.
         tokens: bytes of text per step, over all ranks.
         show: is told of each event, too.
+        least_seconds: of a step at the peak of all ranks, for MFU; None where that is not known.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Logs:
         options: dict[str, Any],
         tokens: int,
         show: Callable[[str, dict[str, Any]], None],
+        least_seconds: float | None = None,
     ):
         self._logs, self._options, self._tokens, self._show = [*logs], options, tokens, show
+        self._least_seconds = least_seconds
         self._begun = False
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
@@ -61,8 +64,10 @@ class Logs:
         if event in _NOT_KEPT:
             return
         if event == "step":
-            rate = self._tokens / max(facts["seconds"], 1e-9)
-            facts = {**facts, "tokens_per_second": round(rate, 1)}
+            seconds = max(facts["seconds"], 1e-9)
+            facts = {**facts, "tokens_per_second": round(self._tokens / seconds, 1)}
+            if self._least_seconds is not None:
+                facts["mfu"] = round(self._least_seconds / seconds, 6)
         if not self._begun:
             self._begun = True
             self._each(lambda log: log.begin(self._options))
@@ -83,8 +88,15 @@ class Logs:
                 self._show("note", {"message": said})
 
 
-def make_logs(options: Options, show: Callable[[str, dict[str, Any]], None]) -> Logs:
+def make_logs(
+    options: Options,
+    show: Callable[[str, dict[str, Any]], None],
+    least_seconds: float | None = None,
+) -> Logs:
     """The logs that `options` ask for; `show` is told of all events.
+
+    Args:
+        least_seconds: of a step at the peak of all ranks, for MFU.
 
     Raises:
         ValueError: a package that is asked for is not installed, or a file cannot be where it is
@@ -109,7 +121,7 @@ def make_logs(options: Options, show: Callable[[str, dict[str, Any]], None]) -> 
         found.append(WandbLog(options.wandb))
     if options.mlflow is not None:
         found.append(MlflowLog(options.mlflow))
-    return Logs(found, _plain(options), options.batch * options.context, show)
+    return Logs(found, _plain(options), options.batch * options.context, show, least_seconds)
 
 
 def _is_installed(package: str) -> bool:
@@ -165,12 +177,13 @@ class ReportPage:
 
 
 def _figures(facts: dict[str, Any]) -> dict[str, float]:
-    return {
+    found = {
         "loss": facts["loss"],
         "seconds": facts["seconds"],
         "tokens_per_second": facts["tokens_per_second"],
         "bytes_sent": facts["nbytes"],
     }
+    return found | ({"mfu": facts["mfu"]} if "mfu" in facts else {})
 
 
 class TensorBoardLog:

@@ -168,6 +168,11 @@ class Options:
     device: str = _option(
         "auto", "auto, cpu or cuda: auto is a GPU for each rank where there are", _one_of(*DEVICES)
     )
+    machine: str | None = _option(
+        None,
+        "what the ranks compute on, for MFU: h100, h200, a100, or a machine's TOML file",
+        metavar="NAME",
+    )
     compile: bool = _option(False, "the step as one graph, compiled: fewer bytes and milliseconds")
     accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
     save: Path | None = _option(  # noqa: RUF009
@@ -199,6 +204,18 @@ class Options:
     @property
     def ranks(self) -> int:
         return math.prod(size for _, size in self.mesh)
+
+    @property
+    def flops_of_step(self) -> float:
+        """Operations that a step needs, on all ranks together; what is made again is not counted.
+
+        Each element of a matrix is multiplied three times a token, and attention is causal, so that
+        a token looks at half of the others (Chowdhery et al., arXiv 2204.02311, appendix B, where
+        attention is counted whole).
+        """
+        matrices = 12 * self.layers * self.width**2 + 256 * self.width
+        attention = 6 * self.layers * self.width * self.context
+        return float((6 * matrices + attention) * self.batch * self.context)
 
     @property
     def checkpoint(self) -> Path | None:

@@ -22,11 +22,21 @@ class Progress:
         steps: how many there will be.
         tokens: bytes of text per step, over all ranks.
         mesh: what to call the mesh, such as "dp=2,tp=2".
+        least_seconds: of a step at the peak of all ranks, for MFU; None where that is not known.
         out: where to write.
     """
 
-    def __init__(self, *, steps: int, tokens: int, mesh: str, out: TextIO | None = None):
+    def __init__(
+        self,
+        *,
+        steps: int,
+        tokens: int,
+        mesh: str,
+        least_seconds: float | None = None,
+        out: TextIO | None = None,
+    ):
         self.steps, self.tokens, self.mesh = steps, tokens, mesh
+        self.least_seconds = least_seconds
         self.out = out or sys.stdout
         self.last_step = -1
         self._seconds = 0.0  # of one step, a running mean
@@ -53,6 +63,13 @@ class Progress:
         """Seconds since the last line: steps that take long should not look like a hang."""
         return time.monotonic() - self._said
 
+    def figures_of(self, loss: float, nbytes: int) -> str:
+        """The loss, and how fast steps are, MFU too where the peak is known."""
+        seconds = max(self._seconds, 1e-9)
+        share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
+        rate = f"{self.tokens / seconds:7,.0f} tokens/s"
+        return f"loss {loss:6.4f}  {rate}{share}  {_size(nbytes):>8}/step"
+
     # -- events ----------------------------------------------------------------------------------
 
     def _on_ready(
@@ -78,11 +95,7 @@ class Progress:
         if step % self._every == 0 or step == self.steps - 1 or self.waited > PAUSE:
             passed = time.monotonic() - self._began
             number = f"{step:>{len(str(self.steps))}}"
-            self.say(f"step {number}  {self._figures(loss, nbytes)}  {passed:6.1f} s")
-
-    def _figures(self, loss: float, nbytes: int) -> str:
-        rate = self.tokens / max(self._seconds, 1e-9)
-        return f"loss {loss:6.4f}  {rate:7,.0f} tokens/s  {_size(nbytes):>8}/step"
+            self.say(f"step {number}  {self.figures_of(loss, nbytes)}  {passed:6.1f} s")
 
     def _on_job(self, *, message: str) -> None:
         self.stop()
@@ -141,14 +154,17 @@ class LiveProgress(Progress):
         if self._task is None:
             self._task = self._bar.add_task("", total=self.steps, figures="")
             self._bar.start()
-        self._bar.update(self._task, completed=step + 1, figures=self._figures(loss, nbytes))
+        self._bar.update(self._task, completed=step + 1, figures=self.figures_of(loss, nbytes))
         if step % (self._every * 3) == 0 or step == self.steps - 1:
             self.say(f"step {step:>{len(str(self.steps))}}  loss {loss:6.4f}")
 
 
-def make_progress(*, steps: int, tokens: int, mesh: str) -> Progress:
+def make_progress(
+    *, steps: int, tokens: int, mesh: str, least_seconds: float | None = None
+) -> Progress:
     """A live bar where standard output is a terminal and rich is installed, else lines."""
     facts: dict[str, Any] = {"steps": steps, "tokens": tokens, "mesh": mesh}
+    facts["least_seconds"] = least_seconds
     if sys.stdout.isatty():
         try:
             return LiveProgress(**facts)

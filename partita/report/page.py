@@ -136,6 +136,9 @@ def _summary_html(run: RunFacts) -> str:
             ("a step, median", f"{seconds * 1e3:.1f} ms"),
             ("sent by a rank in a step", _format_size(last["nbytes"])),
         ]
+        shares = sorted(s["mfu"] for s in late if "mfu" in s)
+        if shares:
+            rows.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     if run.memory is not None and not run.figures:
         rows.append(("peak of a step, predicted", _format_size(_find_peak(run.memory))))
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]

@@ -20,7 +20,8 @@ class RunFacts:
         name: what to call it.
         options: of the run, by flag.
         about: what was told of its model and data when it was ready.
-        steps: for each step its "step", "loss", "seconds", "tokens_per_second" and "nbytes".
+        steps: for each step its "step", "loss", "seconds", "tokens_per_second" and "nbytes", and
+            "mfu" where the machine's peak is known.
         layouts: for each parameter its name, its layout and its mesh as text, and its bytes on a
             rank.
         moves: for each line of the program that sends in a step: "source", "kind", "axes",

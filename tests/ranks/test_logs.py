@@ -10,10 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from partita.app import Options, make_logs, train
 from partita.app.progress import LiveProgress, Progress
+from partita.app.trainer import build
 from partita.cli import main
+from partita.report import read_log, write_report
 
 OPTIONS = Options(steps=3, batch=2, context=16, layers=1, width=16, heads=2, sample=4)
 
@@ -50,6 +55,49 @@ def test_a_log_has_a_json_object_for_each_step(run, tmp_path):
     for step in steps:
         assert step["tokens_per_second"] == pytest.approx(32 / step["seconds"], abs=0.1)
         assert step["time"] > 1e9 and "nbytes" in step
+
+
+def test_operations_of_a_step_are_those_of_its_matrix_products():
+    options = replace(OPTIONS, layers=2, accumulate=2)
+    model = build(options, None)
+    tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    # The plain kernel multiplies what causal attention leaves out, too: half of it.
+    left_out = 6 * options.layers * options.width * options.context * tokens.numel()
+    assert counter.get_total_flops() == options.flops_of_step + left_out
+
+
+@pytest.mark.parametrize("kind", [Progress, LiveProgress])
+def test_progress_shows_what_part_of_the_peak_a_step_reaches(kind):
+    def said(**more):
+        out = io.StringIO()
+        progress = kind(steps=1, tokens=8, mesh="dp=2", out=out, **more)
+        facts = {"parameters": 1, "bytes": 1, "files": 1, "source": "x", "threads": 1, "first": 0}
+        progress.show("ready", facts)
+        progress.show("step", {"step": 0, "loss": 1.0, "seconds": 2.0, "nbytes": 1})
+        return progress.figures_of(1.0, 1)
+
+    assert "MFU 25.0%" in said(least_seconds=0.5)
+    assert "MFU" not in said()
+
+
+def test_a_log_and_a_report_have_the_part_of_the_peak(tmp_path):
+    options = replace(OPTIONS, log=tmp_path / "run.jsonl")
+    logs = make_logs(options, lambda event, facts: None, least_seconds=0.5)
+    for step in range(3):
+        logs.show("step", {"step": step, "loss": 1.0, "seconds": 2.0, "nbytes": 1})
+    logs.end()
+    assert [s["mfu"] for s in lines_of(options.log) if s["event"] == "step"] == [0.25] * 3
+    pytest.importorskip("plotly")
+    write_report(tmp_path / "run.html", read_log(options.log))
+    page = (tmp_path / "run.html").read_text()
+    assert "MFU, median" in page and "25.0%" in page
+
+
+def test_a_machine_that_is_not_known_is_refused_before_any_rank_starts(capsys):
+    assert main(["train", "--machine", "h1000"]) == 2
+    assert "no machine 'h1000'" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_goes_on_in_its_log(run, tmp_path):

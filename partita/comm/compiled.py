@@ -1,6 +1,4 @@
-"""Collectives of compiled code.
-
-What does compiled code ask for, to send and to sum, that torch does not have?
+"""Collectives of graphs: torch's functional ones by name, and those that torch does not have.
 
 Compiled code finds a process group by name, and waits for what it began by torch's own
 `wait_tensor`, with which such work is registered here.
@@ -12,7 +10,25 @@ from typing import Any
 
 import torch
 
-__all__ = ["all_gather", "all_to_all", "sum_of_shares"]
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "BROADCAST",
+    "REDUCE_SCATTER",
+    "WAIT",
+    "all_gather",
+    "all_to_all",
+    "sum_of_shares",
+]
+
+_functional = torch.ops._c10d_functional
+ALL_GATHER = _functional.all_gather_into_tensor.default
+ALL_REDUCE = _functional.all_reduce.default
+ALL_TO_ALL = _functional.all_to_all_single.default
+BROADCAST = _functional.broadcast.default
+REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
+WAIT = _functional.wait_tensor.default
 
 _library = torch.library.Library("partita", "DEF")
 _library.define("all_gather(Tensor x, int group_size, str group_name) -> Tensor")
@@ -47,7 +63,7 @@ def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
     A graph says no list of sizes, which would be as long as the group is large.
     """
     sizes = [x.shape[0] // group_size] * group_size
-    return torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, group_name)
+    return ALL_TO_ALL(x, sizes, sizes, group_name)
 
 
 def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
 
 from .collective_request import Ask
-from .compiled import all_to_all
+from .compiled import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, WAIT, all_to_all
 from .cuts import cuts_of, ends_last, is_restack, span
 from .groups import GroupWire
 from .ledger import Ledger, Scope
@@ -50,9 +50,6 @@ def _no_repeating(
 
 def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-_functional = torch.ops._c10d_functional
 
 
 class TraceWire(PaddedTransport, Wire):
@@ -282,22 +279,18 @@ class TraceWire(PaddedTransport, Wire):
         return None
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
-        whole = _functional.all_gather_into_tensor(
-            x.reshape(-1), self.mesh_size(axes), self.group_name(axes)
-        )
-        out.copy_(_functional.wait_tensor(whole).view(out.shape))
+        whole = ALL_GATHER(x.reshape(-1), self.mesh_size(axes), self.group_name(axes))
+        out.copy_(WAIT(whole).view(out.shape))
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
     ) -> None:
-        part = _functional.reduce_scatter_tensor(
-            x.reshape(-1), reduce_op, self.mesh_size(axes), self.group_name(axes)
-        )
-        out.copy_(_functional.wait_tensor(part).view(out.shape))
+        part = REDUCE_SCATTER(x.reshape(-1), reduce_op, self.mesh_size(axes), self.group_name(axes))
+        out.copy_(WAIT(part).view(out.shape))
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
-        whole = _functional.all_reduce(x, reduce_op, self.group_name(axes))
-        x.copy_(_functional.wait_tensor(whole))
+        whole = ALL_REDUCE(x, reduce_op, self.group_name(axes))
+        x.copy_(WAIT(whole))
 
     def _all_to_all(
         self,
@@ -309,11 +302,11 @@ class TraceWire(PaddedTransport, Wire):
         ask: Ask,
     ) -> None:
         got = all_to_all(x, self.mesh_size(axes), self.group_name(axes))
-        out.copy_(_functional.wait_tensor(got))
+        out.copy_(WAIT(got))
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
-        told = _functional.broadcast(x, root, self.group_name(axes))
-        x.copy_(_functional.wait_tensor(told))
+        told = BROADCAST(x, root, self.group_name(axes))
+        x.copy_(WAIT(told))
 
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
         """All ranks trace one program, which the ranks' keys will tell: so they say the same."""

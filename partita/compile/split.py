@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from partita.comm.compiled import WAIT
 from partita.tensor.op_facts import facts_of
 
 from .effects import drop_unused
@@ -30,7 +31,6 @@ __all__ = ["Halves", "split"]
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 def _shows_all(node: fx.Node) -> bool:
     """Is it a view of the whole of a tensor? A part that is kept holds less than the whole."""
-    if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is _WAIT:
+    if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is WAIT:
         return False
     shown, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
     tensors = isinstance(shown, torch.Tensor) and isinstance(value, torch.Tensor)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.comm.compiled import WAIT
 from partita.layout import LayoutError
 from partita.tensor.op_facts import facts_of
 
@@ -25,7 +26,6 @@ from .program import Program
 
 __all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPY = torch.ops.aten.copy_.default
 SPACES = ("aten", "prims", "_c10d_functional", "partita")
 
@@ -54,7 +54,7 @@ def verify(program: Program, after: str) -> None:
             if used in closed and node.op != "output":
                 by = closed[used].name
                 raise _make_illegal_error(after, node, f"{used.name} is read after {by} wrote it")
-            if is_collective(used) and node.target is not _WAIT:
+            if is_collective(used) and node.target is not WAIT:
                 raise _make_illegal_error(
                     after, node, f"{used.name} is read before it is waited for"
                 )

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.comm.compiled import WAIT
+
 from ..capture.equal_calls import tensors_in
 from ..capture.write_order import with_early_writes
 from ..effects import checks_value, has_effect
@@ -31,7 +33,6 @@ __all__ = ["sections_of"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 DEEP = 3000
 """Calls of a graph above which it is cut: below, to compile it whole takes no longer than the parts
@@ -336,7 +337,7 @@ class _Part:
 
 def _stands_between(node: fx.Node) -> bool:
     """Is it no part of a section: a collective, what waits for one, or what checks a value?"""
-    return node.target is _WAIT or is_collective(node) or checks_value(node)
+    return node.target is WAIT or is_collective(node) or checks_value(node)
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:

@@ -19,15 +19,22 @@ import torch
 from torch import fx
 
 from partita.comm import Ask, UnderWay, Wire
-from partita.comm.compiled import all_gather, all_to_all
+from partita.comm.compiled import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather,
+    all_to_all,
+)
 from partita.comm.splits import Splits
 
 from ..node_metadata import note_of
 
 __all__ = ["FILE", "FIRST_LINE", "Groups", "Writing", "function_of", "run_with_places"]
 
-_functional = torch.ops._c10d_functional
-_WAIT = _functional.wait_tensor.default
 Axes = tuple[str, ...]
 Groups = dict[str, tuple[Wire, Axes]]
 
@@ -128,7 +135,7 @@ class Writing:
         if target is operator.getitem:
             return f"{name} = {args[0]}[{args[1]}]"
         if self.groups is not None:
-            if target is _WAIT:  # what wires carry otherwise is there when they return
+            if target is WAIT:  # what wires carry otherwise is there when they return
                 begun = node.args[0] in self._begun
                 return (
                     f"{name} = {self.bind(_wait_for_collective)}({args[0]})"
@@ -208,11 +215,11 @@ def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
     """Is it an all-reduce that is waited for, and that keeps nothing but its result meanwhile?"""
     value = node.meta["val"]
     return (
-        node.target is _functional.all_reduce.default
+        node.target is ALL_REDUCE
         and node.args[1] == "sum"
         and value.dtype in wire.reduced
         and wire.backend.way_of_sum(value, wire.mesh_size(axes)) == "own"
-        and all(user.target is _WAIT for user in node.users)
+        and all(user.target is WAIT for user in node.users)
     )
 
 
@@ -254,12 +261,12 @@ def _broadcast_copy(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor
 
 
 _COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
-    _functional.all_gather_into_tensor.default: _all_gather,
+    ALL_GATHER: _all_gather,
     all_gather: _all_gather,
     all_to_all: _even_all_to_all,
-    _functional.reduce_scatter_tensor.default: _reduce_scatter,
-    _functional.all_reduce.default: _all_reduce,
-    _functional.all_to_all_single.default: _all_to_all,
-    _functional.broadcast.default: _broadcast_copy,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_REDUCE: _all_reduce,
+    ALL_TO_ALL: _all_to_all,
+    BROADCAST: _broadcast_copy,
 }
 """What carries each collective that a graph may have: bound but for the tensor that it carries."""

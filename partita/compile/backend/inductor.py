@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 
-from partita.comm.compiled import all_to_all
+from partita.comm.compiled import ALL_TO_ALL, all_to_all
 from partita.comm.device import describe_hardware
 
 from ..capture.fakes import fake_mode_of
@@ -108,7 +108,7 @@ def compiled(
             # Of torch's own, Inductor knows that what is sent is read until it is waited for.
             x, n, name = node.args
             even = [node.meta["val"].shape[0] // n] * n
-            node.target = torch.ops._c10d_functional.all_to_all_single.default
+            node.target = ALL_TO_ALL
             node.args = (x, even, even, name)
         if node.target is _aten.bernoulli.p and not node.users:
             warnings.warn(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import all_gather
+from partita.comm.compiled import WAIT, all_gather
 
 from .executor import Groups, Writing, run_with_places
 from .sections import Section, Sections, call_section
@@ -22,8 +22,6 @@ __all__ = ["SectionCall", "SectionWriting", "function_of_sections"]
 
 SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
 """What was compiled of a section: it empties the list of what it takes."""
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def function_of_sections(
@@ -60,7 +58,7 @@ class SectionWriting(Writing):
         return f"taken = {self.text(takes)}; {gone}{name} = {call}(taken){end}"
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        if node.target is not _WAIT:
+        if node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
         if begun.op == "placeholder" or begun.target is all_gather:  # which has read by then

@@ -16,10 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from partita.comm.compiled import WAIT
+
 __all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
 
 _aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _BY_MEMORY = ("as_strided", "as_strided_", "as_strided_scatter", "set_", "resize_")
 """What looks at the whole of the memory of which an operand shows a part."""
 
@@ -84,7 +85,7 @@ def _call_and_describe(
         else:
             with mode:
                 value = target(*args, **kwargs)
-    if target is _WAIT:  # it gives what it is given, and says otherwise of tensors without memory
+    if target is WAIT:  # it gives what it is given, and says otherwise of tensors without memory
         return MadeByCall(value, (0,), ())
     # Private: one number for one storage, as long as it lives.
     known: dict[int, int] = {}

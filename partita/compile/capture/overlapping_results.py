@@ -15,13 +15,14 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from partita.comm.compiled import WAIT
+
 from ..node_metadata import NOTE
 from .functional_memory import shown_operand
 
 __all__ = ["Pairs", "keep_apart", "overlap", "overlapping_results", "views_of"]
 
 _aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Pairs = frozenset[frozenset[int]]
 """The places of two results each; of a result that shows an input, its own place and -1 - that of
@@ -147,6 +148,6 @@ def _apply_view_calls(shown: Any, calls: list[fx.Node]) -> Any:
         target: Any = call.target
         if target is operator.getitem:
             shown = shown[call.args[1]]
-        elif target is not _WAIT:
+        elif target is not WAIT:
             shown = target(shown, *call.args[1:], **call.kwargs)
     return shown

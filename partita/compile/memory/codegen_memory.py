@@ -24,6 +24,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita.comm.compiled import WAIT
+
 from ..backend.constants import constants_of, names_of_constants
 from ..backend.executor import FILE as OUTER_FILE
 from ..backend.executor import FIRST_LINE
@@ -38,8 +40,6 @@ from .storages import held_by, made_at_entry, opname
 from .workspace import staging, workspace
 
 __all__ = ["code_of", "memory_of_code", "memory_of_sections"]
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @contextmanager
@@ -227,7 +227,7 @@ class _Run(TorchDispatchMode):
     # -- what happens ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _WAIT:  # which says of tensors without memory that it makes another
+        if func is WAIT:  # which says of tensors without memory that it makes another
             self._under_way.pop(id(args[0].untyped_storage()), None)
             return args[0]
         out = func(*args, **(kwargs or {}))

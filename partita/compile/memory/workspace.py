@@ -16,13 +16,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire
-from partita.comm.compiled import all_gather
+from partita.comm.compiled import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather
 from partita.comm.device import Device
 from partita.tensor.op_facts import facts_of
 
 __all__ = ["staging", "workspace"]
 
-_functional, _aten = torch.ops._c10d_functional, torch.ops.aten
+_aten = torch.ops.aten
 
 Groups = dict[str, tuple[Wire, tuple[str, ...]]]
 
@@ -162,12 +162,10 @@ def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compile
     if not args or args[-1] not in groups:
         return 0
     wire, axes = groups[args[-1]]
-    if target is _functional.all_gather_into_tensor.default or (
-        target is all_gather and not compiled
-    ):
+    if target is ALL_GATHER or (target is all_gather and not compiled):
         return wire.backend.staging_of_gather(made)
-    if target is _functional.reduce_scatter_tensor.default:
+    if target is REDUCE_SCATTER:
         return wire.backend.staging_of_scatter(args[0])
-    if target is _functional.all_reduce.default and not compiled and args[1] == "sum":
+    if target is ALL_REDUCE and not compiled and args[1] == "sum":
         return wire.backend.staging_of_sum(args[0], wire.mesh_size(axes))
     return 0

@@ -8,7 +8,15 @@ import torch
 from torch import fx
 
 from partita.comm.backends.backend import WayOfSum
-from partita.comm.compiled import all_gather, all_to_all, sum_of_shares
+from partita.comm.compiled import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather,
+    all_to_all,
+    sum_of_shares,
+)
 
 from ..graph import is_collective
 from ..node_metadata import note_of
@@ -18,11 +26,7 @@ from .making import Making
 
 __all__ = ["backend_ways"]
 
-_functional, _aten = torch.ops._c10d_functional, torch.ops.aten
-_WAIT = _functional.wait_tensor.default
-_GATHER = _functional.all_gather_into_tensor.default
-_SCATTER = _functional.reduce_scatter_tensor.default
-_REDUCE = _functional.all_reduce.default
+_aten = torch.ops.aten
 
 _ADDED = 8
 """Shares up to which each addition is a node, which Inductor fuses; of more, the sum is one."""
@@ -39,17 +43,17 @@ def backend_ways(program: Program) -> str:
     changed = 0
     waiting = _find_late_read(graph)
     for node in list(graph.nodes):
-        if node.target not in (_GATHER, _SCATTER, _REDUCE):
+        if node.target not in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
             continue
         wire, axes = program.groups[node.args[-1]]
         n, backend = wire.mesh_size(axes), wire.backend
-        if node.target is _GATHER:
+        if node.target is ALL_GATHER:
             if not backend.gathers_by_broadcast:
                 continue
             node.target = all_gather
         elif node.args[1] != "sum" or not node.args[0].meta["val"].is_floating_point():
             continue
-        elif node.target is _SCATTER:
+        elif node.target is REDUCE_SCATTER:
             if not backend.sums_in_rank_order:
                 continue
             _lower_to_all_to_all(graph, node, n, node in waiting)
@@ -86,7 +90,7 @@ def _lower_to_all_to_all(graph: fx.Graph, node: fx.Node, n: int, waits: bool) ->
         begun = Making(graph, note_of(node))(all_to_all, x, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
-        shares = make(_WAIT, begun)
+        shares = make(WAIT, begun)
         whole = (
             make(sum_of_shares, shares, n) if waits else _add_partial_sums(make, shares, n, dtype)
         )
@@ -103,16 +107,16 @@ def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
         make = Making(graph, note_of(node))
         flat = make(_aten.reshape.default, x, [-1])
         if small:  # one round instead of two: every rank sends its whole share to all
-            begun = make(_GATHER, flat, n, name)
+            begun = make(ALL_GATHER, flat, n, name)
         else:
             if size % n:
                 flat = make(_aten.constant_pad_nd.default, flat, [0, -size % n])
             begun = make(all_to_all, flat, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
-        whole = _add_partial_sums(make, make(_WAIT, begun), n, value.dtype)
+        whole = _add_partial_sums(make, make(WAIT, begun), n, value.dtype)
         if not small:
-            whole = make(_WAIT, make(all_gather, whole, n, name))
+            whole = make(WAIT, make(all_gather, whole, n, name))
             if size % n:
                 whole = make(_aten.slice.Tensor, whole, 0, 0, size)
         wait.replace_all_uses_with(make(_aten.reshape.default, whole, shape))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.comm.compiled import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..cotangents import find_cotangents
@@ -21,11 +22,7 @@ from .packing import packing_of
 
 __all__ = ["bucket"]
 
-_functional, _aten = torch.ops._c10d_functional, torch.ops.aten
-_WAIT = _functional.wait_tensor.default
-_GATHER = _functional.all_gather_into_tensor.default
-_SCATTER = _functional.reduce_scatter_tensor.default
-_REDUCE = _functional.all_reduce.default
+_aten = torch.ops.aten
 _ZEROS = ("gather", "regather", "persistent", "gradient", "settle", "update")
 """Why ZeRO carries: these travel by blocks."""
 _PARTS = 8
@@ -53,7 +50,7 @@ def bucket(program: Program) -> str:
     key: tuple[Any, ...]
     for node in graph.nodes:
         note = note_of(node)
-        if node.target in (_GATHER, _SCATTER) and note.reason in _ZEROS:
+        if node.target in (ALL_GATHER, REDUCE_SCATTER) and note.reason in _ZEROS:
             dtype = node.args[0].meta["val"].dtype
             rest = node.args[1:]
             run = gathered_for.get(node, -1)
@@ -62,7 +59,7 @@ def bucket(program: Program) -> str:
             key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes, run)
             key += (cotangents.get(node),)
             groups.setdefault(key, []).append(node)
-        elif node.target is _REDUCE and note.reason == "settle":
+        elif node.target is ALL_REDUCE and note.reason == "settle":
             key = (node.target, node.args[1:], node.meta["val"].dtype, note.axes)
             key += (cotangents.get(node),)
             groups.setdefault(key, []).append(node)
@@ -81,13 +78,13 @@ def _reduce_where_ready(graph: fx.Graph) -> None:
     place = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target in (_SCATTER, _REDUCE) and note_of(node).reason == "settle":
+        if node.target in (REDUCE_SCATTER, ALL_REDUCE) and note_of(node).reason == "settle":
             packing, made_by = packing_of(node)
             last = max(made_by, key=place.__getitem__)
             late = sorted((n for n in packing if place[n] > place[last]), key=place.__getitem__)
             for one in late:  # of backward, whoever asks for it
                 one.meta[NOTE] = replace(note_of(one), phase=note_of(node).phase)
-            waits = [user for user in node.users if user.target is _WAIT]
+            waits = [user for user in node.users if user.target is WAIT]
             found.setdefault(last, []).extend([*late, *waits])
     for last, late in found.items():
         for node in reversed(dict.fromkeys(late)):
@@ -111,7 +108,7 @@ def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
         parts = _by_size(members, least)
     else:
         parts = [members]
-    together = _ready_together if members[0].target is _GATHER else _split_independent
+    together = _ready_together if members[0].target is ALL_GATHER else _split_independent
     return [found for part in parts for found in together(part)]
 
 
@@ -158,7 +155,7 @@ def _operand_of_collective(node: fx.Node) -> fx.Node:
 
 def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
     """Is `operand` there before the node `place`, or what it is a view or a cast of?"""
-    while operand > place and operand.target is not _WAIT:
+    while operand > place and operand.target is not WAIT:
         facts = facts_of(operand.target)
         if not (facts.is_view or facts.casts):
             break
@@ -197,8 +194,8 @@ def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
         flats = [
             make(_aten.reshape.default, brought(_operand_of_collective(m)), [-1]) for m in members
         ]
-        whole = make(_GATHER, make(_aten.cat.default, flats), size, name)
-        rows = make(_aten.view.default, make(_WAIT, whole), [size, -1])
+        whole = make(ALL_GATHER, make(_aten.cat.default, flats), size, name)
+        rows = make(_aten.view.default, make(WAIT, whole), [size, -1])
         at, pieces = 0, []
         for n in sizes:
             piece = make(_aten.slice.Tensor, rows, 1, at, at + n)
@@ -216,7 +213,7 @@ def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
         make = Making(graph, note)
         rows = [make(_aten.reshape.default, m.args[0], [size, -1]) for m in members]
         flat = make(_aten.reshape.default, make(_aten.cat.default, rows, 1), [-1])
-        part = make(_WAIT, make(_SCATTER, flat, op, size, name))
+        part = make(WAIT, make(REDUCE_SCATTER, flat, op, size, name))
         at, pieces = 0, []
         for n in sizes:
             pieces.append(make(_aten.slice.Tensor, part, 0, at, at + n))
@@ -233,7 +230,7 @@ def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     with graph.inserting_before(members[-1].next):
         make = Making(graph, note)
         flats = [make(_aten.reshape.default, _skip_packing_copy(m), [-1]) for m in members]
-        whole = make(_WAIT, make(_REDUCE, make(_aten.cat.default, flats), op, name))
+        whole = make(WAIT, make(ALL_REDUCE, make(_aten.cat.default, flats), op, name))
         at, pieces = 0, []
         for m in members:
             n, shape = m.meta["val"].numel(), list(m.meta["val"].shape)
@@ -253,7 +250,7 @@ def _skip_packing_copy(node: fx.Node) -> fx.Node:
     return operand
 
 
-_JOIN = {_GATHER: _join_gathers, _SCATTER: _join_scatters, _REDUCE: _all_reduces}
+_JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: _all_reduces}
 
 
 def _replace_members(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from partita.comm.compiled import ALL_REDUCE, WAIT
+
 from ..graph import is_collective, nbytes_of
 from ..memory.storages import storages_of
 from ..node_metadata import note_of
@@ -18,8 +20,6 @@ from .packing import packing_of
 __all__ = ["overlap"]
 
 _aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_REDUCE = torch.ops._c10d_functional.all_reduce.default
 _COPY = _aten.copy_.default
 _FEW, _SMALL = 16, 1 << 15
 """Calls that make what is carried of inputs, and its bytes: a count of the batch's targets, say."""
@@ -69,7 +69,7 @@ class _Order:
         """The storages that must be there when a node runs."""
         reads = node.all_input_nodes
         # What is under way reads its operand until it is waited for; an all-reduce a copy of it.
-        if node.target is _WAIT and reads[0].target is not _REDUCE:
+        if node.target is WAIT and reads[0].target is not ALL_REDUCE:
             reads = [*reads, *reads[0].all_input_nodes]
         return {s for read in reads for s in self._storages.of[read]}
 
@@ -156,7 +156,7 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
     moved: dict[fx.Node, bool] = {}
     place = order.place
     for reasons in (("gradient", "settle"), ("update",)):
-        waits = [n for n in order.nodes if n.target is _WAIT and note_of(n).reason in reasons]
+        waits = [n for n in order.nodes if n.target is WAIT and note_of(n).reason in reasons]
         starts: list[Any] = [w.args[0] for w in waits]
         for wait, following in zip(waits, starts[1:], strict=False):
             moved[wait] = _try_wait_behind(order, wait, following, limit)
@@ -174,7 +174,7 @@ def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
     """What a step itself asked for is waited for where something is computed of it, and begins with
     the step where it is small and made of inputs by little: then it costs no time but the way."""
     inputs = [n for n in order.nodes if n.op == "placeholder"]
-    for wait in [n for n in order.nodes if n.target is _WAIT]:
+    for wait in [n for n in order.nodes if n.target is WAIT]:
         if note_of(wait).reason in ("implicit", "explicit"):
             begun = bool(inputs) and _try_with_step(order, wait, inputs[-1], limit)
             shown = [wait]

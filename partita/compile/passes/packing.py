@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from partita.comm.compiled import WAIT
 from partita.tensor.op_facts import facts_of
 
 from .gathered import only_moves
 
 __all__ = ["packing_of"]
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PAD = torch.ops.aten.constant_pad_nd.default
 
 
@@ -21,7 +21,7 @@ def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     while waiting:
         for read in waiting.pop().all_input_nodes:
             puts = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
-            if not puts or read.target is _WAIT:
+            if not puts or read.target is WAIT:
                 made_by.add(read)
             elif read not in packing:
                 packing.add(read)

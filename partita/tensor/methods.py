@@ -43,31 +43,11 @@ _BARE = {"__pow__": "pow", "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le
 _BARE |= {"__gt__": "gt", "__ge__": "ge", "__neg__": "neg", "__abs__": "abs"}
 
 _TEMPLATE = """
-def {name}({signature}):
-    if enabled() and not stack_length():
-        try:
-            plan = find({key})
-        except TypeError:
-            return call(base, ({call_tuple}), {{}})
-        if plan is not None and plan.direct:
-            plan.hits += 1
-            with Local():
-                out = (plan.kernel or base)({call_args})
-            if type(out) is Tensor and out.shape == plan.local_shape:
-                out.__class__ = DTensor
-                out._spec = plan.spec
-                return out
-            return {otherwise}
-        return call(base, ({call_tuple}), {{}})
-    return base({call_args})
-"""
-
-_KEYWORDS = """
-def {name}({signature}, **kwargs):
-    if kwargs or not enabled() or stack_length():
-        return base({call_args}, **kwargs)
+def {name}({parameters}):
+    if {aside}:
+        return base({parameters})
     try:
-        plan = find(key({call_args}))
+        plan = find({key})
     except TypeError:
         return call(base, ({call_tuple}), {{}})
     if plan is not None and plan.direct:
@@ -112,14 +92,17 @@ def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:
 def _method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
     signature = kind.removesuffix(", inplace")
     fixed = op.form.rule is not None and op.form.rule.derive is None
-    template, key = _KEYWORDS, ""
+    aside = "not enabled() or stack_length()"
     if (name.startswith("__") or signature == "self") and fixed:
-        template, key = _TEMPLATE, "self._spec"
+        parameters, key = signature, "self._spec"
         if signature == "self, other":
             key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
-    source = template.format(
+    else:
+        parameters, aside, key = f"{signature}, **kwargs", f"kwargs or {aside}", f"key({signature})"
+    source = _TEMPLATE.format(
         name=name,
-        signature=signature,
+        parameters=parameters,
+        aside=aside,
         call_args=signature,
         call_tuple=signature + ("," if signature == "self" else ""),
         key=key,

@@ -21,20 +21,20 @@ from .expected import (
 )
 from .in_c import content_of, is_held_in_c
 
-__all__ = ["argument_key", "content_key", "text_of"]
+__all__ = ["ByIdentity", "argument_key", "content_key", "text_of"]
 
 
 _MET = "met before"
 
 
-class _Very:
+class ByIdentity:
     """An object as a part of a signature: equal to itself alone."""
 
     def __init__(self, value: Any):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Very) and other.value is self.value
+        return isinstance(other, ByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -77,8 +77,8 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
     if compares_by_value(value):
         return (kind, repr(value))
     if isinstance(value, METHODS) and value.__self__ is not None:
-        return (kind, value.__name__, _Very(value.__self__))
-    return (kind, _Very(value))
+        return (kind, value.__name__, ByIdentity(value.__self__))
+    return (kind, ByIdentity(value))
 
 
 def _values_in(value: Any) -> list[Any] | None:

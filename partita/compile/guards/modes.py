@@ -12,6 +12,7 @@ from torch.overrides import _pop_mode_temporarily
 from partita.comm import casting_now
 
 from .codes import is_of_users
+from .content_keys import ByIdentity
 
 __all__ = ["function_modes", "modes", "without_function_modes"]
 
@@ -59,18 +60,5 @@ def without_function_modes() -> Iterator[None]:
         yield
 
 
-class _Mode:
-    """A mode, which is equal to itself alone."""
-
-    def __init__(self, mode: Any):
-        self._mode = mode
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mode) and other._mode is self._mode
-
-    def __hash__(self) -> int:
-        return id(self._mode)
-
-
 def _key_of_mode(mode: Any) -> Any:
-    return mode.device if isinstance(mode, _Device) else _Mode(mode)
+    return mode.device if isinstance(mode, _Device) else ByIdentity(mode)

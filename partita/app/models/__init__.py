@@ -1,4 +1,4 @@
-"""Models to train: ordinary PyTorch, one file each."""
+"""Models to train, in ordinary PyTorch: `decoder` (what they have in common), `gpt`, `llama`."""
 
 from .gpt import GPT
 from .llama import Llama

@@ -5,18 +5,17 @@ What is the model? A small GPT over bytes, in ordinary PyTorch: it knows nothing
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .decoder import Block, Decoder, rotate
 
 __all__ = ["GPT"]
 
 VOCAB = 256  # a token is a byte
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     """A decoder-only transformer over bytes: pre-norm, rotary positions, causal attention, GELU.
 
     Args:
@@ -30,61 +29,23 @@ class GPT(nn.Module):
         ValueError: `width` does not divide into `heads` of an even size.
     """
 
-    cos: Tensor
-    sin: Tensor
+    adds = ("out.weight", "down.weight")
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int, vocab: int = VOCAB):
-        super().__init__()
-        if width % (2 * heads):
-            raise ValueError(f"width {width} does not divide into {heads} heads of an even size")
-        self.context = context
-        self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        self.register_buffer("cos", torch.empty(context, width // heads), persistent=False)
-        self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
+        super().__init__(
+            vocab=vocab,
+            width=width,
+            heads=heads,
+            context=context,
+            blocks=(make_block(width, heads) for _ in range(layers)),
+            norm=nn.LayerNorm(width),
+        )
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Write every parameter and buffer, as after `to_empty`. As GPT-2 has it.
 
-        Normal of deviation 0.02, less where a block adds to the residual stream; biases 0.
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                adds = name.endswith(("out.weight", "down.weight"))
-                less = math.sqrt(2 * len(self.blocks)) if adds else 1
-                nn.init.normal_(parameter, std=0.02 / less)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.ones_(parameter)
-        cos, sin = rotary_table(*self.cos.shape, device=self.cos.device)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
-
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Tokens (b, t), int64, t at most `context` -> logits (b, t, vocab)."""
-        t = tokens_bt.shape[1]
-        cos_td, sin_td = self.cos[:t], self.sin[:t]
-        x_btw = self.embed(tokens_bt)
-        for block in self.blocks:
-            x_btw = block(x_btw, cos_td, sin_td)
-        return self.head(self.norm(x_btw))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
-
-    def forward(self, x_btw: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-        x_btw = x_btw + self.attention(self.norm1(x_btw), cos_td, sin_td)
-        return x_btw + self.mlp(self.norm2(x_btw))
+def make_block(width: int, heads: int) -> Block:
+    norm1, attention = nn.LayerNorm(width), Attention(width, heads)
+    return Block(norm1, attention, nn.LayerNorm(width), MLP(width))
 
 
 class Attention(nn.Module):
@@ -111,19 +72,3 @@ class MLP(nn.Module):
 
     def forward(self, x_btw: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_btw)))
-
-
-def rotary_table(
-    context: int, size: int, *, base: float = 10_000.0, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """The cosines and sines (context, size) of rotary positions (Su et al., arXiv 2104.09864)."""
-    frequency = base ** (-torch.arange(0, size, 2, device=device) / size)
-    angle = torch.outer(torch.arange(context, device=device), frequency)
-    angle_td = torch.cat([angle, angle], dim=1)
-    return angle_td.cos(), angle_td.sin()
-
-
-def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + d/2]) by its position's angle."""
-    first, second = x_bhtd.chunk(2, dim=-1)
-    return x_bhtd * cos_td + torch.cat([-second, first], dim=-1) * sin_td

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gpt import rotary_table, rotate
+from .decoder import Block, Decoder, rotate
 
 __all__ = ["Llama"]
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """A decoder-only transformer as Llama 3 is: RMSNorm, rotary positions, grouped heads, SwiGLU.
 
     (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783.)
@@ -35,8 +34,7 @@ class Llama(nn.Module):
         ValueError: `width` does not divide into `heads` of an even size, or `heads` into `groups`.
     """
 
-    cos: Tensor
-    sin: Tensor
+    adds = ("o.weight", "down.weight")
 
     def __init__(
         self,
@@ -50,60 +48,26 @@ class Llama(nn.Module):
         hidden: int | None = None,
         tied: bool = False,
     ):
-        super().__init__()
-        if width % (2 * heads):
-            raise ValueError(f"width {width} does not divide into {heads} heads of an even size")
         if heads % groups:
             raise ValueError(f"{heads} heads do not divide into {groups} groups")
         hidden = 16 * math.ceil(width / 6) if hidden is None else hidden
-        self.context = context
-        self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, heads, groups, hidden) for _ in range(layers))
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.head = nn.Linear(width, vocab, bias=False)
+        super().__init__(
+            vocab=vocab,
+            width=width,
+            heads=heads,
+            context=context,
+            blocks=(make_block(width, heads, groups, hidden) for _ in range(layers)),
+            norm=nn.RMSNorm(width, eps=1e-5),
+            base=500_000.0,
+        )
         if tied:
             self.head.weight = self.embed.weight
-        self.register_buffer("cos", torch.empty(context, width // heads), persistent=False)
-        self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Write every parameter and buffer, as after `to_empty`.
 
-        Normal of deviation 0.02, less where a block adds to the residual stream; norms 1.
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)
-                continue
-            adds = name.endswith(("o.weight", "down.weight"))
-            less = math.sqrt(2 * len(self.blocks)) if adds else 1
-            nn.init.normal_(parameter, std=0.02 / less)
-        cos, sin = rotary_table(*self.cos.shape, base=500_000.0, device=self.cos.device)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
-
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Tokens (b, t), int64, t at most `context` -> logits (b, t, vocab)."""
-        t = tokens_bt.shape[1]
-        cos_td, sin_td = self.cos[:t], self.sin[:t]
-        x_btw = self.embed(tokens_bt)
-        for block in self.blocks:
-            x_btw = block(x_btw, cos_td, sin_td)
-        return self.head(self.norm(x_btw))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, groups: int, hidden: int):
-        super().__init__()
-        self.norm1 = nn.RMSNorm(width, eps=1e-5)
-        self.attention = Attention(width, heads, groups)
-        self.norm2 = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = SwiGLU(width, hidden)
-
-    def forward(self, x_btw: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-        x_btw = x_btw + self.attention(self.norm1(x_btw), cos_td, sin_td)
-        return x_btw + self.mlp(self.norm2(x_btw))
+def make_block(width: int, heads: int, groups: int, hidden: int) -> Block:
+    norm1, attention = nn.RMSNorm(width, eps=1e-5), Attention(width, heads, groups)
+    return Block(norm1, attention, nn.RMSNorm(width, eps=1e-5), SwiGLU(width, hidden))
 
 
 class Attention(nn.Module):

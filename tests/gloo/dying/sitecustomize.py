@@ -26,7 +26,8 @@ def die(*_: object) -> None:
 if os.environ.get("RANK") == RANK and not Path(os.environ["DIED"]).exists():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from partita.app.models.gpt import GPT, Block
+    from partita.app.models import GPT
+    from partita.app.models.decoder import Block
     from partita.comm.dcp import Writer
 
     step, saves = -1, 0

@@ -1,0 +1,112 @@
+"""Decoders: the trunk and the blocks that the models here have in common, and rotary positions.
+
+In ordinary PyTorch: it knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Block", "Decoder", "rotate"]
+
+
+class Decoder(nn.Module):
+    """Tokens to logits: an embedding, blocks that add to the residual stream, a norm and a head.
+
+    Args:
+        vocab: the number of tokens.
+        width: the size of the residual stream, a multiple of `heads`.
+        heads: attention heads per block; each is `width // heads` wide, an even number.
+        context: the longest sequence, in tokens.
+        blocks: are made, if they are a generator's, between embedding and head.
+        norm: of the residual stream, before the head.
+        base: of the angles of rotary positions.
+
+    Raises:
+        ValueError: `width` does not divide into `heads` of an even size.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    adds: tuple[str, ...]
+    """How the names of those weights end whose products are added to the residual stream."""
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        width: int,
+        heads: int,
+        context: int,
+        blocks: Iterable[Block],
+        norm: nn.Module,
+        base: float = 10_000.0,
+    ):
+        super().__init__()
+        if width % (2 * heads):
+            raise ValueError(f"width {width} does not divide into {heads} heads of an even size")
+        self.context, self.base = context, base
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.register_buffer("cos", torch.empty(context, width // heads), persistent=False)
+        self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
+
+    def init_weights(self) -> None:
+        """Write every parameter and buffer, as after `to_empty`. As GPT-2 has it.
+
+        Normal of deviation 0.02, less where a block adds to the residual stream; biases 0, norms 1.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                less = math.sqrt(2 * len(self.blocks)) if name.endswith(self.adds) else 1
+                nn.init.normal_(parameter, std=0.02 / less)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)
+        cos, sin = _rotary_table(*self.cos.shape, base=self.base, device=self.cos.device)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Tokens (b, t), int64, t at most `context` -> logits (b, t, vocab)."""
+        t = tokens_bt.shape[1]
+        cos_td, sin_td = self.cos[:t], self.sin[:t]
+        x_btw = self.embed(tokens_bt)
+        for block in self.blocks:
+            x_btw = block(x_btw, cos_td, sin_td)
+        return self.head(self.norm(x_btw))
+
+
+class Block(nn.Module):
+    """Adds to the residual stream the attention, and then the MLP, of its norm."""
+
+    def __init__(self, norm1: nn.Module, attention: nn.Module, norm2: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
+
+    def forward(self, x_btw: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
+        x_btw = x_btw + self.attention(self.norm1(x_btw), cos_td, sin_td)
+        return x_btw + self.mlp(self.norm2(x_btw))
+
+
+def _rotary_table(
+    context: int, size: int, *, base: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """The cosines and sines (context, size) of rotary positions (Su et al., arXiv 2104.09864)."""
+    frequency = base ** (-torch.arange(0, size, 2, device=device) / size)
+    angle = torch.outer(torch.arange(context, device=device), frequency)
+    angle_td = torch.cat([angle, angle], dim=1)
+    return angle_td.cos(), angle_td.sin()
+
+
+def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + d/2]) by its position's angle."""
+    first, second = x_bhtd.chunk(2, dim=-1)
+    return x_bhtd * cos_td + torch.cat([-second, first], dim=-1) * sin_td

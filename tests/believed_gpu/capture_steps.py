@@ -68,14 +68,19 @@ def llama() -> Any:
     return model, lambda x: model(input_ids=x, labels=x).loss
 
 
-def captured(name: str, device: str, **options: Any) -> Any:
-    """The program of a ZeRO-3 step on two ranks, and the compiled step that it is of."""
+FOREACH = {"foreach": True}
+
+
+def captured(name: str, device: str, how: dict[str, bool] = FOREACH, **options: Any) -> Any:
+    """The program of a ZeRO-3 step on two ranks, and the compiled step that it is of.
+
+    `how` AdamW steps, as it takes it itself."""
     mesh = pt.dry_mesh(dp=2, device_type="meta")
     with torch.device("meta"):
         model, loss_of = {"gpt": gpt, "cast": cast, "llama": llama}[name]()
         tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
     pt.zero(model, mesh, "dp", stage=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **how)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -116,5 +121,27 @@ def told(name: str) -> dict[str, Any]:
     }
 
 
+def told_of_optimizers() -> dict[str, Any]:
+    """By how AdamW steps: the key, and on which devices it counts its steps."""
+    ways = {
+        "foreach": FOREACH,
+        "capturable": FOREACH | {"capturable": True},
+        "fused": {"fused": True},
+        "one by one": {"foreach": False},
+    }
+    found = {}
+    for way, how in ways.items():
+        program, _ = captured("gpt", "cuda:0", how)
+        nodes = program.graph.graph.find_nodes(op="placeholder")
+        counts = {
+            node.meta["val"].device.type
+            for given, node in zip(program.inputs, nodes, strict=True)
+            if given.kind == "optimizer" and not node.meta["val"].ndim
+        }
+        found[way] = {"key": program.key, "counts": sorted(counts)}
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(told(sys.argv[1])))
+    asked = sys.argv[1]
+    print(json.dumps(told_of_optimizers() if asked == "optimizers" else told(asked)))

@@ -64,3 +64,12 @@ def test_a_step_is_captured_for_a_gpu_that_is_not_there(name, kernel, believing)
     assert "cuda:" not in told["text"]
     # ZeRO-3 holds what one block needs; without the pass all gathered weights wait for backward.
     assert 0 < told["peak"] < told["peak without regather"]
+
+
+@pytest.mark.timeout(300)
+def test_a_fused_optimizer_is_captured_for_a_gpu_as_a_capturable_one(believing):
+    told = told_of("optimizers", believing)
+    assert told["fused"] == told["capturable"]  # which kernels update is the compiler's choice
+    assert told["fused"]["counts"] == ["cuda"]  # a step needs nothing of the host
+    assert told["foreach"] == told["one by one"]
+    assert told["foreach"]["counts"] == ["cpu"]  # as in eager

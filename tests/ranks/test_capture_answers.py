@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -57,6 +58,14 @@ def scaled_shards(mesh):
 
 def scaled_whole(mesh):
     return scaled(mesh, stage=1, clip=False)
+
+
+def scaled_and_fused(mesh):
+    return scaled(mesh, make=partial(torch.optim.AdamW, fused=True))
+
+
+def scaled_and_fused_whole(mesh):
+    return scaled(mesh, stage=1, make=partial(torch.optim.AdamW, fused=True), clip=False)
 
 
 def averaged(mesh, **options):
@@ -149,6 +158,8 @@ CAPTURES = {
     scaled: 4,
     scaled_shards: 4,
     scaled_whole: 4,
+    scaled_and_fused: 4,
+    scaled_and_fused_whole: 4,
     averaged: 2,
     averaged_by_decay: 2,
     adafactor: 4,

@@ -149,6 +149,18 @@ def test_a_hook_is_taken_off_and_hung_up_again_by_its_number():
     assert len(called) == 1
 
 
+def test_a_fused_optimizer_says_of_itself_that_it_unscales():
+    """A GradScaler asks it in each step, and unscales by itself where the answer is no."""
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=True)
+    assert vars(optimizer)["_step_supports_amp_scaling"] is True
+    vars(optimizer)["_step_supports_amp_scaling"] = False
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    assert p.grad.tolist() == [1.0, 1.0] and p.tolist() == [0.0, 0.0]
+
+
 def test_an_optimizer_asks_lists_which_types_its_foreach_kernels_take():
     from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
     from torch.utils._foreach_utils import _foreach_supported_types as in_clip

@@ -34,6 +34,9 @@ __all__ = ["Stepping", "prime", "unprime"]
 
 Primed = list[tuple[Optimizer, torch.Tensor]]
 
+_UNSCALES = "_step_supports_amp_scaling"
+"""Private torch: what fused optimizers say of themselves to a GradScaler."""
+
 
 def prime(optimizers: dict[str, Optimizer]) -> Primed:
     """Have torch's optimizers make their state now, as their first step would.
@@ -58,6 +61,11 @@ def prime(optimizers: dict[str, Optimizer]) -> Primed:
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def _unscales_by_itself(optimizer: Optimizer) -> bool:
+    """Does a GradScaler leave it to the fused kernel to unscale, and to leave a step out?"""
+    return _is_of_torch(optimizer) and bool(vars(optimizer).get(_UNSCALES))
 
 
 def _make_state(optimizer: Optimizer) -> Primed:
@@ -176,6 +184,7 @@ class Stepping:
             number: what stands for a float, by its name, value, home and path.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
+        unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
 
         # Hooks of all optimizers hear those of other threads too.
         def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -198,6 +207,8 @@ class Stepping:
         # does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
         try:
+            for optimizer in unscaling:
+                vars(optimizer)[_UNSCALES] = False  # as the foreach one that it is captured as
             for name, optimizer, state, groups in before:
                 standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
                 self._held[optimizer] = {}
@@ -215,6 +226,8 @@ class Stepping:
                 hook.remove()
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
+            for optimizer in unscaling:
+                vars(optimizer)[_UNSCALES] = True
 
     def _widen_counts(self, optimizer: Optimizer) -> None:
         """Have an optimizer count in float64 until `_narrow_counts`.

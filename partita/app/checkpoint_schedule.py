@@ -12,14 +12,14 @@ import partita as pt
 
 from .options import Options, flag, options_in
 
-__all__ = ["Saves"]
+__all__ = ["CheckpointSchedule"]
 
 FIXED = ("layers", "width", "heads", "context", "seed", "batch", "data")
 """Options that a run keeps when it goes on: another model, or other batches, would be another run.
 The mesh, and how it is used, may change."""
 
 
-class Saves:
+class CheckpointSchedule:
     """The checkpoints of one run: model, optimizer, random numbers, and the step, which is the
     position in the data. Does nothing where `options.save` is None.
 

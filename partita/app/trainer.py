@@ -21,7 +21,7 @@ from partita.comm.device import Device, choose_device
 from partita.compile.phases import told_of_phases
 from partita.compile.step_facts import facts_of_graph, facts_of_moves, facts_of_parameter
 
-from .checkpoint_schedule import Saves
+from .checkpoint_schedule import CheckpointSchedule
 from .data import Text, read
 from .models import GPT
 from .options import Options
@@ -62,8 +62,8 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
-    saves = Saves(options, model, optimizer, tell)
-    first = saves.resume()
+    schedule = CheckpointSchedule(options, model, optimizer, tell)
+    first = schedule.resume()
     tell(
         "ready",
         parameters=sum(p.numel() for p in model.parameters()),
@@ -101,8 +101,8 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
             losses.append(loss)
             tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
             reported.tell_of_step(run, step, log)
-            saves.after(step)
-        saves.finish()
+            schedule.after(step)
+        schedule.finish()
         if options.sample:
             tell("at", phase="sample", step=options.steps)
             with _precision(options, device):

@@ -17,7 +17,7 @@ import torch
 from partita.layout import Fix, LayoutError
 
 from .backends.control import rendezvous_group
-from .deadlock import BEGUN, SLICE, Need, patience, wait_longer
+from .deadlock import BEGUN, SLICE, Need, timeout_of_job, wait_longer
 from .presence import describe_process, lost_rank, remember_processes
 from .source import user_line
 
@@ -45,7 +45,7 @@ class ControlGroup:
         self._name, self._ranks = f"partita/control/{name}", list(ranks)
         why = "makes the control group of a mesh"
         try:
-            self._group = rendezvous_group(self._name, self._ranks, patience())
+            self._group = rendezvous_group(self._name, self._ranks, timeout_of_job())
         except RuntimeError as error:
             if (gone := lost_rank(error, _append_user_line(why), self._ranks)) is None:
                 raise

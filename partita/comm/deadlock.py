@@ -40,10 +40,10 @@ __all__ = [
     "Pending",
     "begin_graph",
     "end_graph",
-    "outlast",
-    "patience",
+    "timeout_of_job",
     "verdict_of_others",
     "wait_longer",
+    "wait_with_others",
 ]
 
 SLICE = 2.0
@@ -114,7 +114,7 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
     """Go on waiting for `work` of such a backend, whose wait of `SLICE` seconds raised `error`.
 
     Raises:
-        LayoutError: as `outlast`.
+        LayoutError: as `wait_with_others`.
         RankGoneError: a rank has ended.
         RuntimeError: what else the collective failed of.
     """
@@ -132,7 +132,7 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
         if work.is_completed():  # it has failed, or has ended just now
             work.wait()
         else:
-            outlast(is_work_done, need, deadline)
+            wait_with_others(is_work_done, need, deadline)
     except LayoutError:
         raise
     except RuntimeError as failure:
@@ -142,7 +142,9 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
         raise told from failure
 
 
-def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = None) -> None:
+def wait_with_others(
+    over: Callable[[float], bool], need: Need, deadline: float | None = None
+) -> None:
     """Wait on, as one who has waited for `SLICE` seconds: tell the others, and see what they say.
 
     Args:
@@ -155,7 +157,7 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
     """
     me, store = dist.get_rank(), _find_store()
     mine = _make_post(need)
-    limit = patience().total_seconds() if deadline is None else deadline
+    limit = timeout_of_job().total_seconds() if deadline is None else deadline
     begun, unchanged, before, warned = time.monotonic() - SLICE, time.monotonic(), None, False
     away = [r for r in need.ranks if r != me]
     store.set(_key_of_rank(me), json.dumps(mine))
@@ -190,7 +192,7 @@ def outlast(over: Callable[[float], bool], need: Need, deadline: float | None = 
             store.delete_key(_key_of_rank(me))
 
 
-def patience() -> timedelta:
+def timeout_of_job() -> timedelta:
     """The timeout of the job's process groups: the longest, where those of its devices differ."""
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 

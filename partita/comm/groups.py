@@ -19,7 +19,7 @@ from .backends.choose import backend_of
 from .capture_barrier import roll_call
 from .collective_request import Ask
 from .control import ControlGroup
-from .deadlock import patience
+from .deadlock import timeout_of_job
 from .device import Device
 from .pending_work import UnderWay, ordered_sum
 from .source import place_of_user, user_line
@@ -215,7 +215,7 @@ class GroupWire(Wire):
             self._read = before
 
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
-        limit = patience().total_seconds() / 2
+        limit = timeout_of_job().total_seconds() / 2
         return self.exchange(f"reads a value ({op})", mine, limit, place_of_user())
 
     def _shown(self, x: torch.Tensor, axes: Axes) -> list[torch.Tensor] | None:

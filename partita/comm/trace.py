@@ -138,7 +138,7 @@ class TraceWire(PaddedTransport, Wire):
                 raise uneven(f"{layout.brief()} is cut unevenly twice, and a kernel asks where")
         return tuple(region)
 
-    def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
+    def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         return torch.stack([self.place(axes) == 0 for axes in of]).to(device)
 
     def show_piece(self, layout: Layout, to: str) -> None:

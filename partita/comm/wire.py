@@ -277,7 +277,7 @@ class Wire(Transport):
             kept = self._shared[name] = make()
         return kept
 
-    def firsts(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
+    def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         """For each list of axes, is this rank the first along all of them? A bool tensor."""
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)

@@ -78,7 +78,7 @@ class CapturedProgram(Program):
         if self.compared is not None:
             self.compared.check(tensors, function_of(self.compared.graph, self.groups))
 
-    def meet(self, tensors: Sequence[Any]) -> None:
+    def prepare_memory(self, tensors: Sequence[Any]) -> None:
         """Look at the memory of what stays between calls, which may be another than before.
 
         Let it have room for its padding, where it has come without, and note where it is.
@@ -94,7 +94,7 @@ class CapturedProgram(Program):
         """Run it over the tensors of a call, and put everything where it belongs.
 
         Args:
-            inputs: as for `made`.
+            inputs: as for `run_graph`.
 
         Returns:
             What the step does; an `OtherAnswers` where the call has other answers: it has then
@@ -103,7 +103,7 @@ class CapturedProgram(Program):
         if self.answers.values:
             generators = map(default_generator, self.draws_on)
             before = [(generator, generator.get_state()) for generator in generators]
-            found = self.made(tensors, inputs)
+            found = self.run_graph(tensors, inputs)
             at = next(i for i, o in enumerate(self.given) if o.kind == "answers")
             otherwise = self.answers.compare(found[at].tolist())
             if otherwise is not None:
@@ -111,7 +111,7 @@ class CapturedProgram(Program):
                     generator.set_state(state)
                 return otherwise
         else:
-            found = self.made(tensors, inputs)
+            found = self.run_graph(tensors, inputs)
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
         made: dict[int, Any] = {}

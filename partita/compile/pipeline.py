@@ -174,7 +174,7 @@ def _finish_program(
         run_passes(program, without, passes)
         program = region_of(program)
         program.sharing, program.captured = Sharing(program), as_captured
-        if (error := program.sharing.refused(tensors)) is not None:
+        if (error := program.sharing.find_error(tensors)) is not None:
             raise error
         lines = [*canonical(program), *versions(), *said[:-1], f"passes {ran}", said[-1]]
         where = [note_of(n).source for n in program.graph.graph.nodes]

@@ -267,7 +267,7 @@ class Program:
         """Have what runs it: `call_of` compiles a program."""
         self.call = call_of(self)
 
-    def made(
+    def run_graph(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
         """Run what `call` is over the tensors of a call; local values of the outputs.

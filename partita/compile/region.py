@@ -182,13 +182,13 @@ class Region(CapturedProgram):
             half.key = key_of([self.key, name])
             half.prepare(call_of)
 
-    def made(
+    def run_graph(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
         if inputs is not None:
             known = {id(given): x for given, x in zip(self.taken, inputs, strict=True)}
             inputs = [known[id(given)] for given in self.halves.forward.inputs]
-        made = self.halves.forward.made(tensors, inputs)
+        made = self.halves.forward.run_graph(tensors, inputs)
         count = len(self.given)
         with Local():
             results, inside = list(made[:count]), iter(made[count:])

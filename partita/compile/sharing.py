@@ -43,7 +43,7 @@ class Sharing:
         self._held: set[int] = set()
         self._overlaps = False
 
-    def may(self, tensors: Sequence[Any]) -> bool:
+    def may_overlap(self, tensors: Sequence[Any]) -> bool:
         """Might arguments of a call share memory that is written? A look at the arguments only."""
         if not self.program.written:
             return False
@@ -59,9 +59,9 @@ class Sharing:
             starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
         together = len(set(starts)) < len(starts)
-        self._overlaps = together and self.refused(tensors) is not None
+        self._overlaps = together and self.find_error(tensors) is not None
 
-    def refused(self, tensors: Sequence[Any]) -> CaptureError | None:
+    def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
         """What to raise where an input that is written overlaps another."""
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}

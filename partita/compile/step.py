@@ -202,10 +202,10 @@ class CompiledStep(LastProgram):
                 self._runs_eagerly = refused
                 return None, []
             return self._run_first_call(signature, args, kwargs, why, found)
-        self._history.reused()
+        self._history.note_reuse()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
-        program.meet(tensors)
+        program.prepare_memory(tensors)
         guard = CallGuard(slots, tensors, (args, kwargs), program, state)
         self.call_guard = guard if guard.usable else None
         return self._admit_program(program, tensors)
@@ -240,7 +240,7 @@ class CompiledStep(LastProgram):
     ) -> tuple[CapturedProgram | None, list[Any]]:
         """A program that was captured before, unless this call must run eagerly."""
         sharing = program.sharing
-        if sharing.may(tensors) and (error := sharing.refused(tensors)) is not None:
+        if sharing.may_overlap(tensors) and (error := sharing.find_error(tensors)) is not None:
             if self.fallback is None:
                 raise error
             return None, []
@@ -371,15 +371,15 @@ class CompiledStep(LastProgram):
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
-        program.meet(tensors)
+        program.prepare_memory(tensors)
         program.compare(tensors)
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1
         key, guards, work = (signature, self._made), program.guards, program.work
         what = described(state, tensors, names, (args, kwargs))
-        self._history.captured(why or reason, key, what, guards, self.keep)
+        self._history.note_capture(why or reason, key, what, guards, self.keep)
         while len(self._programs) >= self.keep:
-            self._history.dropped(self._programs.popitem(last=False)[0])
+            self._history.note_drop(self._programs.popitem(last=False)[0])
         call_of = functools.partial(self.make_callable, wires=program.wires)
         writes = program.writes
         program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)

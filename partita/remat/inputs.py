@@ -61,7 +61,7 @@ class RegionInputs:
             graded = torch.empty(0, requires_grad=True)
             self._node: Any = _Saved.apply(graded, *tensors).grad_fn
 
-    def again(self, origins: Origins) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, origins: Origins) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments like the first, of the same memory, with no history.
 
         Raises:

@@ -75,7 +75,7 @@ class Naming:
     def is_new(self, event: Event) -> bool:
         return event.key[:2] not in self._names.seen
 
-    def made(self, event: Event, out: Any) -> None:
+    def note_maker(self, event: Event, out: Any) -> None:
         """This call returned `out`; of what is a view, the call before it stays the maker."""
         for t in tensors_in(out):
             self._makers[start_of(t)] = event

@@ -61,7 +61,7 @@ class Again:
         """Fill the slots of the first run."""
         forward = self.forward
         forward.check_unchanged()
-        args, kwargs = forward.inputs.again(self.origins)
+        args, kwargs = forward.inputs.rebuild(self.origins)
         before = HERE.watcher
         enough = False
         try:
@@ -206,7 +206,7 @@ class Again:
                 for i, size, stride, offset in event.borrowed:
                     with Local():
                         self._pack(tensors[i].detach().as_strided(size, stride, offset))
-                out = event.kept.again(str(event), tensors)
+                out = event.kept.restore_output(str(event), tensors)
             else:
                 out = run()
         self.origins.learn_outputs(out, event.number, tensors)

@@ -136,7 +136,7 @@ class Forward:
     def _record_outputs(self, event: Event, out: Any, tensors: list[torch.Tensor]) -> None:
         self.origins.learn_outputs(out, event.number, tensors)
         if self.names is not None:
-            self.names.made(event, out)
+            self.names.note_maker(event, out)
 
     def wants(self, event: Event, name: str) -> bool:
         """Is a result of this name kept?"""

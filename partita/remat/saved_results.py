@@ -245,7 +245,7 @@ class KeptCall:
     def changed(self) -> bool:
         return not self.copied and self.versions.changed()
 
-    def again(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
+    def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
         """What the call returned, for the second run."""
         with Local():
             graded = [t for t in ins if t.requires_grad]

@@ -55,7 +55,7 @@ def _keep_on_first(local: torch.Tensor, spec: Spec) -> None:
     """Of the ranks whose shares are summed, the first keeps what it holds, the others zeros."""
     summed = [axis for axis, op in spec.layout.partial if op == "sum"]
     if summed:
-        local.masked_fill_(~spec.wire.firsts([summed], local.device)[0], 0)
+        local.masked_fill_(~spec.wire.is_first_along([summed], local.device)[0], 0)
 
 
 def distribute_tensor(

@@ -54,7 +54,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
             if not math.isinf(ord):
                 # Of the ranks that hold the same piece, the first speaks for it.
                 copied = [[a for a in axes if not x.placement(a).is_shard()] for x in layouts]
-                values = torch.where(wire.firsts(copied, values.device), values, 0)
+                values = torch.where(wire.is_first_along(copied, values.device), values, 0)
                 values = values if ord in (0, 1) else values**ord
             whole = _reduce_norms(values, wire, axes, ord, "norms")
             whole = whole if math.isinf(ord) or ord in (0, 1) else whole ** (1 / ord)

@@ -102,7 +102,7 @@ class CallPlan:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
         if self.renews:
-            paths = [self.here(path, args, kwargs) for path in self.renews]
+            paths = [self.path_in_call(path, args, kwargs) for path in self.renews]
             now = {path: current(at_path(args, kwargs, path)) for path in paths}
             args, kwargs = replaced(args, kwargs, now)
         if self.rewrite is not None:
@@ -110,7 +110,7 @@ class CallPlan:
             return mark_copies(out, func, args, kwargs) if self.copies else out
         own, named = args, kwargs
         if self.targets:
-            args, kwargs = self._brought(args, kwargs)
+            args, kwargs = self._move_operands(args, kwargs)
         with Local():
             out = (self.kernel or func)(*args, **kwargs)
         out = self.tag(out)
@@ -119,12 +119,12 @@ class CallPlan:
             out, copied = as_on_one_device(out, func, own, named, copied or bool(self.renews))
         return mark_copies(out, func, own, named) if copied else out
 
-    def _brought(
+    def _move_operands(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         new = {}
         for target in self.targets:
-            path = self.here(target.path, args, kwargs)
+            path = self.path_in_call(target.path, args, kwargs)
             value = at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
@@ -141,7 +141,7 @@ class CallPlan:
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replaced(args, kwargs, new)
 
-    def here(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
+    def path_in_call(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
         """Where in this call what stood at `path` stands."""
         return path_here(path, self.names, args, kwargs)
 

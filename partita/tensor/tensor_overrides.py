@@ -35,7 +35,7 @@ __all__ = [
     "means",
     "passes",
     "refusal",
-    "seeded",
+    "seed_of_root",
     "type_hook",
 ]
 
@@ -153,7 +153,7 @@ def _del_grad(x: DTensor) -> None:
         _grad.__delete__(x)
 
 
-def seeded(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """A plain alias of a root of backward, and the local gradient to start from.
 
     A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
@@ -238,7 +238,7 @@ def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[
     given += [None] * (len(roots) - len(given))
     for i, root in enumerate(roots):
         if isinstance(root, DTensor):
-            roots[i], given[i] = seeded(root, given[i])
+            roots[i], given[i] = seed_of_root(root, given[i])
         elif isinstance(given[i], DTensor):
             raise LayoutError(
                 "backward of a plain tensor with a DTensor as its gradient",

@@ -282,23 +282,23 @@ def test_half_a_library_that_a_killed_compile_left_is_not_taken_for_a_whole_one(
 def test_what_inductor_is_told_by_its_user_is_another_artifact(monkeypatch, tmp_path):
     from torch._inductor import config
 
-    from partita.compile.backend.inductor import CONFIG, made_for
+    from partita.compile.backend.inductor import CONFIG, digest_of_compiler
 
-    usual = made_for(set())
+    usual = digest_of_compiler(set())
     for name, value in (("max_autotune", True), ("cpp.simdlen", 256)):
         with config.patch({name: value}):
-            assert made_for(set()) != usual
+            assert digest_of_compiler(set()) != usual
     with config.patch({"cpp.threads": 7, "compile_threads": 3}):
-        assert made_for(set()) == usual
+        assert digest_of_compiler(set()) == usual
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert made_for(set()) == usual
+        assert digest_of_compiler(set()) == usual
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setitem(CONFIG, "fallback_random", False)
-    assert made_for(set()) != usual
+    assert digest_of_compiler(set()) != usual
 
 
 def test_ranks_of_one_process_neither_compile_nor_store(monkeypatch, tmp_path):

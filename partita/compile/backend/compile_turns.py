@@ -23,7 +23,7 @@ from partita.layout import Fix, LayoutError
 from ..memory.codegen_memory import memory_of_code
 from ..program import Program
 from .built import Built
-from .inductor import compiled, load, load_boxed, made_for
+from .inductor import compiled, digest_of_compiler, load, load_boxed
 from .sections import Section
 from .store import Artifact, Store, default_store
 
@@ -107,7 +107,7 @@ class Wanted:
 
     def _find_key_and_store(self) -> None:
         devices = {x.device for x in self.program.example()}
-        self.key = f"{self.program.key}-{made_for(devices)}"
+        self.key = f"{self.program.key}-{digest_of_compiler(devices)}"
         self.store = default_store()
 
     @property
@@ -133,7 +133,7 @@ class Wanted:
             return
         begin = time.perf_counter()
         try:
-            call = self.loaded(found.payload)
+            call = self.load_callable(found.payload)
         except Exception as error:
             path, text = self.store.path(self.key), f"{type(error).__name__}: {error}"
             warnings.warn(f"{path} is compiled again: {text}", RuntimeWarning, stacklevel=2)
@@ -146,18 +146,18 @@ class Wanted:
         assert self.store is not None
         begin = time.perf_counter()
         call, payload = compiled(self.program, self.note)
-        call = self.made(call, payload)
+        call = self.make_callable(call, payload)
         seconds = time.perf_counter() - begin
         metadata = self.facts | {"seconds": seconds, **self.program.metadata}
         if payload is not None:
             self.store.put(self.key, Artifact(payload, metadata))
         self.built = Built(call, False, seconds, self.key, metadata)
 
-    def loaded(self, payload: bytes) -> Callable[..., Any]:
+    def load_callable(self, payload: bytes) -> Callable[..., Any]:
         """What runs, of what was compiled in some process."""
         return load(payload)
 
-    def made(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
+    def make_callable(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
         """What runs, of what was compiled in this one."""
         return call
 
@@ -173,10 +173,10 @@ class Wanted:
 class WantedSection(Wanted):
     """What this rank does to have a section, which is called with a list."""
 
-    def loaded(self, payload: bytes) -> Callable[..., Any]:
+    def load_callable(self, payload: bytes) -> Callable[..., Any]:
         return load_boxed(payload)
 
-    def made(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
+    def make_callable(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
         return (lambda taken: call(*taken)) if payload is None else load_boxed(payload)
 
     def note(self, code: list[str]) -> None:

@@ -3,7 +3,7 @@
 Inductor compiles. What it can save of a result is generated Python and the binaries of Triton's
 kernels; the kernels in C++ it would compile again wherever the result is loaded. So a payload here
 is Inductor's own and the libraries beside it, and to load it takes neither a compiler nor anything
-in Inductor's caches. What of this machine the code was made for, `made_for` says.
+in Inductor's caches. What of this machine the code was made for, `digest_of_compiler` says.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .sections import Section
 from .stale_library_cleanup import without_unfinished
 from .trust import Untrusted, check_folder
 
-__all__ = ["CONFIG", "compiled", "load", "load_boxed", "made_for", "use_private_cache"]
+__all__ = ["CONFIG", "compiled", "digest_of_compiler", "load", "load_boxed", "use_private_cache"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
@@ -198,7 +198,7 @@ def _load_payload(payload: bytes) -> tuple[Call, Any, bool]:
     return call, code, whole
 
 
-def made_for(devices: set[torch.device]) -> str:
+def digest_of_compiler(devices: set[torch.device]) -> str:
     """What decides what code is made of a program, besides the program: 16 hexadecimal digits.
 
     The machine and its processor, versions, and how Inductor is set; on a GPU also its number. Not

@@ -147,7 +147,7 @@ class History:
         """Why such a call needs a program of its own."""
         return reason_of(description, self._kept.values())
 
-    def captured(
+    def note_capture(
         self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int
     ) -> None:
         """A program was made, one of `keep` that are kept.
@@ -164,7 +164,7 @@ class History:
         self.reasons.append(reason)
         del self.reasons[:-_REMEMBERED]
 
-    def reused(self) -> None:
+    def note_reuse(self) -> None:
         """A program serves another call."""
         self._row.clear()
 
@@ -182,7 +182,7 @@ class History:
                 stacklevel=6,  # of the call of the step
             )
 
-    def dropped(self, key: Any) -> None:
+    def note_drop(self, key: Any) -> None:
         """This program is not kept any longer."""
         self._kept.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:

@@ -52,7 +52,7 @@ class Promised:
     overlapping: Pairs
 
     @classmethod
-    def by(cls, program: Program) -> Promised:
+    def of_program(cls, program: Program) -> Promised:
         (end,) = program.graph.graph.find_nodes(op="output")
         return cls(
             tuple(id(given) for given in program.inputs),
@@ -64,7 +64,7 @@ class Promised:
 
     def check(self, program: Program, name: str) -> None:
         """Raise IllegalGraph if the pass `name` changed any of it."""
-        now = Promised.by(program)
+        now = Promised.of_program(program)
         if now.inputs != self.inputs:
             raise IllegalGraph(f"after {name}: the program takes other inputs")
         if now.outputs != self.outputs or len(now.made) != len(self.made):

@@ -108,7 +108,7 @@ def _one_by_one(
     program: Program, without: Iterable[str], passes: Passes
 ) -> Iterator[tuple[str, Pass, str]]:
     """Run the passes; after each its name, it, and what it says that it did."""
-    promised = Promised.by(program)
+    promised = Promised.of_program(program)
     each, last = verifies_each_pass(), ""
     for name, change in in_order(passes, without).items():
         did = _run_pass(program, name, change)

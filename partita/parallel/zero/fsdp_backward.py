@@ -53,7 +53,7 @@ class ForwardCall:
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
 
-    def made(self, t: torch.Tensor) -> bool:
+    def has_computed(self, t: torch.Tensor) -> bool:
         """Did this forward compute `t`? What it was given and hands on, it did not.
 
         The gradient of what others made may come when all of the block's are there already.
@@ -73,7 +73,7 @@ class ForwardCall:
             with torch.enable_grad():
                 show_gathered(group, ForwardCall(group, False))
 
-    def came(self, what: str) -> None:
+    def note_gradients(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
         self._came.add(what)
         if self._came >= self._to_come:
@@ -166,7 +166,9 @@ class GatherBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with Local():
-            ctx.call.came("parameters")  # frees what was gathered, before its gradients are copied
+            ctx.call.note_gradients(
+                "parameters"
+            )  # frees what was gathered, before its gradients are copied
             ctx.call.reduce(grads)
         return torch.empty(0), None
 
@@ -181,7 +183,7 @@ class _Left(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.call.came("inputs")
+        ctx.call.note_gradients("inputs")
         return grad, None
 
 

@@ -109,7 +109,7 @@ class _BlockHooks:
         if forward is not None:
             with Unheard():
                 for t in tensors_in(output):
-                    if t.requires_grad and forward.call.made(t):
+                    if t.requires_grad and forward.call.has_computed(t):
                         t.register_hook(forward.call.begin_backward)
 
     def _finish_forward(self) -> None:

@@ -23,7 +23,7 @@ from partita.tensor.tensor_state import Rest, own_state, state_of
 
 from .flat_buffer import FlatBuffer
 
-__all__ = ["Early"]
+__all__ = ["GradReducer"]
 
 _grad: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _data: Any = torch._C.TensorBase.data
@@ -63,7 +63,7 @@ class _Bucket:
     def grads(self) -> list[torch.Tensor | None]:
         return [_grad(p) for p in self.params]
 
-    def came(self, i: int) -> list[torch.Tensor] | None:
+    def note_gradient(self, i: int) -> list[torch.Tensor] | None:
         """Parameter `i` has its gradient. All gradients, if that was the last one to come."""
         self.ready.add(i)
         if len(self.ready) < len(self.params):
@@ -84,7 +84,7 @@ class _Bucket:
         return found
 
 
-class Early:
+class GradReducer:
     """Settles the gradients of blocks as their backward ends.
 
     Args:
@@ -157,7 +157,7 @@ class Early:
 
     def _make_ready_hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
-            grads = bucket.came(i)
+            grads = bucket.note_gradient(i)
             if grads is not None and not self.waits:
                 self._send_bucket(bucket, grads)
 

@@ -26,7 +26,7 @@ from partita.tensor.watch import HERE
 
 from ..blocks import find_blocks
 from .fsdp_hooks import register_hooks
-from .grad_reducer import Early
+from .grad_reducer import GradReducer
 from .in_graph import refuse_no_sync
 from .precision import MixedPrecision
 from .state import Zero
@@ -111,13 +111,13 @@ def zero(
         whole = Zero(model, axes, precision or MixedPrecision(), found)
         whole.persistent = persistent
         register_hooks(whole)
-        state: Zero | Early = whole
+        state: Zero | GradReducer = whole
     else:
         parts = []
         for block in found:
             params: list[Any] = [s[0].owner._parameters[s[0].attr] for s in block.slots]
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
-        state = Early(parts, axes, stage, partial(_shard_spec, axes=axes))
+        state = GradReducer(parts, axes, stage, partial(_shard_spec, axes=axes))
     model.__dict__["_zero"] = state
     state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
     for p, grad in grads.items():
@@ -155,7 +155,7 @@ def _take_over(
     Raises:
         LayoutError: they were sharded otherwise, or `model` lies within what is sharded.
     """
-    states: dict[nn.Module, Zero | Early] = {}
+    states: dict[nn.Module, Zero | GradReducer] = {}
     for module in model.modules():
         if "_zero" in module.__dict__:
             states[module] = module.__dict__["_zero"]
@@ -200,7 +200,7 @@ def _is_placed(p: torch.Tensor, axes: tuple[str, ...]) -> bool:
     return True
 
 
-def zero_state(model: nn.Module) -> Zero | Early:
+def zero_state(model: nn.Module) -> Zero | GradReducer:
     """What `zero` made of a model.
 
     Raises:
@@ -226,7 +226,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    state: Zero | Early | None = model.__dict__.get("_zero")
+    state: Zero | GradReducer | None = model.__dict__.get("_zero")
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield
         return

@@ -4,7 +4,8 @@ Torch runs the region again in backward, from random numbers that it has put asi
 when it runs, and the second mask would be another. So capture runs the region once and marks it;
 what is made again in backward is then chosen in the graph, which keeps what was drawn.
 
-Private torch: there is no public way to be asked. `checkpoint` calls these two, by these names.
+Private torch: there is no public way to be asked. `checkpoint` calls these two, by these names, of
+which one was another before torch 2.14.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import torch.utils.checkpoint as torchs
 
 from .watch import HERE
 
-__all__: list[str] = []
+__all__ = ["BEGINS"]
 
-_begin = torchs._checkpoint_without_reentrant_generator
+_PLAIN = "_checkpoint_without_reentrant_generator"
+BEGINS = f"{_PLAIN}_impl" if hasattr(torchs, f"{_PLAIN}_impl") else _PLAIN
+"""The name of what `checkpoint` calls before and after a function that it will run again."""
+_begin = getattr(torchs, BEGINS)
 
 
 def _begin_or_mark(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -40,5 +44,5 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
         return function(*args)
 
 
-torchs._checkpoint_without_reentrant_generator = _begin_or_mark  # type: ignore[assignment]
+setattr(torchs, BEGINS, _begin_or_mark)
 torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]

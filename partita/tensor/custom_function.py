@@ -30,7 +30,7 @@ from .watch import HERE
 
 __all__ = ["typed_function"]
 
-_apply = Function.apply.__func__  # type: ignore[attr-defined]
+_bound_apply = vars(Function)["apply"].__get__  # of Python, or from torch 2.14 on of C
 _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
 
 
@@ -47,8 +47,8 @@ def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if _global_view():
         for a in (*args, *kwargs.values()):
             if isinstance(a, DTensor):
-                return _apply(typed_function(cls), *args, **kwargs)
-    return _apply(cls, *args, **kwargs)
+                return _bound_apply(None, typed_function(cls))(*args, **kwargs)
+    return _bound_apply(None, cls)(*args, **kwargs)
 
 
 @cache

@@ -118,7 +118,7 @@ INPLACE = """{0}.add_({1})|{0}.mul_({1})|{0}.mul_(0.5)|{0}.sub_({1}, alpha=2)|{0
 {0}[{1} > 0.2] *= 2|{0}.chunk(2)[0].add_(1)|{0}.expand(2, *{0}.shape)[0].mul_(3)|{0}.tril_()"""
 
 NN = """F.scaled_dot_product_attention({0}, {0}, {0})|F.scaled_dot_product_attention({0}, {1}, {1})
-F.scaled_dot_product_attention({0}, {0}, {1}, is_causal=True)|F.conv1d({0}, {1})
+F.scaled_dot_product_attention({0}, {0}, {0}.cos(), is_causal=True)|F.conv1d({0}, {1})
 F.conv2d({0}, {1}[None])|F.conv1d({0}, {1}, padding=1)|F.group_norm({0}, 1)
 F.group_norm({0}, {0}.size(1))|F.batch_norm({0}, None, None, training=True)
 F.instance_norm({0})|F.avg_pool1d({0}, 2, 1)|F.max_pool1d({0}, 2)

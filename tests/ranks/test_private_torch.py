@@ -46,6 +46,7 @@ from torch.utils.dlpack import to_dlpack
 
 import partita as pt
 from partita.compile.memory.workspace import workspace
+from partita.tensor.checkpoint_in_graph import BEGINS
 from partita.tensor.engine import (
     after_backward,
     backward_pass,
@@ -330,7 +331,7 @@ def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
     assert "_broadcast_tensors(" in inspect.getsource(walk._broadcast_state_dict)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_torchscript_is_called_and_made_where_it_can_be_asked():
     heard = []
     for kind, call in (
@@ -513,7 +514,7 @@ def test_a_bool_of_a_value_is_asked_of_the_environment_and_its_node_is_known():
 
 def test_checkpoints_are_begun_by_functions_that_may_be_exchanged(monkeypatch):
     begun = []
-    plain = checkpoints._checkpoint_without_reentrant_generator
+    plain = getattr(checkpoints, BEGINS)
     apply = checkpoints.CheckpointFunction.apply
 
     def begin(function, *args, **kwargs):
@@ -524,7 +525,7 @@ def test_checkpoints_are_begun_by_functions_that_may_be_exchanged(monkeypatch):
         begun.append("reentrant")
         return apply(function, preserve, *args)
 
-    monkeypatch.setattr(checkpoints, "_checkpoint_without_reentrant_generator", begin)
+    monkeypatch.setattr(checkpoints, BEGINS, begin)
     monkeypatch.setattr(checkpoints.CheckpointFunction, "apply", classmethod(apply_it))
     x = torch.ones(2, requires_grad=True)
     for reentrant in (False, True):

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import partita as pt
 
-old = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+old = pytest.mark.filterwarnings("ignore:.*torch.jit")
 WHOLE = torch.arange(48.0).view(6, 8)
 
 

@@ -4,7 +4,8 @@ In reading order: `spec` and `dtensor` (the class), `dispatch` (the way of a cal
 `keys`, `methods`), `cache` and `plan` (a call that was seen before), `plan_call` (one that was not)
 with `op`, `names`, `library`, `arguments`, `choose`, `row_price` and `work`, `autograd` (a change
 of layout, and its gradient), `gathered`, `composite` and `lists` (calls without a rule of their
-own), `tensor_overrides` (what is no op), `construct`, `copies`, `setitem`, `random` with `draws`,
+own), `tensor_overrides` (what is no op) with `gradient_overrides` (`.grad`, `backward`),
+`construct`, `copies`, `setitem`, `random` with `draws`,
 `padding` with `padded_storage`, `op_facts` and `function_facts` (what is so of every call),
 `written`, `view_writes` and `origin` (memory), `tensor_state`, `mixed_operands`, `grad_state` and
 `grad_buckets` (gradients), `torch_patches` (functions of torch that ask no tensor); calls of torch
@@ -24,6 +25,7 @@ from . import (  # noqa: F401
     custom_function,
     dynamo,
     flex,
+    gradient_overrides,
     lists,
     memory_view,
     methods,

@@ -13,11 +13,12 @@ from partita.layout import Fix, Layout, LayoutError
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .gradient_overrides import gradient_of
 from .mixed_operands import admit
 from .padded_storage import copy_with_room, find_padded, with_room
 from .plain_writes import give_history, whole_alias
 from .spec import Spec, spec_of, taken_by
-from .tensor_overrides import gradient_of, means
+from .tensor_overrides import means
 from .tensor_state import OURS
 from .view_writes import written_through
 

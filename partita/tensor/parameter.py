@@ -16,7 +16,7 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
-from .tensor_overrides import type_hook
+from .gradient_overrides import type_hook
 from .tensor_state import OURS, own_state
 
 __all__ = ["can_hold", "hold_value", "keep_attributes", "refuse_lazy", "stand_for"]

@@ -19,8 +19,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Replicate, Shard
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import after_backward, backward_pass, in_backward
+from partita.tensor.gradient_overrides import BROKEN_OFF
 from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_overrides import BROKEN_OFF
 from partita.tensor.tensor_state import Rest, own_state, state_of
 
 from ..blocks import Block

@@ -1,0 +1,260 @@
+"""Gradients of DTensors: what `.grad`, `backward`, `torch.autograd.grad` and hooks mean.
+
+Autograd computes on pieces. What goes in and what comes out is typed here, by duality.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line
+from partita.layout import Fix, Layout, LayoutError
+
+from .autograd import moved
+from .composite import entered
+from .dtensor import DTensor, tagged
+from .grad_state import allowed_gradient, hold, is_watched, unmark_settled
+from .origin import current
+from .spec import Spec, spec_of
+from .tensor_overrides import find_getter, means
+from .tensor_state import own_state, state_of
+
+__all__ = ["BROKEN_OFF", "clear_gradients", "gradient_of", "type_hook"]
+
+T: Any = torch.Tensor
+_grad: Any = torch._C.TensorBase.grad
+
+
+def _show_gradient(x: torch.Tensor) -> None:
+    """What ZeRO keeps of x's gradient becomes a part of it: it is to be read, or cleared."""
+    rest = state_of(x).rest
+    if rest is not None:
+        rest.owner.show_gradient()
+
+
+@means(find_getter("grad"))
+def gradient_of(x: DTensor) -> DTensor | None:
+    """The gradient, typed by duality. Typed once: later reads give the same object."""
+    _show_gradient(x)
+    with Local():
+        grad = _grad.__get__(x)
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor):
+            state = own_state(grad)
+            state.gradient_of = state.gradient_of or weakref.ref(x)
+            return grad
+        spec = x._spec.gradient
+        if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
+            grad = grad.to_dense()
+        typed = tagged(grad.detach(), spec)
+        if grad.requires_grad:
+            # A gradient with a history (create_graph) keeps it.
+            return tagged(grad.view_as(grad), spec)
+        own_state(typed).gradient_of = weakref.ref(x)
+        _grad.__set__(x, typed)
+        return typed
+
+
+@means(T.grad.__set__)
+def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    _show_gradient(x)
+    if grad is None:
+        unmark_settled(x)  # type: ignore[arg-type]
+        fits = True
+    else:
+        if not isinstance(x, DTensor):
+            raise LayoutError(
+                "a plain tensor cannot have a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("t.grad = g.full_tensor()"),),
+            )
+        if not isinstance(grad, DTensor):
+            raise LayoutError(
+                "the gradient of a DTensor is a DTensor",
+                place=user_line(),
+                operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
+                fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
+            )
+        grad = allowed_gradient(x, grad)
+        with Local():
+            fits = grad.shape == x.shape
+    with Local():
+        if fits:
+            _grad.__set__(x, grad)
+    if not fits:  # ZeRO leaves each rank a shard of it
+        hold(x, grad)  # type: ignore[arg-type]
+
+
+def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """`x.grad = None` of each, which takes longer to say than to find that most have none."""
+    shown = None
+    with Local():
+        for x in tensors:
+            rest = state_of(x).rest
+            if rest is not None and rest.owner is not shown:
+                shown = rest.owner
+                shown.show_gradient()
+            if _grad.__get__(x) is not None or is_watched(x):
+                x.grad = None
+
+
+@means(T.grad.__delete__)
+def _del_grad(x: DTensor) -> None:
+    _show_gradient(x)
+    unmark_settled(x)
+    with Local():
+        _grad.__delete__(x)
+
+
+def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain alias of a root of backward, and the local gradient to start from.
+
+    A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
+    it whole, which needs no communication.
+    """
+    root = current(root)
+    spec = root._spec
+    if any(op != "sum" for _, op in spec.layout.partial):
+        layout = Layout(spec.layout.shape, spec.layout.shards, (), spec.layout.invariant)
+        after = spec_of(layout, spec.wire)
+        root = tagged(moved(root, spec, after, "backward", "implicit"), after)
+        spec = after
+    with torch.enable_grad(), Local():
+        plain = root.view_as(root)
+    if gradient is None:
+        if spec.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        before = spec.whole
+        with Local():
+            seed = plain.new_ones(spec.shape)
+    elif isinstance(gradient, DTensor):
+        before, seed = gradient._spec, gradient
+    else:
+        before, seed = _whole_gradient(gradient, spec, "backward"), gradient
+    if before.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
+            f"has a shape of {spec.shape}."
+        )
+    seed = moved(seed, before, spec.gradient, "backward", "implicit")
+    return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
+
+
+def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+    """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
+    from .mixed_operands import admit
+
+    if not gradient.requires_grad:
+        admit(gradient, spec.wire, op)
+    return spec_of(Layout(tuple(gradient.shape)), spec.wire)
+
+
+@means(T.backward)
+def _run_backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    _autograd_backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+class _BrokenOff(threading.local):
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+BROKEN_OFF = _BrokenOff()
+"""Whose `settle()` is called when a backward pass of this thread raises: autograd tells nobody."""
+
+_plain_backward: Any = entered(torch.autograd.backward)
+assert _plain_backward is not None
+
+
+@means(torch.autograd.backward)
+def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward, from DTensors or towards them."""
+    roots, seeds = _find_backward_seeds(tensors, grad_tensors)
+    try:
+        _plain_backward(roots, seeds, *args, **kwargs)
+    except BaseException:
+        for watcher in list(BROKEN_OFF.watchers):
+            watcher.settle()
+        raise
+
+
+def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+    """The roots of a backward pass as plain tensors, and for each where it starts."""
+    roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
+    given += [None] * (len(roots) - len(given))
+    for i, root in enumerate(roots):
+        if isinstance(root, DTensor):
+            roots[i], given[i] = seed_of_root(root, given[i])
+        elif isinstance(given[i], DTensor):
+            raise LayoutError(
+                "backward of a plain tensor with a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("loss.backward(gradient.full_tensor())"),),
+            )
+    return roots, given
+
+
+_plain_grad: Any = entered(torch.autograd.grad)
+assert _plain_grad is not None
+
+
+@means(torch.autograd.grad)
+def _autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """torch.autograd.grad with typed results."""
+    outs, given = _find_backward_seeds(outputs, grad_outputs)
+    wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    grads = _plain_grad(outs, wanted, given, *args, **kwargs)
+    result = []
+    for x, g in zip(wanted, grads, strict=True):
+        if g is not None and isinstance(x, DTensor):
+            g = tagged(g.view_as(g), x._spec.gradient)
+        result.append(g)
+    return tuple(result)
+
+
+def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+    """`hook` as it is hung on the DTensor `x`: it gets a typed gradient and may return one."""
+    # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
+    known = weakref.ref(x) if x.is_leaf else None
+    spec: Spec | None = getattr(x, "_spec", None)
+
+    def call_typed_hook(grad: torch.Tensor) -> Any:
+        leaf = None if known is None else known()
+        now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
+        wanted = now.gradient
+        out = hook(tagged(grad.view_as(grad), wanted))
+        if isinstance(out, torch.Tensor):
+            before = out._spec if isinstance(out, DTensor) else _whole_gradient(out, wanted, "hook")
+            grad = moved(out, before, wanted, "hook", "gradient")
+            return now.wire.fill_padding(grad, wanted.layout, 0)
+        return out
+
+    call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
+    return call_typed_hook
+
+
+@means(T.register_hook)
+def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
+    """The hook gets a typed gradient and may return one."""
+    typed = type_hook(x, hook)
+    with Local():
+        return x.register_hook(typed)
+
+
+DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]

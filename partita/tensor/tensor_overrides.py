@@ -100,17 +100,16 @@ def _reverse_dims(x: DTensor) -> Any:
     return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
 
 
-@means(find_getter("mT"), find_getter("H"), find_getter("mH"))
-def _matrix_transposed(x: DTensor) -> Any:
-    out = x.transpose(-2, -1)
-    return out
+@means(find_getter("mT"))
+def _transpose_matrices(x: DTensor) -> Any:
+    return x.transpose(-2, -1)
 
 
+@means(find_getter("H"), find_getter("mH"))
 def _compute_adjoint(x: DTensor) -> Any:
     return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
 
 
-SPECIAL[find_getter("H")] = SPECIAL[find_getter("mH")] = _compute_adjoint
 SPECIAL[find_getter("real")] = lambda x: torch.real(x)
 SPECIAL[find_getter("imag")] = lambda x: torch.imag(x)
 

@@ -16,7 +16,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from .arguments import LEAVES, flatten_call
 from .capture.fakes import local_of
-from .capture.state import Slot, State
+from .capture.state import State
+from .capture.state_slots import Slot
 from .captured_program import CapturedProgram
 from .conditions import Condition, Conditions
 from .guards.content_keys import argument_key

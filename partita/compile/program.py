@@ -21,7 +21,7 @@ from partita.tensor.tensor_state import state_of
 
 from .backend.built import Built
 from .capture.fakes import local_of
-from .capture.state import Slot
+from .capture.state_slots import Slot
 from .padding_boundary import Border, border_of
 
 __all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"]

@@ -24,7 +24,8 @@ from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_choice import BlockChoice
 from .capture.optimizers import prime, unprime
-from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
+from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
+from .capture.state_search import state_of
 from .captured_program import CapturedProgram
 from .errors import CaptureError, Holding
 from .guards import History, described, signature_of

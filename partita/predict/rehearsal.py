@@ -27,7 +27,8 @@ from partita.compile.capture.capture_context import compiling, swapped, unseen
 from partita.compile.capture.captured_attributes import Attributes
 from partita.compile.capture.fakes import local_of
 from partita.compile.capture.refusals import users_line
-from partita.compile.capture.state import State, state_of, tensors_of_call
+from partita.compile.capture.state import State, tensors_of_call
+from partita.compile.capture.state_search import state_of
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import spec_of

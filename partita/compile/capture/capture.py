@@ -39,6 +39,7 @@ from ..guards import Guards, ReadRecord, Write
 from ..guards.codes import line_of_write
 from ..guards.expected import MISSING, brief
 from ..guards.instrument import exclusive
+from ..guards.marks import attributes_of
 from ..guards.places import entry
 from ..node_metadata import Recorder, note_of
 from ..program import Input
@@ -72,7 +73,8 @@ from .outputs import GraphOutputs
 from .predicted_answers import predict_answer
 from .refusals import not_an_input, told_of, users_line
 from .repeated_moves import RepeatedMoves
-from .state import Cell, Slot, State, attributes_of
+from .state import State
+from .state_slots import Cell, Slot
 from .tensor_facts import Facts
 
 __all__ = ["capture", "taking_turns", "trace_once"]

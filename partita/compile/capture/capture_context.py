@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 from partita.tensor.engine import saving_hooks
 from partita.tensor.watch import HERE
 
-from .state import Slot
+from .state_slots import Slot
 
 __all__ = ["call_by_call", "compiling", "swapped", "unlogged", "unseen", "without_dispatch_modes"]
 

@@ -23,7 +23,8 @@ from partita.layout import Fix
 from partita.tensor.tensor_state import state_of
 
 from ..errors import not_captured
-from .state import Slot, State
+from .state import State
+from .state_slots import Slot
 from .symbolic import is_symbolic, is_text_of_unknown
 
 __all__ = ["Attributes", "check_result", "holds_made", "is_filled", "left_in"]

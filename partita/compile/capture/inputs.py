@@ -14,7 +14,8 @@ from ..errors import not_captured
 from ..guards.codes import is_of_users
 from ..program import Input
 from .fakes import device_at_capture, fake_mode, local_of
-from .state import Slot, names_of_call, tensors_of_call
+from .state import names_of_call, tensors_of_call
+from .state_slots import Slot
 
 __all__ = ["GraphInputs"]
 

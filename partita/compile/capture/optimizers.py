@@ -28,7 +28,7 @@ from partita.tensor.watch import HERE
 
 from ..errors import not_captured
 from ..node_metadata import Recorder
-from .state import Slot
+from .state_slots import Slot
 
 __all__ = ["Stepping", "prime", "unprime"]
 

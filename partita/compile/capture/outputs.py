@@ -29,7 +29,7 @@ from .differentiate import Seed, asks_gradient, differentiate, has_history
 from .inputs import GraphInputs
 from .left_on_results import check_no_marks, left_gradient, retains_gradient
 from .result_parts import cut_history, part_results
-from .state import Slot
+from .state_slots import Slot
 from .symbolic import is_symbolic
 
 __all__ = ["GraphOutputs"]

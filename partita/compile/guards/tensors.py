@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 if TYPE_CHECKING:
-    from ..capture.state import Slot
+    from ..capture.state_slots import Slot
 
 __all__ = ["TensorGuard"]
 

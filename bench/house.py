@@ -340,15 +340,31 @@ def files_that_name_a_backend(modules: list[Module]) -> list[str]:
 
 
 def lines_that_name_a_device(modules: list[Module]) -> list[str]:
-    """Where code, of whatever room but the benches and what tests, has the name of a device or of
-    a backend as a value."""
+    """Where code, of whatever room but what tests, decides by the kind of a device, or for one."""
     return [
         f"{m.path}:{node.lineno}"
         for m in modules
-        if not m.path.startswith(("bench/", "testing/", *NAMES_DEVICES))
+        if not m.path.startswith(("testing/", *NAMES_DEVICES))
         for node in ast.walk(m.tree)
-        if isinstance(node, ast.Constant) and node.value in DEVICES
+        if _names_a_device(node)
     ]
+
+
+def _names_a_device(node: ast.AST) -> bool:
+    """Is it the name of a device or of a backend ("cpu", "cuda:0", "cpu:gloo"), a question which
+    device a tensor is on (`x.is_cuda`), or a call for one (`torch.cuda.device_count()`, `x.cpu()`)?
+
+    Lists of what torch has, `torch.cuda.random` among others, are no decision.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return " " not in node.value and node.value.split(":")[0] in DEVICES
+    if isinstance(node, ast.Attribute):
+        is_kind = ast.unparse(node.value) in ("DeviceType", "ProfilerActivity")
+        return is_kind or node.attr in {f"is_{kind}" for kind in DEVICES}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        home = ast.unparse(node.func.value)
+        return node.func.attr in DEVICES or home in {f"torch.{kind}" for kind in DEVICES}
+    return False
 
 
 def names_without_docstring(modules: list[Module]) -> list[str]:

@@ -30,7 +30,7 @@ from partita.app import (
     verify,
 )
 from partita.app.cache_table import ACTIONS, cache
-from partita.comm.device import HOST, choose_device
+from partita.comm.device import HOST, Device, accelerator_names, choose_device
 from partita.predict.calibrate_command import add_calibrate, run_calibrate
 from partita.predict.explain_command import add_explain, run_explain
 from partita.predict.machine import load_machine
@@ -52,6 +52,13 @@ BENCHES = {
     "published": "partita.bench.published:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
+HOST_BENCHES = {
+    "faults": "it kills ranks of the processor",
+    "ops": "it compares ranks of the processor with it alone",
+    "published": "it measures nothing",
+    "simulate": "`partita calibrate` measures the processor",
+}
+"""Those that compute on the processor alone, and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,7 +274,13 @@ def _bench(name: str, device: str, arguments: list[str]) -> int:
     from partita.bench.place import DEVICE_VARIABLE
 
     try:
-        os.environ[DEVICE_VARIABLE] = choose_device(device).type
+        chosen = choose_device(device)
+        if name in HOST_BENCHES and not chosen.is_host:
+            if device == chosen.type:
+                why = HOST_BENCHES[name]
+                raise ValueError(f"--device {device}: {name} cannot run there, {why}")
+            chosen = Device(HOST.type)
+        os.environ[DEVICE_VARIABLE] = chosen.type
     except ValueError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
@@ -285,14 +298,13 @@ def _doctor() -> int:
     from .comm.backends.control import can_compare
 
     backends = installed_backends()
-    gpus = torch.cuda.device_count()
     rows = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(terse=True),
         "cores": f"{cores()} usable of {os.cpu_count()}",
         "backends": ", ".join(backends) or "none: torch was built without torch.distributed",
-        "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
+        "gpus": ", ".join(accelerator_names()) or "none",
         "world": (
             f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
             if "WORLD_SIZE" in os.environ

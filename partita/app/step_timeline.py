@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from partita.comm.device import activities_to_profile, is_of_host
 from partita.report import TimelineEvent
 
 __all__ = ["StepTimeline"]
@@ -58,10 +57,7 @@ class StepTimeline:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Within, the step runs."""
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        with _without_its_log(), profile(activities=activities) as found:
+        with _without_its_log(), profile(activities=activities_to_profile()) as found:
             yield
         self.events = _events_of([*found.events()])
 
@@ -97,7 +93,7 @@ def _events_of(profiled: list[Any]) -> list[TimelineEvent]:
         return []
     began = min([e.time_range.start for e in work] + [at for at, _ in marks])
     ended = max(e.time_range.end for e in work)
-    on_gpu = any(e.device_type != DeviceType.CPU for e in work)
+    on_gpu = not all(map(is_of_host, work))
 
     def make(name: str, stream: str, start: float, end: float, kind: str, phase: str) -> Any:
         return TimelineEvent(name, stream, (start - began) / 1e6, (end - start) / 1e6, kind, phase)
@@ -127,7 +123,7 @@ def _name_of_phase(name: str) -> str:
 def _stream_of(event: Any, on_gpu: bool) -> str:
     """The stream that shows an event; "" for none: what is called within a call that is shown."""
     is_collective = _kind_of(event.name) in _COLLECTIVES.values()
-    if event.device_type != DeviceType.CPU:
+    if not is_of_host(event):
         return "links" if is_collective else "compute"
     if event.is_async:
         return "links" if is_collective else ""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita as pt
-from partita.comm.device import Device, choose_device
+from partita.comm.device import HOST, Device, choose_device
 from partita.compile.phases import told_of_phases
 from partita.compile.step_facts import facts_of_graph, facts_of_moves, facts_of_parameter
 
@@ -275,7 +275,7 @@ def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
         recent = tokens[-model.context :]
         window = torch.zeros(1, model.context, dtype=torch.int64)
         window[0, : len(recent)] = torch.tensor(recent)
-        logits = _whole(model(window.to(device)))[0, len(recent) - 1].float().cpu()
+        logits = _whole(model(window.to(device)))[0, len(recent) - 1].float().to(HOST)
         chances = F.softmax(logits / 0.7, dim=-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(tokens[len(prompt) :])

@@ -2,7 +2,7 @@
 
 How long does a checkpoint stop training, beside the copy alone and beside torch's own?
 
-Gloo ranks hold the shards of a few large weights. In turn, within each round: the copy of this
+Ranks hold the shards of a few large weights. In turn, within each round: the copy of this
 rank's pieces into memory that it has already (what no asynchronous save can do without), `pt.save`,
 the call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first
 of a run), the same with that memory (so are all others), and torch.distributed.checkpoint's
@@ -29,6 +29,9 @@ import torch
 import torch.distributed as dist
 
 import partita as pt
+from partita.comm.device import HOST, Device, finish_copies
+
+from .place import begin_ranks, bench_device, make_dp_mesh
 
 __all__ = ["main", "measure"]
 
@@ -46,7 +49,7 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
     from partita.checkpoint.checksums import Checksums
 
     rows = mib * MIB // (8 * 4 * 1024)
-    whole = [torch.randn(rows, 1024) for _ in range(8)]
+    whole = [bench_device().place(torch.randn(rows, 1024)) for _ in range(8)]
     ours = {
         f"w{i}": pt.distribute_tensor(w, mesh, [pt.Shard(0)], src_data_rank=None)
         for i, w in enumerate(whole)
@@ -56,11 +59,13 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
         for i, w in enumerate(whole)
     }
     pieces = [w.to_local() for w in ours.values()]
-    copies = [torch.empty_like(p) for p in pieces]
+    pinned = Device(pieces[0].device.type).copies_beside_python
+    copies = [torch.empty(p.shape, dtype=p.dtype, device=HOST, pin_memory=pinned) for p in pieces]
 
     def copy() -> None:
         for to, piece in zip(copies, pieces, strict=True):
-            to.copy_(piece)
+            to.copy_(piece, non_blocking=True)
+        finish_copies()
 
     def at(name: str) -> str:
         return os.path.join(folder, name)
@@ -93,12 +98,13 @@ def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    mesh = pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    begin_ranks(rank, ranks, init_method=store)
+    mesh = make_dp_mesh(ranks)
     ways = _ways(mesh, mib, folder)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(rounds + 1):
         for name, (run, wait) in ways.items():
+            bench_device().finish()
             dist.barrier()
             start = time.perf_counter()
             saving = run()
@@ -134,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mib", type=int, default=128, help="of all ranks together")
     options = parser.parse_args(argv)
     found = measure(options.ranks, options.rounds, options.mib)
-    print(f"{options.mib} MiB on {options.ranks} Gloo ranks, {options.rounds} rounds: the pause")
+    on = f"{options.ranks} ranks of {bench_device().type}"
+    print(f"{options.mib} MiB on {on}, {options.rounds} rounds: the pause")
     for name, times in found.items():
         both = list(zip(times, found[COPY], strict=True))
         over, beside = median(t / c for t, c in both), median(t - c for t, c in both)

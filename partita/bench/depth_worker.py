@@ -33,6 +33,13 @@ except ImportError:  # an older checkout, whose rooms were others
     from partita.train.models.llama import Llama  # type: ignore[no-redef]
     from partita.train.zero import zero  # type: ignore[no-redef]
 
+try:
+    from partita.bench.place import bench_device
+
+    _DEVICE = bench_device().type
+except ImportError:  # an older checkout, which ran on the processor alone
+    _DEVICE = torch.empty(0).device.type
+
 __all__ = ["main"]
 
 _CALLS = 10
@@ -60,7 +67,7 @@ def _model(name: str, shape: Shape) -> torch.nn.Module:
     width, heads = shape.width, shape.heads
     return Llama(
         layers=shape.layers, width=width, heads=heads, groups=heads // 2, context=shape.context
-    )
+    ).to(_DEVICE)
 
 
 def _transformer(name: str, layers: int, width: int) -> torch.nn.Module:
@@ -98,14 +105,14 @@ def _training_of(name: str, shape: Shape, mesh: Any) -> tuple[Any, list[Any]]:
     if not name.startswith("hf-"):
         rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
         return training(zero(_model(name, shape), mesh, stage=3)), rows
-    model = zero(_transformer(name, shape.layers, shape.width), mesh, stage=3)
+    model = zero(_transformer(name, shape.layers, shape.width).to(_DEVICE), mesh, stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     if name == "hf-swin":
         given = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     else:
         given = {"input_ids": torch.randint(0, 64, (2, 16))}
         given["labels"] = given["input_ids"]
-    rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in given.values()]
+    rows = [pt.DTensor.from_local(t.to(_DEVICE), mesh, [pt.Shard(0)]) for t in given.values()]
 
     def step(*values: Any) -> Any:
         optimizer.zero_grad()
@@ -169,7 +176,7 @@ def main(name: str, width: int, backend: str) -> None:
     """Answer until the input ends."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = pt.init_device_mesh(_DEVICE, (2,), mesh_dim_names=("dp",))
     _timed("capture")
     _timed("make_program")
     _first_step(name, 1, width, mesh, backend)  # imports, and tables that are made once

@@ -152,7 +152,7 @@ def _plain(found: Found, options: argparse.Namespace, seconds: float) -> dict[st
     return {
         "torch": torch.__version__,
         "mesh": dict(options.mesh),
-        "ranks": "simulated" if options.inprocess else "gloo",
+        "ranks": "simulated" if options.inprocess else "processes",
         "samples": options.samples,
         "seconds": round(seconds, 1),
         "cases": found.cases,

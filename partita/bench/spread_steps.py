@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import partita as pt
 from partita.app.models import GPT, Llama
 
+from .place import bench_device
+
 __all__ = ["SpreadStep", "make_cnn"]
 
 
@@ -55,9 +57,10 @@ class SpreadStep:
     def make(self) -> tuple[Any, tuple[Tensor, ...], Any]:
         """The step, its arguments and the mesh. All ranks call this."""
         names, sizes = tuple(self.mesh), tuple(self.mesh.values())
-        mesh = pt.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=names)
         torch.manual_seed(0)
         model, plan, batch = _MODELS[self.model](self)
+        bench_device().place(model)
         pt.parallelize(model, mesh, plan if "tp" in self.mesh else None)
         if "dp" in self.mesh:
             pt.zero(model, mesh, "dp", stage=self.zero)
@@ -65,7 +68,8 @@ class SpreadStep:
             pt.remat(model, blocks=list(model.blocks))  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
         placements = [pt.Shard(0) if name == "dp" else pt.Replicate() for name in names]
-        spread = tuple(pt.distribute_tensor(one, mesh, placements) for one in batch)
+        rows = map(bench_device().place, batch)
+        spread = tuple(pt.distribute_tensor(one, mesh, placements) for one in rows)
 
         def step(x: Tensor, target: Tensor) -> Tensor:
             optimizer.zero_grad()

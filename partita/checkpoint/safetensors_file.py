@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from partita.comm import Everyone, Piece, everyone, user_line
+from partita.comm.device import HOST
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
@@ -375,4 +376,4 @@ def _copy_full_to_cpu(x: torch.Tensor) -> torch.Tensor:
         x = x.detach()
         if isinstance(x, DTensor):
             x = x.full_tensor()
-        return x.cpu().contiguous()
+        return x.to(HOST).contiguous()

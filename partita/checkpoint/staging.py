@@ -19,7 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Piece
-from partita.comm.device import Device, finish_copies
+from partita.comm.device import HOST, Device, finish_copies
 from partita.layout import Replicate
 from partita.tensor import DTensor
 from partita.tensor.checksum import checksum
@@ -210,7 +210,7 @@ def _canonicalize_value(value: Any) -> str | None:
 
 def _hash_tensor(x: torch.Tensor) -> str:
     # The lock of the interpreter is not held meanwhile: training goes on.
-    return hashlib.sha1(bytes_of(x.detach().cpu().contiguous())).hexdigest()
+    return hashlib.sha1(bytes_of(x.detach().to(HOST).contiguous())).hexdigest()
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:

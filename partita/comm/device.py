@@ -14,16 +14,23 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 __all__ = [
     "DEVICES",
     "HOST",
     "Device",
+    "accelerator_indices",
+    "accelerator_names",
+    "activities_to_profile",
     "choose_device",
     "default_generator",
     "describe_hardware",
     "finish_copies",
     "generators_in_use",
+    "is_of_host",
+    "is_seen_by_processes",
     "kinds_that_cast",
 ]
 
@@ -181,6 +188,33 @@ def finish_copies() -> None:
     """Wait until what this process has asked to be copied is there."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
+
+
+def accelerator_indices(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The numbers of the GPUs that `tensors` lie on."""
+    return sorted({t.device.index for t in tensors if t.is_cuda and t.device.index is not None})
+
+
+def accelerator_names() -> list[str]:
+    """Of the GPUs that this process sees, each one's."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
+    """Does another process see what is written there? Torch says of all memory of a GPU that it is
+    shared, since it could be."""
+    return memory.device == HOST and memory.is_shared()
+
+
+def activities_to_profile() -> list[ProfilerActivity]:
+    """What torch's profiler listens to here: calls of the host, and kernels of a GPU."""
+    host = [ProfilerActivity.CPU]
+    return [*host, ProfilerActivity.CUDA] if torch.cuda.is_available() else host
+
+
+def is_of_host(event: Any) -> bool:
+    """Did the host do this, of what torch's profiler has seen?"""
+    return bool(event.device_type == DeviceType.CPU)
 
 
 def describe_hardware(device: torch.device) -> str:

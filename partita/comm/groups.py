@@ -20,7 +20,7 @@ from .capture_barrier import roll_call
 from .collective_request import Ask
 from .control import ControlGroup
 from .deadlock import timeout_of_job
-from .device import Device
+from .device import HOST, Device
 from .pending_work import UnderWay, ordered_sum
 from .source import place_of_user, user_line
 from .splits import Splits
@@ -224,7 +224,7 @@ class GroupWire(Wire):
         assert self._read is not None
         mine = b""
         if x.nbytes <= _SMALL:
-            mine = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            mine = x.detach().to(HOST).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         told = self.meet_readers(self._read, mine)
         if not mine:
             return None

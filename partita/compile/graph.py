@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from partita.comm.compiled import all_gather, all_to_all
+from partita.comm.device import HOST
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
 
@@ -222,6 +223,6 @@ def _format_result(value: Any) -> str:
 def _digest_constant(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    plain = value.detach().cpu().contiguous()
+    plain = value.detach().to(HOST).contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return f"{hashlib.sha256(data).hexdigest()[:16]} {list(value.shape)} {value.dtype}"

@@ -19,6 +19,7 @@ import torch
 
 from partita.comm import Ask, TraceWire, Wire, is_uneven
 from partita.comm.cuts import has_empty, places_of, span
+from partita.comm.device import Device
 from partita.redistribute.cost import bytes_of
 from partita.tensor.engine import holders
 from partita.tensor.padded_storage import find_padded, show_front
@@ -153,7 +154,8 @@ def _fills_its_own(value: torch.Tensor) -> bool:
     """Is it all that there is in its memory, which nobody else has?"""
     # On a device others may have it in hand on another stream, of which `record_stream` tells the
     # allocator, and not through memory that is shown.
-    if not value.is_cpu or not value.is_contiguous() or value.is_conj() or value.is_neg():
+    at_once = Device(value.device.type).runs_at_once
+    if not at_once or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return False
     storage = value.untyped_storage()
     return holders(storage) == 2 and storage.nbytes() == value.nbytes

@@ -19,6 +19,7 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, is_alone
+from partita.comm.device import accelerator_indices
 from partita.layout import Fix, LayoutError
 from partita.tensor.checksum import checksum
 
@@ -55,7 +56,7 @@ class Compared:
         if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
             return
         given = [entered(i, tensors) for i in self.inputs]
-        with torch.random.fork_rng(devices=_find_cuda_devices(given)), Local(), torch.no_grad():
+        with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
             values = run(*given)
         for wire in dict.fromkeys(self.wires):
             mine = [i for i, w in enumerate(self.wires) if w is wire]
@@ -71,10 +72,6 @@ def entered(given: Input, tensors: Sequence[Any]) -> torch.Tensor:
     """An input of a graph, as the graph takes it: padded where its pieces are uneven."""
     x = given.now(tensors)
     return x if given.border is None else given.border.enter(x)
-
-
-def _find_cuda_devices(given: Sequence[torch.Tensor]) -> list[int]:
-    return sorted({t.device.index for t in given if t.is_cuda and t.device.index is not None})
 
 
 def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:

@@ -9,6 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import saved_as, user_line, wire_saved_as
+from partita.comm.device import is_seen_by_processes
 from partita.layout import Fix, Layout, LayoutError
 
 from .autograd import moved
@@ -131,7 +132,7 @@ def _rebuild(
             ),
         )
     mine = local.detach()
-    if not (mine.is_cpu and mine.is_shared()):  # else another process sees what is written to it
+    if not is_seen_by_processes(mine.untyped_storage()):
         mine = with_room(mine, spec)
     out = tagged(mine, spec).requires_grad_(local.requires_grad)
     out.__dict__.update(names)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import to_dlpack
 
+from partita.comm.device import is_seen_by_processes
+
 from .dtensor import DTensor
 from .engine import holders
 from .spec import Spec
@@ -123,7 +125,7 @@ def give_room(x: torch.Tensor) -> None:
             return
         storage = x.untyped_storage()
         is_alone = holders(storage) == 2 and x.numel() * x.itemsize == storage.nbytes()
-        is_torchs = storage.resizable() and not (x.is_cpu and storage.is_shared())
+        is_torchs = storage.resizable() and not is_seen_by_processes(storage)
         if is_alone and is_torchs and not x.is_inference():
             _data.__set__(x, copy_with_room(x.detach(), x._spec))
 

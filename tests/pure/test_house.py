@@ -75,9 +75,19 @@ def test_a_type_name_means_one_thing(house, modules):
 
 
 def test_what_depends_on_a_device_is_decided_in_one_place(house, modules):
-    one = house.Module("remat/one.py", '"""On "cpu"."""\nif x.device.type == "cuda": ...\n')
+    decided = (
+        'if x.device.type == "cuda": ...',
+        "if x.is_cuda: ...",
+        "n = torch.cuda.device_count()",
+        "y = x.detach().cpu()",
+        "kinds = [ProfilerActivity.CUDA]",
+        'mesh = f"cuda:{n}", "cpu:gloo"',
+    )
+    lines = ['"""On "cpu"."""', *decided, "homes = (torch.random, torch.cuda.random)"]
+    one = house.Module("remat/one.py", "\n".join(lines))
     other = house.Module("comm/device.py", 'KINDS = "cpu", "cuda"\n')
-    assert house.lines_that_name_a_device([one, other]) == ["remat/one.py:2"]
+    found = {f"remat/one.py:{n}" for n in range(2, 2 + len(decided))}
+    assert set(house.lines_that_name_a_device([one, other])) == found
     assert house.lines_that_name_a_device(modules) == []
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from partita.app import Options
-from partita.cli import main
+from partita.bench.place import DEVICE_VARIABLE, bench_device
+from partita.cli import BENCHES, HOST_BENCHES, main
 from partita.comm.device import Device, choose_device
 
 
@@ -14,6 +15,7 @@ from partita.comm.device import Device, choose_device
 def gpus(monkeypatch):
     """A machine with two GPUs, of which none is touched."""
     chosen = []
+    monkeypatch.setenv(DEVICE_VARIABLE, "cpu")  # as it was, afterwards
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
@@ -65,6 +67,26 @@ def test_autocast_is_that_of_the_device():
 def test_a_device_that_nobody_knows_is_an_error():
     with pytest.raises(ValueError, match="--device 'gpu' is none of auto, cpu, cuda"):
         choose_device("gpu")
+
+
+@pytest.mark.parametrize("name", sorted(HOST_BENCHES))
+def test_a_bench_of_the_processor_alone_refuses_a_gpu(name, gpus, capsys, monkeypatch):
+    monkeypatch.setitem(BENCHES, name, f"{__name__}:tell_device")
+    assert main(["bench", "--device", "cuda", name]) == 2
+    assert f"--device cuda: {name} cannot run there" in capsys.readouterr().err
+    assert main(["bench", "--device", "auto", name]) == 0
+    assert capsys.readouterr().out == "cpu\n"
+
+
+def test_a_bench_runs_on_the_device_that_it_is_told(gpus, capsys, monkeypatch):
+    monkeypatch.setitem(BENCHES, "checkpoint", f"{__name__}:tell_device")
+    for asked, found in (("cuda", "cuda"), ("auto", "cuda"), ("cpu", "cpu")):
+        assert main(["bench", "--device", asked, "checkpoint"]) == 0
+        assert capsys.readouterr().out == f"{found}\n"
+
+
+def tell_device(arguments):
+    print(bench_device().type)
 
 
 def test_a_bench_says_what_device_it_has_not(no_gpu, capsys):

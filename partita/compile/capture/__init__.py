@@ -5,12 +5,11 @@ In reading order: `capture` and `capture_run` (the run), `state` with `state_slo
 (Python numbers and questions), `optimizers`, `block_calls` with `block_tape`, `block_follower`,
 `block_tracing` and `block_traces` (blocks traced once), `differentiate` and `result_parts`
 (regions), `functionalize` with `functional_rewrite` (writes become values), `outputs` and
-`lower_trace` (what is the step's program); what a run meets: `capture_context`,
-`hearing`, `hooks`, `fakes`, `traced_tensors`, `tensor_facts`, `identity`, `value_checks`,
-`predicted_answers`, `captured_attributes`, `data_writes`, `left_on_results`, `ctc`,
-`refusals`, `graph_checks`;
-what is traced once: `equal_calls`, `repeated_calls`, `repeated_moves`, `block_choice`,
-`block_modes`, `block_functions`; what writes become: `functional_calls`, `functional_memory`,
+`lower_trace` (what is the step's program); what a run meets: `capture_context`, `hearing`, `hooks`,
+`fakes`, `traced_tensors`, `tensor_facts`, `identity`, `value_checks`, `predicted_answers`,
+`captured_attributes`, `data_writes`, `left_on_results`, `ctc`, `refusals`, `graph_checks`; what is
+traced once: `equal_calls`, `repeated_calls`, `repeated_moves`, `block_choice`, `block_modes`,
+`block_functions`, `block_operands`; what writes become: `functional_calls`, `functional_memory`,
 `functional_trace`, `draws_in_place`, `views_in_place`, `overlapping_results`, `shared_results`,
 `write_order`, `gating`.
 """

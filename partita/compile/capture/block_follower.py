@@ -13,34 +13,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode_temporarily,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from partita.tensor.spec import Spec
-from partita.tensor.watch import HERE, Label
+from partita.tensor.watch import HERE
 
-from .block_functions import (
-    is_closed,
-    is_question,
-    scalar_places,
-    why_refused,
-    writes_first,
-)
+from .block_functions import is_question, why_refused, writes_first
 from .block_modes import modes_now, who_hears, within_modes
+from .block_operands import OperandWriter
 from .block_tape import (
     BlockTape,
     Made,
-    Named,
     NotABlock,
     Same,
     Taken,
@@ -49,33 +37,10 @@ from .block_tape import (
     number_floats,
     numbers_of,
     with_tensors,
-    with_whole_numbers,
 )
-from .symbolic import BlockNumberRead, is_symbolic
+from .symbolic import BlockNumberRead
 
 __all__ = ["Follower", "stand_in"]
-
-
-_ALIKE = (Enum, Spec, torch.Generator)
-"""Of what is the same object, or is not the same."""
-_PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
-
-
-def described(t: torch.Tensor) -> tuple[Any, ...]:
-    """What must be alike of tensors that one program is to take."""
-    with Local():
-        return (
-            type(t),
-            tuple(t.shape),
-            t.stride(),
-            t.storage_offset(),
-            t.dtype,
-            t.device,
-            getattr(t, "_spec", None),
-            t.requires_grad,
-            isinstance(t, torch.nn.Parameter),
-            t.is_inference(),
-        )
 
 
 class Follower(TorchFunctionMode):
@@ -103,10 +68,9 @@ class Follower(TorchFunctionMode):
         self._candidates = list(tapes)
         self._beside: BlockTape | None = None
         self.operands: list[Any] = []
-        self.taken: list[torch.Tensor] = []
-        self._described: list[tuple[Any, ...]] = []
+        self._writer = OperandWriter(kind)
+        self.taken = self._writer.taken
         self._stands: dict[int, FakeTensor] = {}
-        self._numbers: dict[int, Made | Taken] = {}
         self._at = 0
         self.tape: BlockTape | None = None
         self.inner_taken: list[torch.Tensor] = []
@@ -124,12 +88,12 @@ class Follower(TorchFunctionMode):
         if self._suspended or self.inside:
             return func(*args, **kwargs)
         self._refuse_function(func)
-        operands = self._write_operands(func, args, kwargs)
+        operands = self._writer.write_operands(func, args, kwargs)
         around = self._read_modes()
         if is_question(func) and not contains(operands, Made):
             # What comes from outside may be an input of the step: it is asked itself.
             answer = self._ask_outside(func, args, kwargs)
-            call = TapedCall(func, around, operands, self._write_operand(answer))
+            call = TapedCall(func, around, operands, self._writer.write_operand(answer))
             if self._match_call(call, call.result) is None:
                 self._begin_tape(call)
                 self._append_call(call, call.operands)
@@ -195,61 +159,13 @@ class Follower(TorchFunctionMode):
         begun = region - self._regions if region > self._regions else 0
         return (*modes_now(), begun, kept, budget)
 
-    # -- tensors by number -------------------------------------------------------------------------
-
-    def _write_operands(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operands of a call, as a tape has them."""
-        operands = (self._write_operand(args), self._write_operand(kwargs))
-        first = args[0] if args else None
-        if not isinstance(first, torch.Tensor):
-            return operands
-        with Local():
-            reckons_in_floats = first.is_floating_point()
-        places = scalar_places(func) if reckons_in_floats else ()
-        return with_whole_numbers(operands, places) if places else operands
-
-    def _write_operand(self, value: Any) -> Any:
-        """An operand as a tape has it."""
-        kind = type(value)
-        if kind is int or kind is bool:
-            return (kind, value)
-        if isinstance(value, torch.Tensor):
-            return self._number_tensor(value)
-        if kind is float:
-            return (kind, value.hex())
-        if kind is Label:
-            return Named(value)
-        if isinstance(value, _PLAIN):
-            return value
-        if kind is tuple or kind is list or kind is torch.Size:
-            return (kind, *map(self._write_operand, value))
-        if kind is dict:
-            return (kind, *((k, self._write_operand(v)) for k, v in value.items()))
-        if kind is slice:
-            return (kind, *map(self._write_operand, (value.start, value.stop, value.step)))
-        if is_symbolic(value):
-            raise NotABlock(self.kind, "it reckons with a number that is an input")
-        if kind is complex or isinstance(value, (*_ALIKE, type)) or is_closed(value):
-            return Same(value)
-        raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
-
-    def _number_tensor(self, t: torch.Tensor) -> Made | Taken:
-        found = self._numbers.get(id(t))
-        if found is not None:
-            return found
-        if not isinstance(t, FakeTensor):
-            raise NotABlock(self.kind, "it reads a tensor for which no other stands")
-        found = self._numbers[id(t)] = Taken(len(self.taken))
-        self.taken.append(t)
-        return found
-
     # -- along a tape ------------------------------------------------------------------------------
 
     def _match_call(self, call: TapedCall, result: Any) -> TapedCall | None:
         """The call of a known tape that this one is, if it is one; a `result` must be equal."""
         if self.tape is not None:
             return None
-        described_now = self._describe_taken()
+        described_now = self._writer.describe_taken()
         kept: list[BlockTape] = []
         found = None
         for tape in self._candidates:
@@ -272,22 +188,18 @@ class Follower(TorchFunctionMode):
             self.operands.append(call.operands)
         return found
 
-    def _describe_taken(self) -> list[tuple[Any, ...]]:
-        self._described += map(described, self.taken[len(self._described) :])
-        return self._described
-
     def _likes_of_tape(self) -> dict[int, FakeTensor]:
         return (self.tape or self._candidates[0]).made
 
     def _stand_for(self, number: int, like: FakeTensor) -> torch.Tensor:
         if number not in self._stands:
             self._stands[number] = stand = stand_in(like)
-            self._numbers[id(stand)] = Made(number)
+            self._writer.numbers[id(stand)] = Made(number)
         return self._stands[number]
 
     def _apply_setting(self, found: TapedCall, args: Any, kwargs: Any) -> None:
         """A call that sets how torch is set, and has nothing to do with tensors."""
-        if self._write_operand(self._ask_outside(found.func, args, kwargs)) != found.result:
+        if self._writer.write_operand(self._ask_outside(found.func, args, kwargs)) != found.result:
             raise NotABlock(self.kind, f"{found.func} says something else")
 
     def _ask_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -406,7 +318,7 @@ class Follower(TorchFunctionMode):
                 self.inner_taken.append(inner)
         finally:
             self.inside = False
-        self.tape.taken = list(self._describe_taken())
+        self.tape.taken = list(self._writer.describe_taken())
 
     def _number_results(self, out: Any) -> None:
         """Give numbers to the tensors that a call has made."""
@@ -437,7 +349,7 @@ class Follower(TorchFunctionMode):
             return self._inner[id(out)]
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
             return (type(out), *map(self._write_result, out))
-        found = self._write_operand(out)
+        found = self._writer.write_operand(out)
         if type(found) is Same:
             raise NotABlock(self.kind, f"a call of torch gives a {type(out).__name__}")
         return found
@@ -459,7 +371,7 @@ class Follower(TorchFunctionMode):
         What is held must become what the graph makes.
         """
         ended = [t for t in self._candidates if len(t.calls) == self._at]
-        self._numbers.clear()
+        self._writer.numbers.clear()
         held = {}
         while self._stands:
             number, stand = self._stands.popitem()

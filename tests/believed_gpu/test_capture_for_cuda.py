@@ -70,6 +70,6 @@ def test_a_step_is_captured_for_a_gpu_that_is_not_there(name, kernel, believing)
 def test_a_fused_optimizer_is_captured_for_a_gpu_as_a_capturable_one(believing):
     told = told_of("optimizers", believing)
     assert told["fused"] == told["capturable"]  # which kernels update is the compiler's choice
-    assert told["fused"]["counts"] == ["cuda"]  # a step needs nothing of the host
+    assert told["fused"]["of the host"] == ["number"]  # rates and betas
     assert told["foreach"] == told["one by one"]
-    assert told["foreach"]["counts"] == ["cpu"]  # as in eager
+    assert told["foreach"]["of the host"] == ["number", "optimizer"]  # its counts, as in eager

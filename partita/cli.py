@@ -50,6 +50,7 @@ BENCHES = {
     "faults": "partita.bench.faults:main",
     "simulate": "partita.bench.simulate:main",
     "published": "partita.bench.published:main",
+    "plan": "partita.bench.plan:main",
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 HOST_BENCHES = {

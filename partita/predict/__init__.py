@@ -14,7 +14,7 @@ from .machine import Link, Machine, MachineError, load_machine, shipped_machines
 from .show import Shown, show
 from .simulate import simulate
 from .simulation import Simulation
-from .strategy import MODELS, Strategy, StrategyError
+from .strategy import MODELS, ModelShape, Strategy, StrategyError
 
 __all__ = [
     "MODELS",
@@ -26,6 +26,7 @@ __all__ = [
     "Machine",
     "MachineError",
     "ModelPlan",
+    "ModelShape",
     "PlannedWay",
     "Shown",
     "Simulation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from partita.comm.ledger import human
+from partita.parallel import plans
 
 from .machine import Machine, load_machine
 from .plan_space import Way, least_bytes, least_seconds, ways_of
 from .simulate import simulate
 from .simulation import Simulation
-from .strategy import MODELS, Strategy, StrategyError
+from .strategy import ModelShape, Strategy, StrategyError, shape_of
 
 __all__ = ["ModelPlan", "PlannedWay", "WaySearch", "autoplan", "read_bytes"]
 
@@ -49,6 +51,7 @@ class ModelPlan:
         choices: at most five, each simulated whole and within `memory`.
         space: how many ways there are.
         outcomes: how many of them ended how.
+        plan: of tensor parallelism, as its function is called.
     """
 
     model: str
@@ -58,6 +61,7 @@ class ModelPlan:
     choices: tuple[PlannedWay, ...]
     space: int
     outcomes: Mapping[str, int]
+    plan: str = "plan"
 
     @property
     def best(self) -> PlannedWay:
@@ -71,8 +75,7 @@ class ModelPlan:
         sizes, names = tuple(best.mesh.values()), tuple(best.mesh)
         lines = [f"mesh = pt.init_device_mesh(device, {sizes}, mesh_dim_names={names})"]
         if best.tp > 1:
-            plan = "gpt" if self.model.startswith("gpt") else "llama"
-            lines.append(f"pt.parallelize(model, mesh, pt.plans.{plan}(sequence={of.sequence}))")
+            lines.append(f"pt.parallelize(model, mesh, {self.plan}(sequence={of.sequence}))")
         elif best.dp > 1:
             lines.append("pt.parallelize(model, mesh, None)")
         if best.dp > 1:
@@ -120,7 +123,7 @@ class ModelPlan:
 
 
 def autoplan(
-    model: str,
+    model: str | ModelShape,
     ranks: int,
     memory: float | str | None = None,
     machine: str | Path | Machine = "h100",
@@ -138,7 +141,7 @@ def autoplan(
     that shows more than `memory`.
 
     Args:
-        model: a name of `partita.predict.MODELS`.
+        model: a name of `partita.predict.MODELS`, or a `ModelShape` of one's own.
         memory: bytes of a rank, or text such as "80GB"; the machine's where None.
         batch: sequences of a step on all ranks together; one for each rank where None.
         strategy: precision, context and layers; the rest of it is what is searched.
@@ -149,23 +152,33 @@ def autoplan(
         StrategyError: nothing fits; says what comes nearest. Or a model that is not known.
         MachineError: a machine that is not known.
     """
-    if model not in MODELS:
-        raise StrategyError(f"no model {model!r}: {', '.join(MODELS)} are known by name")
+    shape = shape_of(model)
     found = load_machine(machine)
     limit = found.memory_bytes if memory is None else read_bytes(memory)
     count = ranks if batch is None else batch
-    ways = list(ways_of(model, ranks, count, found, strategy or Strategy()))
+    ways = list(ways_of(shape, ranks, count, found, strategy or Strategy()))
     if not ways:
-        raise StrategyError(f"no mesh of {ranks} ranks divides {model} and {count} sequences")
-    search = WaySearch(model, limit, found, prune)
+        raise StrategyError(f"no mesh of {ranks} ranks divides {shape.name} and {count} sequences")
+    search = WaySearch(shape, limit, found, prune)
     choices = search.run(ways, most)
     if not choices:
-        least = min(ways, key=lambda c: least_bytes(model, c))
+        least = min(ways, key=lambda c: least_bytes(shape, c))
         raise StrategyError(
-            f"{model} does not fit: no way on {ranks} ranks was found within {human(int(limit))}; "
-            f"{least} holds {human(int(least_bytes(model, least)))} between steps"
+            f"{shape.name} does not fit: no way on {ranks} ranks was found within "
+            f"{human(int(limit))}; {least} holds {human(int(least_bytes(shape, least)))} between "
+            "steps"
         )
-    return ModelPlan(model, ranks, limit, count, choices, len(ways), search.outcomes)
+    named = {plans.gpt: "pt.plans.gpt", plans.llama: "pt.plans.llama"}
+    return ModelPlan(
+        shape.name,
+        ranks,
+        limit,
+        count,
+        choices,
+        len(ways),
+        search.outcomes,
+        named.get(shape.plan, "plan"),
+    )
 
 
 class WaySearch:
@@ -174,13 +187,16 @@ class WaySearch:
     Attributes:
         memory: bytes that a rank may hold.
         prune: leave out what bounds exclude.
+        keep: the number of best ways that are asked for.
         outcomes: how many ways ended how.
         known: the simulations so far.
     """
 
-    def __init__(self, model: str, memory: float, machine: Machine, prune: bool):
+    def __init__(
+        self, model: ModelShape, memory: float, machine: Machine, prune: bool, keep: int = 5
+    ):
         self.model, self.memory, self.machine, self.prune = model, memory, machine, prune
-        self.layers = MODELS[model].layers
+        self.keep, self.layers = keep, model.layers
         self.outcomes = dict.fromkeys(
             ("simulated", "too big by weights and optimizer", "too slow by bound", "too big",
              "not looked at"), 0
@@ -188,14 +204,14 @@ class WaySearch:
         self.known: dict[Way, Simulation] = {}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        """The best five that fit, fastest first, of which at most `most` ways were simulated."""
+        """The best that fit, fastest first, of which at most `most` ways were simulated."""
         ranked: list[tuple[float, int, Way]] = []  # seconds, a number, and the way
         bounds = {way: least_seconds(self.model, way, self.machine) for way in ways}
         kept = sorted(ways, key=lambda way: (bounds[way], *_simplest_first(way)))
         for way in kept:
             if self.prune and least_bytes(self.model, way) > self.memory:
                 self.outcomes["too big by weights and optimizer"] += 1
-            elif self.prune and len(ranked) >= 5 and bounds[way] > sorted(ranked)[4][0]:
+            elif self.prune and bounds[way] > self._slowest_kept(ranked):
                 self.outcomes["too slow by bound"] += 1
             elif self.outcomes["simulated"] >= most:
                 self.outcomes["not looked at"] += 1
@@ -208,8 +224,12 @@ class WaySearch:
                     self.outcomes["too big"] += 1
         return self._confirm_choices([way for _, _, way in sorted(ranked)])
 
+    def _slowest_kept(self, ranked: list[tuple[float, int, Way]]) -> float:
+        """Seconds that a way must undercut to be shown."""
+        return sorted(ranked)[self.keep - 1][0] if len(ranked) >= self.keep else math.inf
+
     def _confirm_choices(self, ranked: list[Way]) -> tuple[PlannedWay, ...]:
-        """The first five that fit when all of their blocks are simulated."""
+        """The first that fit when all of their blocks are simulated."""
         choices: list[PlannedWay] = []
         for way in ranked:
             seconds, peak, simulation = self.price_way(way)
@@ -217,7 +237,7 @@ class WaySearch:
                 choices.append(PlannedWay(way, seconds, peak, simulation))
             else:
                 self.outcomes["too big"] += 1
-            if len(choices) == 5:
+            if len(choices) == self.keep:
                 break
         return tuple(sorted(choices, key=lambda c: c.seconds))
 

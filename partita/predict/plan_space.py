@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .machine import Machine
-from .strategy import MODELS, Shape, Strategy
+from .strategy import ModelShape, Strategy
 
 __all__ = ["Way", "least_bytes", "least_seconds", "ways_of"]
 
@@ -46,12 +46,13 @@ class Way:
         return ", ".join(said)
 
 
-def ways_of(model: str, ranks: int, batch: int, machine: Machine, base: Strategy) -> Iterator[Way]:
+def ways_of(
+    shape: ModelShape, ranks: int, batch: int, machine: Machine, base: Strategy
+) -> Iterator[Way]:
     """All ways to step a model on so many ranks, `batch` sequences on all of them together.
 
     Tensor parallelism stays within a host, and divides the heads; micro-batches are powers of two.
     """
-    shape = MODELS[model]
     context = base.context or shape.context
     for tp in range(1, min(ranks, machine.ranks_per_host) + 1):
         dp = ranks // tp
@@ -59,9 +60,9 @@ def ways_of(model: str, ranks: int, batch: int, machine: Machine, base: Strategy
             continue
         mine = batch // dp
         counts = [m for m in (2**k for k in range(mine.bit_length())) if mine % m == 0]
-        for sequence in (False, True)[: 1 + (tp > 1 and context % tp == 0)]:
+        for sequence in (False, True)[: 1 + (shape.has_sequence and tp > 1 and context % tp == 0)]:
             for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                for remat in (False, True):
+                for remat in (False, True)[: 1 + shape.has_blocks]:
                     for count in counts:
                         strategy = dataclasses.replace(
                             base,
@@ -74,12 +75,12 @@ def ways_of(model: str, ranks: int, batch: int, machine: Machine, base: Strategy
                         yield Way(dp, tp, strategy)
 
 
-def least_bytes(model: str, way: Way) -> float:
+def least_bytes(shape: ModelShape, way: Way) -> float:
     """Bytes that a rank holds between steps at least: its float32 weights and AdamW's state.
 
     A lower bound of the peak of a simulation, whatever else is held.
     """
-    _, parameters = _count_parameters(model, way.strategy.layers or MODELS[model].layers)
+    _, parameters = _count_parameters(shape, way.strategy.layers or shape.layers)
     of = way.strategy
     split = parameters / way.tp
     weights = split / (way.dp if of.zero == 3 else 1)
@@ -87,16 +88,16 @@ def least_bytes(model: str, way: Way) -> float:
     return weights * _WEIGHT + state * _STATE
 
 
-def least_seconds(model: str, way: Way, machine: Machine) -> float:
+def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     """Seconds of a step at least: the longest of what the processor and each link must do.
 
     The processor multiplies each matrix three times a token (forward, and for both gradients). Over
     dp each gradient is summed once a step; stage 3 also gathers each weight once a micro-batch.
-    Over tp each block sums its two results forward, once a micro-batch.
+    Over tp each block sums its results forward, once a micro-batch.
     """
-    shape, of = MODELS[model], way.strategy
+    of = way.strategy
     layers, context = of.layers or shape.layers, of.context or shape.context
-    matrices, parameters = _count_parameters(model, layers)
+    matrices, parameters = _count_parameters(shape, layers)
     tokens = of.batch * of.micro_batches * context
     peak = machine.peak_flops(of.precision) * machine.efficiency["matmul"]
     compute = 6.0 * matrices * tokens / way.tp / peak
@@ -110,15 +111,14 @@ def least_seconds(model: str, way: Way, machine: Machine) -> float:
         over_dp = times * 2.0 * parameters / tp * (dp - 1) / dp / (links["dp"] * reached)
     if tp > 1:
         activation = 2.0 * of.batch * context * shape.width
-        passes = 2 * layers * of.micro_batches
+        passes = shape.sums * layers * of.micro_batches
         over_tp = passes * activation * (tp - 1) / tp / (links["tp"] * reached)
     return max(compute, over_dp, over_tp)
 
 
 @functools.lru_cache(maxsize=64)
-def _count_parameters(model: str, layers: int) -> tuple[int, int]:
+def _count_parameters(shape: ModelShape, layers: int) -> tuple[int, int]:
     """Elements of a model's matrices in blocks, and of all of its parameters."""
-    shape: Shape = MODELS[model]
     with torch.device("meta"):
         module = shape.make(layers, 8)
     named = list(module.named_parameters())

@@ -18,7 +18,7 @@ from partita.compile.program import Program
 
 from .machine import Link, Machine, load_machine
 from .simulation import Simulation, simulation_of
-from .strategy import Strategy, make_step
+from .strategy import ModelShape, Strategy, make_step, shape_of
 from .timeline import play
 
 __all__ = ["capture_model", "simulate", "simulate_program"]
@@ -46,7 +46,7 @@ def simulate(
     Args:
         step_or_model: a step, compiled or not, that takes `args`; a module, whose result for `args`
             is its loss, and which is updated by AdamW; or the name of a model of
-            `partita.predict.MODELS`.
+            `partita.predict.MODELS`, or a `ModelShape` of one's own.
         mesh: the mesh on which the step's tensors lie (`pt.dry_mesh(dp=64)`), or for a name the
             size of each axis.
         machine: the name of a shipped machine, or the path of a file.
@@ -63,9 +63,10 @@ def simulate(
     """
     found = load_machine(machine)
     sizes = _sizes_of_mesh(mesh)
-    if isinstance(step_or_model, str):
-        program, tokens = capture_model(step_or_model, sizes, strategy or Strategy())
-        what = step_or_model
+    if isinstance(step_or_model, str | ModelShape):
+        shape = shape_of(step_or_model)
+        program, tokens = capture_model(shape, sizes, strategy or Strategy())
+        what = shape.name
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
         what = getattr(step_or_model, "title", type(step_or_model).__name__)
@@ -73,8 +74,10 @@ def simulate(
     return simulate_program(program, sizes, found, what=what, tokens=tokens, links=links)
 
 
-def capture_model(model: str, mesh: Mapping[str, int], strategy: Strategy) -> tuple[Program, int]:
-    """A step of a named model, and its tokens on all ranks together. One serves many machines.
+def capture_model(
+    model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy
+) -> tuple[Program, int]:
+    """A step of a model, and its tokens on all ranks together: one capture serves many machines.
 
     Raises:
         StrategyError: a model that is not known, or a mesh that does not divide.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,23 +21,41 @@ from partita.parallel.zero import no_sync, zero
 from partita.remat import remat
 from partita.tensor import DTensor
 
-__all__ = ["MODELS", "Shape", "Strategy", "StrategyError", "make_step"]
+__all__ = ["MODELS", "ModelShape", "Strategy", "StrategyError", "make_step", "shape_of"]
 
 
 class StrategyError(ValueError):
     """A model that is not known, or a mesh or a batch that does not divide."""
 
 
+def make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
+    """Tokens (sequences, context) to be read, and the same to be guessed."""
+    tokens = torch.randint(0, 256, (sequences, context))
+    return tokens, tokens
+
+
+def loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of logits (..., classes) in float32."""
+    return F.cross_entropy(result.flatten(0, -2).float(), targets.flatten())
+
+
 @dataclass(frozen=True)
-class Shape:
-    """A model by name.
+class ModelShape:
+    """A model that is simulated and planned: one by name, or one's own.
 
     Attributes:
-        make: the module, of `layers` blocks.
+        make: the module, of `layers` blocks, for sequences of `context` tokens at most.
         layers, width, heads, groups: of its blocks; `groups` heads of keys and values.
         context: tokens of a sequence, unless others are asked for.
         vocab: the number of tokens.
         plan: of tensor parallelism, with or without sequence parallelism.
+        name: what to call it.
+        make_batch: inputs and targets of so many sequences of so many tokens, with the samples in
+            dimension 0.
+        loss: of the module's result and the targets.
+        has_blocks: its `blocks` may be recomputed in backward.
+        has_sequence: sequences may be split over tp.
+        sums: over tp of a block's results in forward, at least.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -47,6 +66,12 @@ class Shape:
     context: int
     vocab: int
     plan: Callable[..., dict[str, Any]]
+    name: str = ""
+    make_batch: Callable[[int, int], tuple[Tensor, Tensor]] = make_text
+    loss: Callable[[Any, Tensor], Tensor] = loss_of_logits
+    has_blocks: bool = True
+    has_sequence: bool = True
+    sums: int = 2
 
 
 def _llama_shape(
@@ -58,7 +83,7 @@ def _llama_shape(
     groups: int = 8,
     context: int = 8192,
     vocab: int = 128_256,
-) -> Shape:
+) -> ModelShape:
     def make(layers: int, context: int) -> nn.Module:
         from partita.app.models import Llama  # the app is no part of `import partita`
 
@@ -72,19 +97,19 @@ def _llama_shape(
             hidden=hidden,
         )
 
-    return Shape(make, layers, width, heads, groups, context, vocab, plans.llama)
+    return ModelShape(make, layers, width, heads, groups, context, vocab, plans.llama)
 
 
-def _gpt_shape(layers: int, width: int, heads: int, context: int, vocab: int = 256) -> Shape:
+def _gpt_shape(layers: int, width: int, heads: int, context: int, vocab: int = 256) -> ModelShape:
     def make(layers: int, context: int) -> nn.Module:
         from partita.app.models import GPT
 
         return GPT(layers=layers, width=width, heads=heads, context=context, vocab=vocab)
 
-    return Shape(make, layers, width, heads, heads, context, vocab, plans.gpt)
+    return ModelShape(make, layers, width, heads, heads, context, vocab, plans.gpt)
 
 
-MODELS: dict[str, Shape] = {
+MODELS: dict[str, ModelShape] = {
     "gpt": _gpt_shape(4, 256, 4, 256),
     "gpt2-xl": _gpt_shape(48, 1600, 25, 1024),
     "mpt-7b": _gpt_shape(32, 4096, 32, 2048, 50_368),
@@ -127,12 +152,13 @@ class Strategy:
 
 
 def make_step(
-    model: str, mesh: Mapping[str, int], strategy: Strategy
+    model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy, on: Any = None
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...], int]:
-    """A training step of a named model on a dry mesh, all on the meta device.
+    """A training step of a model: on a dry mesh over the meta device, or to be run.
 
     Args:
         mesh: sizes of "dp" and "tp".
+        on: the mesh of these sizes on which it will run.
 
     Returns:
         The step, its arguments, and the tokens of a step on all ranks together.
@@ -140,55 +166,60 @@ def make_step(
     Raises:
         StrategyError: names what does not divide.
     """
-    shape = _shape_of(model)
-    _check_strategy(model, shape, mesh, strategy)
-    dry = dry_mesh(**mesh)  # type: ignore[arg-type]
+    shape = shape_of(model)
+    _check_strategy(shape, mesh, strategy)
+    device = "meta" if on is None else on.device_type
+    on = dry_mesh(**mesh) if on is None else on  # type: ignore[arg-type]
     context = strategy.context or shape.context
     dp = mesh.get("dp", 1)
     dtype = getattr(torch, strategy.precision)
-    with torch.device("meta"):
+    with torch.device(device):
         module = shape.make(strategy.layers or shape.layers, context)
-        local = torch.zeros(strategy.batch, context, dtype=torch.long)
-    parallelize(module, dry, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
+        local = [shape.make_batch(strategy.batch, context) for _ in range(strategy.micro_batches)]
+    parallelize(module, on, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
     in_zero = "dp" in mesh and strategy.zero == 3
     holds_back = "dp" in mesh and strategy.zero < 2  # shards are sent as they come
     if "dp" in mesh:
         precision = dtype if in_zero and dtype is not torch.float32 else None
-        zero(module, dry, "dp", stage=strategy.zero, precision=precision)
-    if strategy.remat:
+        zero(module, on, "dp", stage=strategy.zero, precision=precision)
+    if strategy.remat and shape.has_blocks:
         remat(module, blocks=list(module.blocks)[:: strategy.remat_every])  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
     placements = [Shard(0) if name == "dp" else Replicate() for name in mesh]
-    tokens = [DTensor.from_local(local, dry, placements) for _ in range(strategy.micro_batches)]
 
-    def step(micro_batches: list[Tensor]) -> Tensor:
+    def step(micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         optimizer.zero_grad()
         total: Any = 0.0
-        for i, x in enumerate(micro_batches, 1):
+        for i, (inputs, targets) in enumerate(micro_batches, 1):
             last = i == len(micro_batches)
             with nullcontext() if last or not holds_back else no_sync(module):
                 with _computed_in(torch.float32 if in_zero else dtype):
-                    logits = module(x)
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), x.flatten())
+                    result = module(inputs)
+                loss = shape.loss(result, targets)
                 loss.backward()
             total = total + loss.detach()
         optimizer.step()
         return total
 
-    return step, (tokens,), dp * strategy.batch * strategy.micro_batches * context
+    spread = {id(t): DTensor.from_local(t, on, placements) for pair in local for t in pair}
+    micro_batches = [(spread[id(x)], spread[id(y)]) for x, y in local]
+    return step, (micro_batches,), dp * strategy.batch * strategy.micro_batches * context
 
 
 def _computed_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is torch.float32 else Device(HOST.type).autocast(dtype)
 
 
-def _shape_of(model: str) -> Shape:
+def shape_of(model: str | ModelShape) -> ModelShape:
+    """The model of this name, or what is one already. Raises StrategyError for another name."""
+    if isinstance(model, ModelShape):
+        return model
     if model not in MODELS:
         raise StrategyError(f"no model {model!r}: {', '.join(MODELS)} are known by name")
-    return MODELS[model]
+    return dataclasses.replace(MODELS[model], name=model)
 
 
-def _check_strategy(model: str, shape: Shape, mesh: Mapping[str, int], strategy: Strategy) -> None:
+def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], strategy: Strategy) -> None:
     for name, size in mesh.items():
         if name not in ("dp", "tp") or size < 1:
             raise StrategyError(f"{name}={size} is no axis of a named model: dp=N, tp=N")
@@ -197,7 +228,7 @@ def _check_strategy(model: str, shape: Shape, mesh: Mapping[str, int], strategy:
     tp = mesh.get("tp", 1)
     for what, size in (("heads", shape.heads), ("key and value heads", shape.groups)):
         if size % tp:
-            raise StrategyError(f"tp={tp} does not divide the {size} {what} of {model}")
+            raise StrategyError(f"tp={tp} does not divide the {size} {what} of {shape.name}")
     context = strategy.context or shape.context
     if strategy.sequence and context % tp:
         raise StrategyError(f"tp={tp} does not divide sequences of {context} tokens")

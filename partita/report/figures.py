@@ -50,8 +50,8 @@ _KINDS = {
     "send": "#6cc5b0",
 }
 """Colours of what streams do, in the order of the legend."""
-_BARS = 1200
-"""Parts of a timeline that are told apart: about as many as a screen has."""
+_BARS = 400
+"""Parts of a timeline that are told apart: two pixels each, as bars of less cover others."""
 _POINTS = 2000
 """Places of a schedule that are drawn; of more, the highest of each few."""
 

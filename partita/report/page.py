@@ -110,7 +110,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _is_figure(text: str) -> bool:
     number, _, unit = text.replace(",", "").partition(" ")
-    return number.replace(".", "", 1).isdigit() and (not unit or unit in _UNITS)
+    return number.rstrip("%").replace(".", "", 1).isdigit() and (not unit or unit in _UNITS)
 
 
 def _format_size(nbytes: float) -> str:

@@ -8,15 +8,19 @@ import random
 import zlib
 
 import pytest
+import torch
 
 import partita as pt
+from partita.bench.plan import EXAMPLES
 from partita.predict import StrategyError
 from partita.predict.machine import load_machine
 from partita.predict.plan_space import Way, least_bytes, least_seconds, ways_of
+from partita.predict.strategy import make_step, shape_of
 
 H100 = load_machine("h100")
 SMALL = pt.Strategy(layers=1, context=16)
 RANKS, BATCH = 8, 16
+GPT = shape_of("gpt")
 autoplan = importlib.import_module("partita.predict.autoplan")
 
 
@@ -26,7 +30,7 @@ def plan(memory=None, **options):
 
 
 def ways():
-    return list(ways_of("gpt", RANKS, BATCH, H100, SMALL))
+    return list(ways_of(GPT, RANKS, BATCH, H100, SMALL))
 
 
 # -- the search, where each way costs between one and three times its bounds -----------------------
@@ -48,7 +52,7 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(autoplan, "simulate", simulate)
     for way in ways():
-        search = autoplan.WaySearch("gpt", 1e15, H100, prune=False)
+        search = autoplan.WaySearch(GPT, 1e15, H100, prune=False)
         known[way] = search.price_way(way)[:2]
     return known
 
@@ -68,7 +72,9 @@ def test_pruning_finds_the_best_of_the_whole_space(drawn):
     for memory in [peaks[len(peaks) * k // 10] for k in range(10)]:
         best = min(seconds for seconds, peak in drawn.values() if peak <= memory)
         found = plan(memory)
-        assert found.best.seconds == best == plan(memory, prune=False).best.seconds
+        whole = plan(memory, prune=False)
+        assert found.best.seconds == best == whole.best.seconds
+        assert [c.seconds for c in found.choices] == [c.seconds for c in whole.choices]
         pruned += found.outcomes["too slow by bound"]
     assert pruned > 0
 
@@ -90,6 +96,20 @@ def test_no_plan_is_above_its_memory_limit(drawn):
     assert 10 < planned < 100
 
 
+def test_a_deep_model_that_holds_more_than_its_first_blocks_say_is_left_out(monkeypatch):
+    def simulate(model, mesh, machine, *, strategy):
+        is_fastest = mesh == {"dp": 8}
+        more = 3 if strategy.layers > 2 and is_fastest else 1
+        seconds = strategy.layers * (0.5 if is_fastest else 1.0)
+        return Drawn(seconds, strategy.layers * 10**8 * more, seconds, {"dp": 0.0})
+
+    monkeypatch.setattr(autoplan, "simulate", simulate)
+    deep = dataclasses.replace(SMALL, layers=8)
+    found = plan(10**9, strategy=deep, prune=False)
+    assert found.outcomes["too big"] > 0
+    assert {c.peak for c in found.choices} == {8 * 10**8}
+
+
 def test_each_way_ends_somehow_and_the_best_five_are_in_order(drawn):
     found = plan()
     outcomes = dict(found.outcomes)
@@ -108,8 +128,8 @@ def test_bounds_are_below_what_a_simulation_finds():
     for way in drawn:
         way = dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, micro_batches=1))
         found = pt.simulate("gpt", way.mesh, H100, strategy=way.strategy)
-        assert least_seconds("gpt", way, H100) <= found.seconds
-        assert least_bytes("gpt", way) <= found.peak
+        assert least_seconds(GPT, way, H100) <= found.seconds
+        assert least_bytes(GPT, way) <= found.peak
 
 
 @pytest.mark.slow
@@ -118,6 +138,59 @@ def test_a_plan_says_what_wins_why_and_the_code_that_runs_it():
     assert len(found.choices) == 2 and found.outcomes["not looked at"] > 0
     said = str(found)
     assert "the runner-up loses" in said and "pt.init_device_mesh" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("gpt", "pt.plans.gpt("), ("mpt-7b", "pt.plans.gpt("), ("own", "plan(")]
+)
+def test_the_code_names_the_plan_of_the_model(model, plan, monkeypatch):
+    shape = EXAMPLES["moe"] if model == "own" else shape_of(model)
+    way = Way(1, 2, SMALL)
+    monkeypatch.setattr(
+        autoplan.WaySearch,
+        "run",
+        lambda self, ways, most: (autoplan.PlannedWay(way, 1.0, 1, None),),
+    )
+    found = pt.autoplan(shape, 2, machine=H100, strategy=SMALL)
+    assert f"pt.parallelize(model, mesh, {plan}sequence=False))" in found.code
+
+
+# -- the examples of the bench ---------------------------------------------------------------------
+
+
+def test_ways_of_a_model_are_those_that_it_has():
+    digits = list(ways_of(EXAMPLES["cnn"], 4, 16, H100, pt.Strategy()))
+    assert digits and {(way.tp, way.strategy.remat) for way in digits} == {(1, False)}
+    experts = list(ways_of(EXAMPLES["moe"], 4, 16, H100, pt.Strategy()))
+    assert {way.tp for way in experts} == {1, 2, 4}
+    assert not any(way.strategy.sequence or way.strategy.remat for way in experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_a_way_that_is_planned_runs_and_sends_what_was_simulated(name):
+    tp = EXAMPLES[name].heads > 1
+    way = Way(2, 2 if tp else 1, pt.Strategy(zero=2, remat=False, batch=4, precision="float32"))
+    simulated = pt.simulate(EXAMPLES[name], way.mesh, H100, strategy=way.strategy)
+
+    def train(mesh):
+        torch.manual_seed(0)
+        step, args, _ = make_step(EXAMPLES[name], way.mesh, way.strategy, on=mesh)
+        compiled = pt.compile(step, backend="graph")
+        losses = [compiled(*args).full_tensor().item() for _ in range(3)]
+        with pt.ledger() as log:
+            compiled(*args)
+        sent: dict[str, int] = {}
+        for move in log.moves:
+            axes = " ".join(move.axes)
+            sent[axes] = sent.get(axes, 0) + move.nbytes
+        return losses, sent
+
+    with pt.ranks(**way.mesh) as world:
+        told = world.run(train)
+    for losses, sent in told:
+        assert losses[-1] < losses[0]
+        assert sent == simulated.nbytes
 
 
 def test_what_does_not_fit_is_one_error_that_names_the_least_that_it_takes():

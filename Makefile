@@ -43,7 +43,7 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu tests/believed_gpu $(ARGS)
 
 test-clients: $(CLIENTS)
 	$(BIN)/python -m tests.clients.sweep $(ARGS)

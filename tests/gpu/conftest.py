@@ -48,9 +48,11 @@ def place() -> Place:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was measured, and what could not be tested here."""
+    """What was measured, and what could not be tested here: no test is left out without a word."""
     place, tell = _find_place(), terminalreporter.write_line
     reports = [r for some in terminalreporter.stats.values() for r in some if hasattr(r, "when")]
+    if not any("gpu" in r.nodeid for r in reports):
+        return  # of other tests
     figures = [figure for r in reports if r.when == "call" for figure in r.user_properties]
     terminalreporter.section(f"on {place.ranks} ranks of {place.device}")
     for name, value in figures:
@@ -60,3 +62,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         tell("Not tested, since this machine has no GPU:" if place.is_host else "Not tested:")
     for what in untested:
         tell(f"  {what}")
+    for report in terminalreporter.stats.get("skipped", ()):
+        *_, reason = report.longrepr
+        tell(f"Not tested: {report.nodeid}: {reason.removeprefix('Skipped: ')}")

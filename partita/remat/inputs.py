@@ -59,7 +59,9 @@ class RegionInputs:
         self._meta = [_spec_and_gradient(t) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
-            self._node: Any = _Saved.apply(graded, *tensors).grad_fn
+            self._saver: Any = _Saved.apply(
+                graded, *tensors
+            )  # without it torch 2.11 lets go of them
 
     def rebuild(self, origins: Origins) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments like the first, of the same memory, with no history.
@@ -67,7 +69,9 @@ class RegionInputs:
         Raises:
             RuntimeError: a tensor was changed in place since.
         """
-        packed = self._node.saved_tensors  # a region around may run again for these, as a program
+        packed = (
+            self._saver.grad_fn.saved_tensors
+        )  # a region around may run again for these, as a program
         with Local():
             saved = [t.detach() for t in packed]
         for i, (t, (spec, requires_grad)) in enumerate(zip(saved, self._meta, strict=True)):

@@ -21,14 +21,22 @@ from .dtensor import DTensor, tagged
 __all__: list[str] = []
 
 
-def _keep_layouts() -> None:
-    save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
-    begin = _CheckpointFrame.__init__
+_Frame: Any = _CheckpointFrame  # of which torch 2.11 lacks the two methods
+
+
+def _compare_pieces() -> None:
+    begin = _Frame.__init__
 
     def __init__(frame: Any, *args: Any, **kwargs: Any) -> None:
         begin(frame, *args, **kwargs)
         if frame.metadata_fn is not None:
             frame.metadata_fn = partial(_of_piece, frame.metadata_fn)
+
+    _Frame.__init__ = __init__
+
+
+def _keep_layouts() -> None:
+    save, get = _Frame.save_inputs, _Frame.get_inputs
 
     def save_inputs(frame: Any, *args: Any) -> None:
         save(frame, *args)
@@ -41,8 +49,7 @@ def _keep_layouts() -> None:
                 for a, spec in zip(get(frame), frame._layouts, strict=True)
             ]
 
-    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = save_inputs, get_inputs  # type: ignore[method-assign]
-    _CheckpointFrame.__init__ = __init__  # type: ignore[method-assign, assignment]
+    _Frame.save_inputs, _Frame.get_inputs = save_inputs, get_inputs
 
 
 def _of_piece(describe: Any, x: torch.Tensor) -> Any:
@@ -50,5 +57,6 @@ def _of_piece(describe: Any, x: torch.Tensor) -> Any:
         return describe(x)
 
 
-if hasattr(_CheckpointFrame, "save_inputs") and hasattr(_CheckpointFrame, "get_inputs"):
+_compare_pieces()
+if hasattr(_Frame, "save_inputs") and hasattr(_Frame, "get_inputs"):
     _keep_layouts()

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor import custom_graph_pass as torchs
 
 from ..ordering import behind_needs
 
 __all__ = ["InOrder"]
 
+# Torch 2.11 has no class of its own for a pass over what is fused, and takes any.
+_Pass: Any = getattr(torchs, "CustomSchedulerPass", torchs.CustomGraphPass)
 
-class InOrder(CustomSchedulerPass):
+
+class InOrder(_Pass):  # type: ignore[misc]
     """Runs on what Inductor is to make kernels of, after it has fused.
 
     Private torch: there is no public hook behind fusion, and before it there is no place for a

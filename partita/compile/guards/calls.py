@@ -48,7 +48,7 @@ _OF_SEEDS = {
     inspect.unwrap(function).__code__: f"torch.{name}"
     for module in (torch.random, torch.cuda.random)
     for name, function in vars(module).items()
-    if name in module.__all__ and ("seed" in name or "rng" in name)
+    if not name.startswith("_") and ("seed" in name or "rng" in name)
 }
 _SEEDS_ASKED = {code for code, name in _OF_SEEDS.items() if name == "torch.initial_seed"}
 _SEEDS = {

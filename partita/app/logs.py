@@ -182,6 +182,7 @@ def _figures(facts: dict[str, Any]) -> dict[str, float]:
         "seconds": facts["seconds"],
         "tokens_per_second": facts["tokens_per_second"],
         "bytes_sent": facts["nbytes"],
+        "peak_memory": facts["memory"],
     }
     return found | ({"mfu": facts["mfu"]} if "mfu" in facts else {})
 

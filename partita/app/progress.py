@@ -63,12 +63,12 @@ class Progress:
         """Seconds since the last line: steps that take long should not look like a hang."""
         return time.monotonic() - self._said
 
-    def figures_of(self, loss: float, nbytes: int) -> str:
-        """The loss, and how fast steps are, MFU too where the peak is known."""
+    def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
+        """The loss, how fast steps are, MFU too where the peak is known, bytes and memory."""
         seconds = max(self._seconds, 1e-9)
         share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
         rate = f"{self.tokens / seconds:7,.0f} tokens/s"
-        return f"loss {loss:6.4f}  {rate}{share}  {_size(nbytes):>8}/step"
+        return f"loss {loss:6.4f}  {rate}{share}  {_size(nbytes):>8}/step  {_size(memory):>8} held"
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -78,24 +78,25 @@ class Progress:
         self.say(
             f"{parameters:,} parameters on {self.mesh}, {threads} thread{'s' * (threads > 1)} a "
             f"rank; {bytes / 1e6:.1f} MB of text in {files} files from {source}; "
-            f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends"
+            f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends, "
+            "and at most has held"
         )
         if first:
             self.say(f"goes on at step {first}, from the checkpoint")
         self._began = time.monotonic()
         self._first = first
 
-    def _on_step(self, *, step: int, loss: float, seconds: float, nbytes: int) -> None:
+    def _on_step(self, *, step: int, loss: float, seconds: float, nbytes: int, memory: int) -> None:
         self.last_step = step
         # The first step plans and allocates: it says nothing about the others.
         self._seconds = seconds if step <= self._first + 1 else 0.9 * self._seconds + 0.1 * seconds
-        self._step(step, loss, nbytes)
+        self._step(step, loss, nbytes, memory)
 
-    def _step(self, step: int, loss: float, nbytes: int) -> None:
+    def _step(self, step: int, loss: float, nbytes: int, memory: int) -> None:
         if step % self._every == 0 or step == self.steps - 1 or self.waited > PAUSE:
             passed = time.monotonic() - self._began
             number = f"{step:>{len(str(self.steps))}}"
-            self.say(f"step {number}  {self.figures_of(loss, nbytes)}  {passed:6.1f} s")
+            self.say(f"step {number}  {self.figures_of(loss, nbytes, memory)}  {passed:6.1f} s")
 
     def _on_job(self, *, message: str) -> None:
         self.stop()
@@ -150,11 +151,13 @@ class LiveProgress(Progress):
     def stop(self) -> None:
         self._bar.stop()
 
-    def _step(self, step: int, loss: float, nbytes: int) -> None:
+    def _step(self, step: int, loss: float, nbytes: int, memory: int) -> None:
         if self._task is None:
             self._task = self._bar.add_task("", total=self.steps, figures="")
             self._bar.start()
-        self._bar.update(self._task, completed=step + 1, figures=self.figures_of(loss, nbytes))
+        self._bar.update(
+            self._task, completed=step + 1, figures=self.figures_of(loss, nbytes, memory)
+        )
         if step % (self._every * 3) == 0 or step == self.steps - 1:
             self.say(f"step {step:>{len(str(self.steps))}}  loss {loss:6.4f}")
 

@@ -99,7 +99,8 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                         "made it"
                     )
             losses.append(loss)
-            tell("step", step=step, loss=loss, seconds=time.monotonic() - start, nbytes=log.bytes)
+            seconds, memory = time.monotonic() - start, device.peak_memory()
+            tell("step", step=step, loss=loss, seconds=seconds, nbytes=log.bytes, memory=memory)
             reported.tell_of_step(run, step, log)
             schedule.after(step)
         schedule.finish()

@@ -7,6 +7,7 @@ says what it is; a device that is none of those known answers as an accelerator 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -82,6 +83,18 @@ class Device:
     def copies_beside_python(self) -> bool:
         """Does a copy to pinned memory go on while the next one is asked for?"""
         return self.type == "cuda"
+
+    def peak_memory(self) -> int:
+        """The most bytes that this process has held at once: of its accelerator's allocator, or, on
+        the host, of the system, with Python and torch themselves in it; 0 where neither tells."""
+        if not self.is_host:
+            return torch.accelerator.max_memory_allocated()
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most  # there in bytes, elsewhere in KiB
 
     # -- numbers -----------------------------------------------------------------------------------
 

@@ -92,3 +92,9 @@ def tell_device(arguments):
 def test_a_bench_says_what_device_it_has_not(no_gpu, capsys):
     assert main(["bench", "--device", "cuda", "zero"]) == 2
     assert "partita bench: --device cuda" in capsys.readouterr().err
+
+
+def test_what_a_process_has_held_is_told():
+    before = Device("cpu").peak_memory()
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert Device("cpu").peak_memory() >= max(before, held.nbytes)

@@ -75,11 +75,11 @@ def test_progress_shows_what_part_of_the_peak_a_step_reaches(kind):
         progress = kind(steps=1, tokens=8, mesh="dp=2", out=out, **more)
         facts = {"parameters": 1, "bytes": 1, "files": 1, "source": "x", "threads": 1, "first": 0}
         progress.show("ready", facts)
-        progress.show("step", {"step": 0, "loss": 1.0, "seconds": 2.0, "nbytes": 1})
-        return progress.figures_of(1.0, 1)
+        progress.show("step", {"step": 0, "loss": 1.0, "seconds": 2.0, "nbytes": 1, "memory": 1})
+        return progress.figures_of(1.0, 1, 3 * 2**30)
 
     assert "MFU 25.0%" in said(least_seconds=0.5)
-    assert "MFU" not in said()
+    assert "MFU" not in said() and "3.0 GiB held" in said()
 
 
 def test_a_log_and_a_report_have_the_part_of_the_peak(tmp_path):

@@ -78,7 +78,7 @@ class Progress:
         self.say(
             f"{parameters:,} parameters on {self.mesh}, {threads} thread{'s' * (threads > 1)} a "
             f"rank; {bytes / 1e6:.1f} MB of text in {files} files from {source}; "
-            f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends, "
+            f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends "
             "and at most has held"
         )
         if first:

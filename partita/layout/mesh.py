@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from numbers import Integral
 
 from .errors import Fix, LayoutError
 
@@ -27,6 +28,8 @@ class Mesh:
             raise LayoutError(f"a mesh needs a name for each axis: {self.names} for {self.sizes}")
         if len(set(self.names)) != len(self.names):
             raise LayoutError(f"the axes of a mesh need different names, not {self.names}")
+        if not all(isinstance(n, Integral) for n in self.sizes):
+            raise LayoutError(f"the size of a mesh's axis is a whole number: {self}")
         if any(n < 1 for n in self.sizes):
             raise LayoutError(f"each axis of a mesh needs at least one rank: {self}")
 

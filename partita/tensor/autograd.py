@@ -26,6 +26,7 @@ __all__ = [
     "carry_all",
     "convert_gradient",
     "cut_otherwise",
+    "keep_missing_gradients",
     "moved",
 ]
 
@@ -47,6 +48,17 @@ def _run_moves(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -
     return x
 
 
+def keep_missing_gradients(ctx: Any) -> None:
+    """In a captured step, have a function that no gradient reaches hear of None, not of zeros.
+
+    A block is one node there: behind it are also parameters of which nothing came into the loss.
+    An optimizer leaves alone what has no gradient, but not what has one of zeros. It is one program
+    for all ranks; in eager a rank that has no gradient takes part in what the others send.
+    """
+    if HERE.capturing:
+        ctx.set_materialize_grads(False)
+
+
 class _Moved(torch.autograd.Function):
     """Forward a plan of moves; backward its transpose."""
 
@@ -55,10 +67,13 @@ class _Moved(torch.autograd.Function):
         ctx.moves, ctx.wire, ctx.op = moves, wire, op
         if not x.is_floating_point() and not x.is_complex():
             ctx.set_materialize_grads(False)
+        keep_missing_gradients(ctx)
         return carry_all(moves, x, wire, op, reason)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
         back = ctx.moves.transpose(ctx.wire.mesh)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # a sparse one, as gather(sparse_grad=True) makes it
@@ -96,10 +111,11 @@ class _NoView(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        keep_missing_gradients(ctx)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
 
 
@@ -116,10 +132,13 @@ class _ConvertGradient(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
         ctx.given, ctx.wanted, ctx.op = given, wanted, op
         ctx.line = "" if given.layout.shards == wanted.layout.shards else user_line()
+        keep_missing_gradients(ctx)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None
         if ctx.given.layout.shards != ctx.wanted.layout.shards:
             raise cut_otherwise(ctx.wanted, ctx.given, ctx.op, ctx.line)
         return moved(grad, ctx.given, ctx.wanted, ctx.op, "gradient"), None, None, None
@@ -151,10 +170,13 @@ class _AskGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: Spec, op: str, line: str) -> torch.Tensor:
         ctx.spec, ctx.op, ctx.line = spec, op, line
+        keep_missing_gradients(ctx)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None
         raise _two_meanings(ctx.spec, ctx.op, ctx.line)
 
 

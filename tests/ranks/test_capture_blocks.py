@@ -395,6 +395,18 @@ def test_a_result_that_nobody_reads_gives_its_parameters_no_gradient():
     assert len(step.program.blocks.structures) == 1
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_result_that_nobody_reads_gives_parameters_in_shards_no_gradient(stage):
+    """An optimizer that decays weights does so with a gradient of zeros, and not without one."""
+
+    def run(mesh):
+        step = check(lambda: Paired(InPairs), squares, mesh, stage=stage)
+        return len(step.program.blocks.structures)
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [1, 1]
+
+
 class PairedAtTheEnd(Paired):
     def forward(self, x):
         pair = Pair(self.first(x), None)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from partita.compile.errors import not_captured
 from partita.layout import Fix
 from partita.redistribute import Plan, plan
-from partita.tensor.autograd import carry_all, moved
+from partita.tensor.autograd import carry_all, keep_missing_gradients, moved
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.grad_buckets import settle
 from partita.tensor.grad_state import update_spec
@@ -150,10 +150,13 @@ class _Gather(torch.autograd.Function):
         ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any, reason: str
     ) -> torch.Tensor:
         ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
+        keep_missing_gradients(ctx)
         return carry_all(moves, p.to(dtypes[0]), spec.wire, name, reason)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None, None
         _, sent, summed = ctx.dtypes
         wire = ctx.spec.wire
         back = ctx.moves.transpose(wire.mesh)

@@ -3,8 +3,8 @@
 In reading order: `expected` (what a value was), `places` (where it stands), `record` with
 `instrument`, `calls` and `codes` (what a step reads), `writes` (what it changes), `guards` (the
 check), `marks` and `tensors` (all tensors at once), `tensor_kinds`, `signature` and `content_keys`
-(arguments), `reasons`; what is read: `reader`, `containers`, `functions`, `objects`, `reflection`,
-`settings`, `modes`, `outside`, `in_c`.
+(arguments), `reasons`; what is read: `reader`, `containers`, `functions`, `objects`,
+`reached_objects`, `reflection`, `settings`, `modes`, `outside`, `in_c`.
 """
 
 from .guards import Guards

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 from partita.layout import Fix
@@ -15,13 +15,33 @@ from partita.layout import Fix
 from ..errors import CaptureError
 from .places import Place
 
-__all__ = ["FunctionReader", "StateReader"]
+__all__ = ["CallReader", "FunctionReader", "StateReader"]
 
 
 class FunctionReader(Protocol):
     """Reads what functions name, as they are called."""
 
     codes: dict[int, CodeType]
+    all_at_once: bool
+    constants: set[str]
+
+    def use(self, names: set[str]) -> None:
+        """Attributes of these names are asked for in C."""
+
+    def reach_function(self, f: FunctionType, name: str) -> None:
+        """A function may be called."""
+
+    def reach_functions(self, kind: type, name: str) -> None:
+        """So may those of a class."""
+
+    def reach_cached(self, f: Any, name: str) -> None:
+        """So may one of which results are kept."""
+
+    def reach_class(self, kind: type) -> None:
+        """A class is reached, of which anything may be read."""
+
+    def reach_space(self, space: Any, name: str) -> None:
+        """So is a module of the user's."""
 
     def entered(self, frame: FrameType) -> None:
         """A function begins."""
@@ -30,11 +50,19 @@ class FunctionReader(Protocol):
         """All of a module's names may be read."""
 
 
+class CallReader(Protocol):
+    """Hears what a step calls."""
+
+    def reached(self, value: Any, name: str) -> None:
+        """`value` is reached, of which the calls may not be heard."""
+
+
 class StateReader(Protocol):
     """Notes what a step reads.
 
     Attributes:
         functions: reads what functions name.
+        calls: hears what is called.
         huge: containers of which not all is looked at, by identity: name and value.
         snapshots: of what was reached.
         by_name: whether what is reached now is perhaps not what the step reads.
@@ -51,6 +79,9 @@ class StateReader(Protocol):
     @property
     def functions(self) -> FunctionReader: ...
 
+    @property
+    def calls(self) -> CallReader: ...
+
     def read(self, owner: Any, name: str) -> None:
         """An attribute is read."""
 
@@ -65,6 +96,9 @@ class StateReader(Protocol):
 
     def reach_object(self, value: Any, name: str) -> None:
         """It has an object, of which attributes may be read."""
+
+    def take_whole(self, owner: Any) -> None:
+        """All attributes of an object that was reached may be read."""
 
     def offer(self, place: Place, value: float, item: bool = False) -> None:
         """A float stands at a place, for which another may stand; an `item` of a container."""

@@ -8,15 +8,8 @@ everything stands again where it was.
 
 from __future__ import annotations
 
-import abc
-import contextvars
-import enum
-import functools
 import logging
-import operator
 import sys
-import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,12 +24,11 @@ from partita.layout import Fix
 from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
-from .codes import is_of_users, is_recorded
-from .containers import has_tensor_keys, reach_container
-from .expected import MISSING, is_container
+from .codes import is_recorded
+from .containers import has_tensor_keys
+from .expected import MISSING
 from .functions import Functions
 from .guards import Guards
-from .in_c import dict_under, is_held_in_c, is_shared_memory
 from .instrument import instrument, reads_by_itself, recorded_by, release
 from .modes import function_modes
 from .objects import (
@@ -47,14 +39,12 @@ from .objects import (
     dict_that_has,
     has_settings,
     holds_more,
-    is_iterator,
     is_slot,
     may_be_hidden,
     slots_of,
 )
 from .places import Place
-from .reflection import names_asked_by, read_registry
-from .settings import read_ambient, read_environment_of
+from .reached_objects import reach_by_kind
 from .writes import Snapshots
 
 __all__ = ["ReadRecord"]
@@ -127,7 +117,7 @@ class ReadRecord:
         self._by_library = False  # what is reached now is what torch's own code reads
         self.by_name = False
         self.functions = Functions(self)
-        self._calls = Calls(self)
+        self.calls = Calls(self)
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
@@ -145,7 +135,7 @@ class ReadRecord:
                 for mode in function_modes():
                     self.reach(mode, type(mode).__name__)
             try:
-                with recorded_by(self), self._calls.heard(not self.functions.all_at_once):
+                with recorded_by(self), self.calls.heard(not self.functions.all_at_once):
                     yield
             except Exception as error:
                 if self.error is None or self.error is error:
@@ -284,6 +274,12 @@ class ReadRecord:
                 for within in INSIDE:
                     self.read_at(places.entry(called, home[within], name), MISSING)
 
+    def take_whole(self, owner: Any) -> None:
+        """All attributes of `owner` may be read, if it is an object that was reached."""
+        known = self._known.get(id(owner))
+        if known is not None and not known.whole:
+            self._take_whole(known)
+
     def _take_whole(self, known: _Known) -> None:
         known.whole = True
         home = dict_of(known.value)
@@ -355,79 +351,7 @@ class ReadRecord:
         if isinstance(value, torch.Tensor) or (isinstance(value, PLAIN) and not holds_more(value)):
             return
         self._kept[id(value)] = value
-        if isinstance(value, enum.Enum):
-            self._reach_member(value, name)
-        elif isinstance(value, threading.local):
-            self._reach_local(value, name)
-        elif is_container(value):
-            reach_container(self, value, name)
-        elif is_held_in_c(value):
-            read_ambient(self, type(value).__module__)
-            self.snapshots.array(value, name)
-        elif (under := dict_under(value)) is not None:
-            self.reach(under, name)
-        elif is_shared_memory(value):
-            self.refuse(
-                f"the step reads {name}, memory that others may write ({type(value).__name__})",
-                "a graph would always have what was there at its capture",
-                name,
-            )
-        elif isinstance(value, types.CellType):
-            place = places.cell(name, value)
-            self.read_at(place, place.value)
-        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
-            self.functions.use(names_asked_by(value))
-        elif isinstance(value, types.ModuleType):
-            read_ambient(self, value.__name__)
-            if is_of_users(value.__name__):
-                self.functions.reach_space(value, name)
-            elif value.__name__ == "os" and self.functions.all_at_once:
-                read_environment_of(self, self.functions.constants)
-        elif isinstance(value, type):
-            read_ambient(self, value.__module__)
-            if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                read_registry(self, value, name)
-            if is_of_users(value.__module__):
-                self.functions.reach_class(value)
-                self.functions.reach_functions(value, name)
-                self.reach(type(value), type(value).__name__)
-        elif isinstance(value, types.FunctionType):
-            self.functions.reach_function(value, name)
-        elif isinstance(value, types.MethodType):
-            self.reach(value.__self__, name)
-            self.reach(value.__func__, name)
-        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-            read_ambient(self, getattr(value, "__module__", None))
-            self._calls.reached(value, name)
-            if not isinstance(value.__self__, (types.ModuleType, type)):
-                self.reach(value.__self__, f"the owner of {name}")
-            known = self._known.get(id(value.__self__))
-            if known is not None and not known.whole:  # it reads past what is instrumented
-                self._take_whole(known)
-        elif isinstance(value, contextvars.ContextVar):
-            place = places.context(name, value)
-            self.read_at(place, place.value)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.reach(value.__func__, name)
-        elif is_iterator(value):
-            if self.by_name:
-                return
-            self.refuse(
-                f"the step reads {name}, an iterator ({type(value).__name__})",
-                "what it gives next is not the same in the next call, and a graph would always "
-                "have the first",
-                name,
-            )
-        else:
-            if not self.by_name:
-                self._calls.reached(value, name)
-            read_ambient(self, type(value).__module__)
-            if isinstance(value, BaseException):
-                place = places.function_part(f"{name}.args", value, "args")
-                self.read_at(place, place.value)
-            self.reach_object(value, name)
-            if isinstance(value, functools._lru_cache_wrapper):
-                self.functions.reach_cached(value.__wrapped__, name)
+        reach_by_kind(self, value, name)
 
     def _refuse_weak(self, value: Any, name: str) -> None:
         if self._by_library:  # as recurrent layers refer to their weights, which they hold too
@@ -437,19 +361,6 @@ class ReadRecord:
             "what only it refers to may be gone before the next call, and a graph would keep it",
             name,
         )
-
-    def _reach_member(self, value: enum.Enum, name: str) -> None:
-        """A member of an enum: attributes that it has been given, and a value that can change."""
-        held = dict_of(value)
-        if held is not None and is_of_users(type(value).__module__):
-            self.read_at(Place(name, value, "__dict__", lambda: held), held)
-            self.functions.reach_functions(type(value), type(value).__name__)
-
-    def _reach_local(self, value: threading.local, name: str) -> None:
-        """What this thread holds in a `threading.local`: another's is another program."""
-        self.read_at(Place("the thread", value, "thread", threading.current_thread), None, True)
-        held = value.__dict__
-        self.read_at(Place(name, value, "__dict__", lambda: value.__dict__), held)
 
     def reach_object(self, value: Any, name: str) -> None:
         kind = type(value)

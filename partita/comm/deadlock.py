@@ -189,7 +189,7 @@ def wait_with_others(
         raise late from failure
     finally:
         with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
-            store.delete_key(_key_of_rank(me))
+            _withdraw_post(store, me)
 
 
 def timeout_of_job() -> timedelta:
@@ -231,7 +231,7 @@ def _watch_for_deadlock() -> None:
         now = _now
         try:
             if posted is not None and now is not posted:
-                _find_store().delete_key(_key_of_rank(dist.get_rank()))
+                _withdraw_post(_find_store(), dist.get_rank())
                 posted = None
             if now is None or time.monotonic() - now[2] < SLICE:
                 continue
@@ -320,6 +320,15 @@ def _make_post(need: Need) -> dict[str, Any]:
     }
 
 
+def _withdraw_post(store: Any, rank: int) -> None:
+    """Say that this rank waits no more.
+
+    What it has told is replaced and never deleted: whoever has just seen that it is there reads it,
+    and reading what is gone waits for as long as the store does.
+    """
+    store.set(_key_of_rank(rank), json.dumps(None))
+
+
 def _list_process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
@@ -342,7 +351,7 @@ def _collect_posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[
             continue
         post = None
         if store.check([_key_of_rank(rank)]):
-            with contextlib.suppress(Exception):  # it may go on just now
+            with contextlib.suppress(Exception):
                 post = json.loads(store.get(_key_of_rank(rank)))
         found[rank] = post
         ahead += post["ranks"] if post else []

@@ -15,7 +15,14 @@ from torch.distributed import _functional_collectives as functional
 import partita as pt
 from partita import LayoutError, Replicate, Shard
 from partita.comm import begin_graph, end_graph
-from partita.comm.deadlock import SLICE, STUCK, Need, verdict_of_others, wait_longer
+from partita.comm.deadlock import (
+    SLICE,
+    STUCK,
+    Need,
+    verdict_of_others,
+    wait_longer,
+    wait_with_others,
+)
 from tests.gloo.launch import run_ranks
 
 HERE = "tests/gloo/test_agreement.py"
@@ -354,6 +361,31 @@ def test_ranks_that_wait_for_one_another_over_several_groups_are_told_so():
     for text in run_ranks(sums_in_another_order, 4):
         assert "ranks wait for one another" in text
         assert "all_reduce over dp" in text and "all_reduce over tp" in text
+
+
+def looks_while_the_other_goes_on(rank):
+    """Rank 1 goes on between rank 0's question whether it waits and its question for what."""
+    store, need = dist.group.WORLD.get_group_store(), Need("waits", [0, 1], dist.group.WORLD)
+    if rank == 1:
+        wait_with_others(lambda seconds: time.sleep(0.01) or store.check(["seen"]), need)
+        store.set("gone on", "")
+        return True
+    check = dist.Store.check
+
+    def check_and_let_go_on(self, keys):
+        found = check(self, keys)
+        if found and keys[0].endswith("waits/1"):
+            store.set("seen", "")
+            store.wait(["gone on"])
+        return found
+
+    dist.Store.check = check_and_let_go_on
+    wait_with_others(lambda seconds: time.sleep(0.01) or check(store, ["gone on"]), need)
+    return check(store, ["seen"])
+
+
+def test_a_rank_that_goes_on_while_another_looks_what_it_waits_for_keeps_nobody():
+    assert run_ranks(looks_while_the_other_goes_on, 2, timeout=30) == [True, True]
 
 
 def sums_in_two_threads(rank):

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,9 @@ def autoplan(
     found = load_machine(machine)
     limit = found.memory_bytes if memory is None else read_bytes(memory)
     count = ranks if batch is None else batch
+    for name, number in (("ranks", ranks), ("batch", count), ("most", most)):
+        if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+            raise StrategyError(f"{name} is {number!r}: a whole number, at least 1")
     ways = list(ways_of(shape, ranks, count, found, strategy or Strategy()))
     if not ways:
         raise StrategyError(f"no mesh of {ranks} ranks divides {shape.name} and {count} sequences")
@@ -276,10 +280,12 @@ def _replace_strategy(way: Way, **changes: Any) -> Way:
 
 
 def read_bytes(text: float | str) -> float:
-    """Bytes of "80GB", "64 GiB" or a number. Raises StrategyError for anything else."""
-    if isinstance(text, int | float):
-        return float(text)
-    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS or match[1].count(".") > 1:
+    """Bytes of "80GB", "64 GiB" or a number, more than 0. Raises StrategyError otherwise."""
+    if isinstance(text, str):
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text.strip())
+        number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
+    else:
+        number = float(text)
+    if not 0 < number < math.inf:
         raise StrategyError(f"{text!r} is no amount of memory: write 80GB or 64GiB")
-    return float(match[1]) * _UNITS[match[2]]
+    return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import random
 import zlib
 
@@ -203,7 +204,16 @@ def test_what_does_not_fit_is_one_error_that_names_the_least_that_it_takes():
     [
         ({"model": "llama5"}, "no model 'llama5'"),
         ({"model": "gpt", "memory": "80 cups"}, "no amount of memory"),
+        *(
+            ({"model": "gpt", "memory": memory}, "no amount of memory")
+            for memory in (".", "0", "-1GB", "80 gb of it", 0, -1, math.nan, math.inf)
+        ),
         ({"model": "gpt", "ranks": 7, "batch": 3}, "no mesh of 7 ranks"),
+        *(
+            ({"model": "gpt", what: number}, f"{what} is {number}: a whole number, at least 1")
+            for what in ("ranks", "batch", "most")
+            for number in (0, -3, 2.5, True)
+        ),
     ],
 )
 def test_a_wrong_question_is_one_clear_error(asked, says):

@@ -349,10 +349,8 @@ def _collect_posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[
         rank = ahead.pop()
         if rank in found:
             continue
-        post = None
-        if store.check([_key_of_rank(rank)]):
-            with contextlib.suppress(Exception):
-                post = json.loads(store.get(_key_of_rank(rank)))
+        key = _key_of_rank(rank)
+        post = json.loads(store.get(key)) if store.check([key]) else None
         found[rank] = post
         ahead += post["ranks"] if post else []
     return found

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from .machine import Machine, load_machine
 from .plan_space import Way, least_bytes, least_seconds, ways_of
 from .simulate import simulate
 from .simulation import Simulation
-from .strategy import ModelShape, Strategy, StrategyError, shape_of
+from .strategy import ModelShape, Strategy, StrategyError, check_counts, shape_of
 
 __all__ = ["ModelPlan", "PlannedWay", "WaySearch", "autoplan", "read_bytes"]
 
@@ -157,9 +156,7 @@ def autoplan(
     found = load_machine(machine)
     limit = found.memory_bytes if memory is None else read_bytes(memory)
     count = ranks if batch is None else batch
-    for name, number in (("ranks", ranks), ("batch", count), ("most", most)):
-        if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
-            raise StrategyError(f"{name} is {number!r}: a whole number, at least 1")
+    check_counts(ranks=ranks, batch=count, most=most)
     ways = list(ways_of(shape, ranks, count, found, strategy or Strategy()))
     if not ways:
         raise StrategyError(f"no mesh of {ranks} ranks divides {shape.name} and {count} sequences")

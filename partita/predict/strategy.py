@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,11 +22,26 @@ from partita.parallel.zero import no_sync, zero
 from partita.remat import remat
 from partita.tensor import DTensor
 
-__all__ = ["MODELS", "ModelShape", "Strategy", "StrategyError", "make_step", "shape_of"]
+__all__ = [
+    "MODELS",
+    "ModelShape",
+    "Strategy",
+    "StrategyError",
+    "check_counts",
+    "make_step",
+    "shape_of",
+]
 
 
 class StrategyError(ValueError):
-    """A model that is not known, or a mesh or a batch that does not divide."""
+    """A model that is not known, no count, or a mesh or a batch that does not divide."""
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise StrategyError for what is no whole number of at least 1, by its name."""
+    for name, count in counts.items():
+        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+            raise StrategyError(f"{name} is {count!r}: a whole number, at least 1")
 
 
 def make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
@@ -138,6 +154,9 @@ class Strategy:
         context: tokens of a sequence; the model's own where None.
         precision: the dtype to compute in; weights and optimizer are float32.
         layers: blocks; the model's own where None.
+
+    Raises:
+        StrategyError: names what is no count.
     """
 
     zero: int = 3
@@ -149,6 +168,13 @@ class Strategy:
     precision: str = "bfloat16"
     layers: int | None = None
     remat_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_counts(batch=self.batch, micro_batches=self.micro_batches)
+        check_counts(remat_every=self.remat_every)
+        for name, count in (("context", self.context), ("layers", self.layers)):
+            if count is not None:
+                check_counts(**{name: count})
 
 
 def make_step(
@@ -230,13 +256,9 @@ def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], strategy: Strate
         if size % tp:
             raise StrategyError(f"tp={tp} does not divide the {size} {what} of {shape.name}")
     context = strategy.context or shape.context
+    check_counts(layers=strategy.layers or shape.layers, context=context)  # of one's own model
     if strategy.sequence and context % tp:
         raise StrategyError(f"tp={tp} does not divide sequences of {context} tokens")
-    counts = {"batch": strategy.batch, "micro_batches": strategy.micro_batches, "context": context}
-    counts["remat_every"] = strategy.remat_every
-    for what, size in counts.items():
-        if size < 1:
-            raise StrategyError(f"{what} is {size}: at least 1")
     if strategy.zero not in (0, 1, 2, 3):
         raise StrategyError(f"ZeRO has stages 0 to 3, not {strategy.zero}")
     if getattr(torch, strategy.precision, None) not in (torch.float32, torch.bfloat16):

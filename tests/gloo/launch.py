@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -137,22 +138,28 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     value, error, text = None, None, ""
+    shared = dist.FileStore(store, n)
     try:
         os.environ["LOCAL_RANK"] = str(rank)
         Device(device).select()
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
-            store=dist.FileStore(store, n),
+            store=shared,
             rank=rank,
             world_size=n,
             timeout=timedelta(seconds=max(timeout, _CONNECTING)),
         )
         faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
         end.send_bytes(_CONNECTED)
+        shared.set(f"connected/{rank}", "")
         value = fn(rank, *args)
     except BaseException as caught:
         error, text = caught, traceback.format_exc()
     end.send_bytes(_pickled(value, error, text))
+    if error is None:  # whoever leaves while another still connects to it takes that one along
+        with suppress(RuntimeError):
+            everyone = [f"connected/{r}" for r in range(n)]
+            shared.wait(everyone, timedelta(seconds=_CONNECTING))
     faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized() and error is None:
         dist.destroy_process_group()

@@ -318,13 +318,19 @@ def test_a_named_model_is_simulated_without_memory_with_fused_attention():
         ("gpt", {"pp": 2}, SMALL, "pp=2 is no axis"),
         ("gpt", {}, SMALL, "at least one axis"),
         ("gpt", {"dp": 2}, pt.Strategy(zero=4), "stages 0 to 3, not 4"),
-        ("gpt", {"dp": 2}, pt.Strategy(batch=0), "batch is 0"),
         ("gpt", {"dp": 2}, pt.Strategy(precision="int8"), "precision is 'int8'"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_clear_error(model, mesh, strategy, says):
     with pytest.raises(ValueError, match=says):
         pt.simulate(model, mesh, "h100", strategy=strategy)
+
+
+@pytest.mark.parametrize("what", ["batch", "micro_batches", "remat_every", "context", "layers"])
+@pytest.mark.parametrize("count", [0, -2, 1.5, True])
+def test_a_strategy_with_what_is_no_count_is_never_made(what, count):
+    with pytest.raises(ValueError, match=f"{what} is {count}: a whole number, at least 1"):
+        pt.Strategy(**{what: count})
 
 
 @pytest.mark.slow

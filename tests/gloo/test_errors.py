@@ -136,6 +136,9 @@ def one_raises(rank, folder, where):
         assert isinstance(error, LayoutError)
         assert type(pickle.loads(pickle.dumps(error))) is type(error)
         Path(folder, str(rank)).write_text(str(error))
+        until = time.monotonic() + 10  # one that has been told and ends is named, too
+        while not Path(folder, str(2 - rank)).exists() and time.monotonic() < until:
+            time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -25,11 +25,11 @@ __all__ = [
     "Key",
     "Origin",
     "Origins",
-    "carried_key",
     "describe",
     "line_of",
     "local_of",
     "printed",
+    "redistribution_key",
     "site",
     "within",
 ]
@@ -210,7 +210,7 @@ class _Identified(Protocol):
     ordinal: int
 
 
-def carried_key(
+def redistribution_key(
     counts: dict[Any, int], event: _Identified | None, op: str, what: Any, x: torch.Tensor
 ) -> Any:
     """The identity of a redistribution: where it stands, or in which call, and what it does."""

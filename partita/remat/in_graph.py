@@ -59,7 +59,7 @@ class Marking:
         finally:
             HERE.watcher = before
 
-    def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+    def run_call(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         key = self._make_key(kind.op, args, kwargs)
         keep = self.policy.keeps(kind.op, kind.func, key, None, False)
@@ -75,7 +75,7 @@ class Marking:
         keep = self.policy.keeps(marked.title, marked, key, None, False)
         return self._run_marked(keep, lambda: marked.__wrapped__(*args, **kwargs))
 
-    def carried(
+    def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """A redistribution."""
@@ -86,7 +86,7 @@ class Marking:
         like: Key = (kinds, site(), (((None, torch.Size(moves[0].before.shape), x.dtype),), ()))
         return self._run_marked(self.policy.keeps(kinds, what, like, None, True), run)
 
-    def named(self, x: torch.Tensor, name: str) -> None:
+    def note_name(self, x: torch.Tensor, name: str) -> None:
         """The program calls `x` so."""
         if self.policy.test is None:
             keep = name in self.policy.names

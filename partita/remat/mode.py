@@ -14,7 +14,7 @@ from partita.tensor.composite import entered
 from partita.tensor.dispatch import op_of
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 from partita.tensor.op_facts import facts_of
-from partita.tensor.tensor_overrides import SPECIAL, passes
+from partita.tensor.tensor_overrides import SPECIAL, runs_as_torch_has_it
 from partita.tensor.watch import HERE
 
 __all__ = ["Kind", "Listening", "is_plumbing", "listening"]
@@ -44,7 +44,9 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return Kind(attribute, func, is_call=name == "__get__" and attribute in VIEW_ATTRIBUTES)
-    if facts_of_function(name).computes_nothing or (passes(func) and func not in SPECIAL):
+    if facts_of_function(name).computes_nothing or (
+        runs_as_torch_has_it(func) and func not in SPECIAL
+    ):
         return Kind(name, func, is_call=False)
     form = op_of(func).form
     body = None
@@ -86,7 +88,7 @@ class Listening(TorchFunctionMode):
         if kind.body is not None and kind.op not in run.policy.ops:
             with self:  # which torch has taken off for this call
                 return kind.body(*args, **kwargs)
-        return run.called(kind, args, kwargs)
+        return run.run_call(kind, args, kwargs)
 
 
 def is_plumbing(function: Any) -> bool:

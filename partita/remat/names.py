@@ -92,7 +92,7 @@ class Naming:
 
         self._offers[event] = rebuilt(kept.made, torch.Tensor, reference_weakly)
 
-    def named(self, x: torch.Tensor, name: str) -> None:
+    def note_name(self, x: torch.Tensor, name: str) -> None:
         """The program calls `x` by this name."""
         start = start_of(x)
         event = self._makers.get(start)

@@ -19,7 +19,7 @@ from partita.comm import recomputing
 from partita.layout import Fix
 from partita.tensor.watch import HERE
 
-from .call_key import Key, Origins, carried_key, describe, printed, site, within
+from .call_key import Key, Origins, describe, printed, redistribution_key, site, within
 from .calls import Event
 from .errors import RematError
 from .mode import Kind, is_plumbing, listening
@@ -150,7 +150,7 @@ class Again:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+    def run_call(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         if self._event is not None:
             return kind.func(*args, **kwargs)
@@ -212,14 +212,14 @@ class Again:
         self.origins.learn_outputs(out, event.number, tensors)
         return out
 
-    def carried(
+    def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """A redistribution: what it brought, if that was kept; else it is carried again."""
         replaying = self._replaying
-        given = None if replaying is None else replaying.carried()
-        key = carried_key(self._counts, self._event, op, what, x)
-        kept = self.forward.carried_results.get(key)
+        given = None if replaying is None else replaying.give_redistributed()
+        key = redistribution_key(self._counts, self._event, op, what, x)
+        kept = self.forward.redistributed_results.get(key)
         if given is None and kept is not None:
             given = kept.give()
         if given is not None:
@@ -237,7 +237,7 @@ class Again:
     def writes(self, t: torch.Tensor) -> None:
         """The first run has noted it."""
 
-    def named(self, x: torch.Tensor, name: str) -> None:
+    def note_name(self, x: torch.Tensor, name: str) -> None:
         """The first run has heard of it."""
 
     # -- what autograd saves -----------------------------------------------------------------------

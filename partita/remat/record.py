@@ -22,7 +22,7 @@ from partita.tensor.engine import saving_hooks
 from partita.tensor.watch import HERE
 
 from .ambient_state import Draws, Surroundings, is_random
-from .call_key import Key, Origins, carried_key, printed, site
+from .call_key import Key, Origins, printed, redistribution_key, site
 from .calls import Event, SavedSlot
 from .errors import RematError
 from .inputs import RegionInputs
@@ -73,7 +73,7 @@ class Forward:
         self.origins = Origins()
         self.events: dict[tuple[Key, int], Event] = {}
         self.order: list[Event] = []
-        self.carried_results: dict[Any, KeptKernels] = {}
+        self.redistributed_results: dict[Any, KeptKernels] = {}
         self.saved = 0
         self.complete = False
         self._counts: dict[Any, int] = {}
@@ -107,7 +107,7 @@ class Forward:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def called(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+    def run_call(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         if self._event is not None:
             if kind.writes or "out" in kwargs:  # a compiled region writes its buffers so
@@ -143,10 +143,10 @@ class Forward:
         what = event.key[0]
         return self.policy.keeps(what, what, event.key, name, False)
 
-    def named(self, x: torch.Tensor, name: str) -> None:
+    def note_name(self, x: torch.Tensor, name: str) -> None:
         """The program calls `x` so."""
         if self.names is not None and self._event is None:
-            self.names.named(x, name)
+            self.names.note_name(x, name)
 
     def _is_result_kept(self, event: Event, op: str, function: Any) -> tuple[bool, bool]:
         """Is its result kept? Else, may the program yet give it a name that is?"""
@@ -234,7 +234,7 @@ class Forward:
         self._record_outputs(event, out, tensors)
         return out
 
-    def carried(
+    def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """A redistribution. It may stand in a call; it is looked for, and need not be found."""
@@ -250,16 +250,16 @@ class Forward:
             if paused is not None:
                 paused.paused = False
         if paused is not None and out is not x:
-            paused.carried(out)
-        key = carried_key(self._counts, self._event, op, what, x)
+            paused.note_redistributed(out)
+        key = redistribution_key(self._counts, self._event, op, what, x)
         if moves and out is not x:
             kinds = " ".join(m.kind for m in moves)
             where = site() if self._event is None else self._event.key[1]
             # The global shape: every rank must come to the same answer.
             like: Key = (kinds, where, (((None, torch.Size(moves[0].before.shape), x.dtype),), ()))
             if self.policy.keeps(kinds, what, like, None, True):
-                kept = KeptKernels.of_carried(out)
-                self.carried_results[key] = kept
+                kept = KeptKernels.of_redistributed(out)
+                self.redistributed_results[key] = kept
                 self._kept[start_of(out)] = kept
         return out
 
@@ -339,7 +339,7 @@ class Forward:
     def kept_results(self) -> list[KeptKernels | KeptCall]:
         """All that was kept."""
         kept = [e.kept for e in self.order if e.kept is not None]
-        return [*kept, *self.carried_results.values()]
+        return [*kept, *self.redistributed_results.values()]
 
     def empty(self) -> None:
         """Let go what a second run has brought: it broke off."""

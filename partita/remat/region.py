@@ -160,5 +160,5 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     compiling = torch.compiler.is_compiling() and not HERE.capturing
     run = None if compiling else HERE.watcher
     if run is not None:
-        run.named(x, name)
+        run.note_name(x, name)
     return x

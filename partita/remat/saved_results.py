@@ -78,7 +78,7 @@ class Keeping(EachKernel):
                 self.made.append(((func, n), fresh, out))
         return out
 
-    def carried(self, x: torch.Tensor) -> None:
+    def note_redistributed(self, x: torch.Tensor) -> None:
         """A redistribution within the call made `x`."""
         n = self._counts["carried"] = self._counts.get("carried", -1) + 1
         self.made.append((("carried", n), True, x))
@@ -117,7 +117,7 @@ class KeptKernels:
         return cls(made, _Versions(out))
 
     @classmethod
-    def of_carried(cls, x: torch.Tensor) -> KeptKernels:
+    def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
         """What a redistribution brought."""
         return cls.of({_CARRIED: local_of(x)}, x)
 
@@ -167,7 +167,7 @@ class Replaying(EachKernel):
                 return given
         return func(*args, **kwargs)
 
-    def carried(self) -> torch.Tensor | None:
+    def give_redistributed(self) -> torch.Tensor | None:
         """What the next redistribution within the call made, if it was kept."""
         n = self._counts["carried"] = self._counts.get("carried", -1) + 1
         given: torch.Tensor | None = self._kept.give(("carried", n))

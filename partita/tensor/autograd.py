@@ -35,7 +35,9 @@ def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) ->
     """Carry local `x` along each move of a plan, without autograd."""
     watcher = HERE.watcher
     if watcher is not None and reason != "gradient":
-        return watcher.carried(op, reason, moves, x, lambda: _run_moves(moves, x, wire, op, reason))
+        return watcher.run_redistribution(
+            op, reason, moves, x, lambda: _run_moves(moves, x, wire, op, reason)
+        )
     return _run_moves(moves, x, wire, op, reason)
 
 

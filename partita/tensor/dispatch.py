@@ -33,7 +33,7 @@ from .op import Op, Run
 from .out import into_out
 from .plan import CallPlan
 from .plan_call import make_plan
-from .tensor_overrides import SPECIAL, passes
+from .tensor_overrides import SPECIAL, runs_as_torch_has_it
 from .torch_patches import holds_dtensor, operands_of_collective
 from .watch import HERE
 
@@ -44,7 +44,7 @@ _Tensor = torch.Tensor
 
 def _run_of(op: Op) -> Run | None:
     """What to do with a function instead of looking a plan up; None for an op with a rule."""
-    if op.func in SPECIAL or passes(op.func):
+    if op.func in SPECIAL or runs_as_torch_has_it(op.func):
         return _make_special_run(SPECIAL.get(op.func), takes_numbers(op.func))
     if is_collective(op.func):
         return _run_collective
@@ -64,7 +64,9 @@ def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any
 
 
 def _make_special_run(special: Callable[..., Any] | None, takes_numbers: bool) -> Run:
-    def settled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    def run_with_numbers(
+        func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op
+    ) -> Any:
         if may_have_numbers(args[1:], kwargs):
             args, kwargs = with_numbers(func, args, kwargs)
             if not holds_dtensor((args, kwargs)):
@@ -72,15 +74,15 @@ def _make_special_run(special: Callable[..., Any] | None, takes_numbers: bool) -
         return special(*args, **kwargs)  # type: ignore[misc]
 
     if special is not None and takes_numbers:
-        return settled
+        return run_with_numbers
     if special is not None:
         return lambda func, args, kwargs, op: special(*args, **kwargs)
 
-    def passed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    def run_locally(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
         with Local():
             return func(*args, **kwargs)
 
-    return passed
+    return run_locally
 
 
 def _without_rule(func: Callable[..., Any]) -> Run:
@@ -130,7 +132,7 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """`DTensor.__torch_function__`."""
+    """`DTensor.__torch_function__`: `func` on the shards by its plan, or the long way (`call`)."""
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)

@@ -107,11 +107,11 @@ def _numbers_of(func: Callable[..., Any]) -> tuple[list[Kinds], dict[str, Kinds]
     return list(map(frozenset, by_place)), {name: frozenset(k) for name, k in by_name.items()}
 
 
-Form = list[tuple[str, str, bool]]
+Parameters = list[tuple[str, str, bool]]
 """Of each argument: what it is called, what it may be ("" if that is not said), has it a place?"""
 
 
-def _forms_of(func: Callable[..., Any]) -> list[Form]:
+def _forms_of(func: Callable[..., Any]) -> list[Parameters]:
     """What torch says of an op's arguments: in schemas, or in hints of one written in Python."""
     forms = []
     for overload in overloads_of(getattr(torch.ops.aten, getattr(func, "__name__", ""), None)):

@@ -21,14 +21,14 @@ from .setitem import set_item
 from .spec import spec_of
 from .tensor_state import own_state
 
-__all__ = ["MEMORY", "SPECIAL", "find_getter", "means", "passes", "refusal"]
+__all__ = ["MEMORY", "SPECIAL", "find_getter", "means", "refusal", "runs_as_torch_has_it"]
 
 T: Any = torch.Tensor
 SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
 
 
-def passes(func: Callable[..., Any]) -> bool:
+def runs_as_torch_has_it(func: Callable[..., Any]) -> bool:
     """Is this answered by the shard? Attributes are, unless `SPECIAL` says otherwise."""
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")

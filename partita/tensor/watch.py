@@ -29,7 +29,7 @@ class Watcher(Protocol):
     def writes(self, t: torch.Tensor) -> None:
         """What is applied now is going to write `t` in place, which torch announces to nobody."""
 
-    def carried(
+    def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """The redistribution `what` of the local tensor `x`, which `run()` carries."""

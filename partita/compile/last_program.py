@@ -80,13 +80,13 @@ class LastProgram:
         """
         from partita.report import RunFacts, check_plotly, write_report
 
-        from .ledger_replay import carried
+        from .ledger_replay import list_sent_moves
         from .step_facts import facts_of_graph, facts_of_layouts, facts_of_moves
 
         check_plotly()
         run = RunFacts(self.title)
         run.hear("graph", facts_of_graph(self))
-        run.hear("moves", {"moves": facts_of_moves(carried(self.program.runs))})
+        run.hear("moves", {"moves": facts_of_moves(list_sent_moves(self.program.runs))})
         run.hear("layouts", {"parameters": facts_of_layouts(self.program.runs)})
         if timeline is not None:
             run.timeline, run.timeline_source = [*timeline.events], timeline.source

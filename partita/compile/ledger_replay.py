@@ -17,10 +17,10 @@ from .graph import is_collective
 from .node_metadata import Note, note_of
 from .program import Program
 
-__all__ = ["carried", "tell", "tell_work"]
+__all__ = ["list_sent_moves", "tell", "tell_work"]
 
 
-def carried(program: Program) -> list[Record]:
+def list_sent_moves(program: Program) -> list[Record]:
     """The moves that send, in the order in which they begin. A bucket is one."""
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
@@ -67,7 +67,7 @@ def tell(program: Program) -> None:
     if scope is None or not scope.busy:
         return
     if program.carried is None:
-        program.carried = carried(program)
+        program.carried = list_sent_moves(program)
     if scope.strict:
         for move in program.carried:
             if move.reason == "implicit":

@@ -23,7 +23,7 @@ from partita.tensor.watch import HERE
 from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_choice import BlockChoice
-from .capture.optimizers import prime, unprime
+from .capture.optimizers import drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
 from .capture.state_search import state_of
 from .captured_program import CapturedProgram
@@ -341,19 +341,19 @@ class CompiledStep(LastProgram):
             call = self.step, args, kwargs, self._state
             return make_program(*call, guesses, budget=self.budget, blocks=blocks, **how)
 
-        primed = prime(state.optimizers)
+        made_state = make_optimizer_state(state.optimizers)
         try:
             program = making()
         except ReachedMore as more:
-            unprime(primed, lambda t: False)
+            drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
             return self._run_first_call(signature, args, kwargs, why, found, more.state)
         except StepRaises as raised:
-            unprime(primed, lambda t: False)
+            drop_unused_state(made_state, lambda t: False)
             self._raised = raised
             return None, []
         except BaseException as error:
-            unprime(primed, lambda t: False)
+            drop_unused_state(made_state, lambda t: False)
             if self.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
@@ -364,7 +364,7 @@ class CompiledStep(LastProgram):
             self._eager[signature] = self._runs_eagerly = _Refused(error.guards, tries)
             return None, []
         inputs = {id(i.tensor) for i in program.inputs}
-        if unprime(primed, lambda t: id(t) in inputs):
+        if drop_unused_state(made_state, lambda t: id(t) in inputs):
             # Its inputs are counted among tensors of which some are gone.
             for write in reversed(program.writes):
                 write.undo()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.comm.ledger import human
-from partita.compile.ledger_replay import carried
+from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.memory.schedule import Buffer, Memory
 from partita.compile.node_metadata import note_of
 from partita.compile.program import Program
@@ -212,7 +212,7 @@ def simulation_of(
         timeline=played,
         facts={
             "memory": facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced)),
-            "moves": facts_of_moves(carried(program)),
+            "moves": facts_of_moves(list_sent_moves(program)),
             "layouts": facts_of_layouts(program),
         },
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from partita.compile.graph import is_collective
-from partita.compile.ledger_replay import carried
+from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.node_metadata import note_of
 from partita.compile.program import Program
 from partita.report import TimelineEvent
@@ -153,7 +153,7 @@ def bytes_per_axis(program: Program) -> dict[str, int]:
     """Bytes that a rank sends in a run of a program, for the axes of each collective: what a ledger
     counts of the run."""
     found: dict[str, int] = {}
-    for record in carried(program):
+    for record in list_sent_moves(program):
         stream = " ".join(record.axes)
         found[stream] = found.get(stream, 0) + record.nbytes
     return found

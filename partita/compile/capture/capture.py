@@ -139,7 +139,7 @@ def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
         grows = write.before is MISSING and id(write.home) in growing
         if grows or write.identity in repeated:
             run.undo()
-            raise run.lost(write)
+            raise run.make_unrepeated_write_error(write)
 
 
 def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:

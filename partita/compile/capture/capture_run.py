@@ -344,14 +344,14 @@ class CaptureRun:
             elif holds_made(write.after, self.inputs.identities):
                 raise left_in(write.name)
             elif not write.again or self._is_argument(write):
-                raise self.lost(write)
+                raise self.make_unrepeated_write_error(write)
             else:
                 self.writes.append(write)
 
     def _is_argument(self, write: Write) -> bool:
         return write.name.startswith(("argument", "param_groups"))
 
-    def lost(self, write: Write) -> Exception:
+    def make_unrepeated_write_error(self, write: Write) -> Exception:
         """The error to raise where a graph would not write again what the step writes."""
         was, now = brief(write.before), brief(write.after)
         changed = f" ({was} became {now})" if was != now else ""

@@ -30,28 +30,28 @@ from ..errors import not_captured
 from ..node_metadata import Recorder
 from .state_slots import Slot
 
-__all__ = ["Stepping", "prime", "unprime"]
+__all__ = ["Stepping", "drop_unused_state", "make_optimizer_state"]
 
-Primed = list[tuple[Optimizer, torch.Tensor]]
+MadeState = list[tuple[Optimizer, torch.Tensor]]
 
 _UNSCALES = "_step_supports_amp_scaling"
 """Private torch: what fused optimizers say of themselves to a GradScaler."""
 
 
-def prime(optimizers: dict[str, Optimizer]) -> Primed:
+def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     """Have torch's optimizers make their state now, as their first step would.
 
     So that the first step is the same program as the others. Private torch: `_init_group`, which
     every optimizer of torch.optim has, makes the state of each parameter with a gradient.
 
     Returns:
-        What was given a state, for `unprime`.
+        What was given a state, for `drop_unused_state`.
     """
-    found: Primed = []
+    found: MadeState = []
     for optimizer in optimizers.values():
         if _is_of_torch(optimizer):
             if type(optimizer) is torch.optim.SGD:
-                found += _prime_momentum(optimizer)
+                found += _make_momentum(optimizer)
             found += _make_state(optimizer)
             for p, state in optimizer.state.items():
                 if isinstance(p, DTensor) and update_spec(p) is not p._spec:  # ZeRO 1 and 2
@@ -68,8 +68,8 @@ def _unscales_by_itself(optimizer: Optimizer) -> bool:
     return _is_of_torch(optimizer) and bool(vars(optimizer).get(_UNSCALES))
 
 
-def _make_state(optimizer: Optimizer) -> Primed:
-    found: Primed = []
+def _make_state(optimizer: Optimizer) -> MadeState:
+    found: MadeState = []
     make: Any = getattr(optimizer, "_init_group", None)
     lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
     for group in optimizer.param_groups if make is not None else ():
@@ -99,12 +99,12 @@ def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dic
     return group | {"fused": False} | ({"capturable": True} if "capturable" in group else {})
 
 
-def _prime_momentum(optimizer: Optimizer) -> Primed:
+def _make_momentum(optimizer: Optimizer) -> MadeState:
     """Give SGD the momentum that it makes of its first gradient: zeros, to which that is added.
 
     Not where it is damped, which the first gradient is not.
     """
-    found: Primed = []
+    found: MadeState = []
     for group in optimizer.param_groups:
         if not group["momentum"] or group["dampening"]:
             continue
@@ -116,14 +116,14 @@ def _prime_momentum(optimizer: Optimizer) -> Primed:
     return found
 
 
-def unprime(primed: Primed, used: Callable[[Any], bool]) -> bool:
+def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
     """Take the state away again that the step turned out not to use: `used` of each tensor.
 
     Returns:
         Whether there was any.
     """
     found = False
-    for optimizer, p in primed:
+    for optimizer, p in made_state:
         state = optimizer.state.get(p)
         tensors = [v for v in (state or {}).values() if isinstance(v, torch.Tensor)]
         if state is not None and not any(map(used, tensors)):
@@ -210,12 +210,12 @@ class Stepping:
             for optimizer in unscaling:
                 vars(optimizer)[_UNSCALES] = False  # as the foreach one that it is captured as
             for name, optimizer, state, groups in before:
-                standing: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+                by_stand_in: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
                 self._held[optimizer] = {}
                 for p, entries in state.items():
-                    standing[stand_in(p)] = dict(entries)
+                    by_stand_in[stand_in(p)] = dict(entries)
                     self._held[optimizer][stand_in(p)] = dict(entries)
-                optimizer.state = standing
+                optimizer.state = by_stand_in
                 optimizer.param_groups = [
                     self._stand_in_group(name, i, group, stand_in, number)
                     for i, group in enumerate(groups)
@@ -260,16 +260,16 @@ class Stepping:
         number: Callable[..., Any],
     ) -> dict[str, Any]:
 
-        def standing(value: Any, *path: Any) -> Any:
+        def stand_in_for(value: Any, *path: Any) -> Any:
             if isinstance(value, float):
                 within = "".join(f"[{at}]" for at in path[1:])
                 called = f"{name}.{path[0]}[{index}]{within}"
                 return number(called, value, ParamGroup(self.optimizers[name], index), path)
             if type(value) in (tuple, list):
-                return type(value)(standing(v, *path, i) for i, v in enumerate(value))
+                return type(value)(stand_in_for(v, *path, i) for i, v in enumerate(value))
             return stand_in(value)
 
-        now = {key: standing(value, key) for key, value in group.items()}
+        now = {key: stand_in_for(value, key) for key, value in group.items()}
         # Without reading a count as a number; which kernel does it is for the compiler.
         for name, value in (("capturable", True), ("foreach", True), ("fused", False)):
             if name in group:

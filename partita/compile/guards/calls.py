@@ -293,7 +293,7 @@ class Calls:
         else:
             self._refuse_shared_state(name.removeprefix("io."))
 
-    def reached(self, value: Any, name: str) -> None:
+    def refuse_if_random(self, value: Any, name: str) -> None:
         """`value` is reached, of which the calls may not be heard."""
         if isinstance(value, torch._C.Generator):
             self._record.refuse(

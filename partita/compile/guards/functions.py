@@ -229,9 +229,9 @@ class Functions:
             self._supers |= names_of(code)
             for kind in list(self._classes.values()):
                 self._read_of_bases(kind)
-        self.use(names_of(code))
+        self.note_asked_names(names_of(code))
 
-    def use(self, names: set[str]) -> None:
+    def note_asked_names(self, names: set[str]) -> None:
         """Objects, classes and modules that are reached may be asked for these."""
         new = names - self._used
         self._used |= new

@@ -54,7 +54,7 @@ def reach_by_kind(record: StateReader, value: Any, name: str) -> None:
         place = places.cell(name, value)
         record.read_at(place, place.value)
     elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
-        record.functions.use(names_asked_by(value))
+        record.functions.note_asked_names(names_asked_by(value))
     elif isinstance(value, types.ModuleType):
         read_ambient(record, value.__name__)
         if is_of_users(value.__name__):
@@ -76,7 +76,7 @@ def reach_by_kind(record: StateReader, value: Any, name: str) -> None:
         record.reach(value.__func__, name)
     elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         read_ambient(record, getattr(value, "__module__", None))
-        record.calls.reached(value, name)
+        record.calls.refuse_if_random(value, name)
         if not isinstance(value.__self__, (types.ModuleType, type)):
             record.reach(value.__self__, f"the owner of {name}")
         record.take_whole(value.__self__)  # it reads past what is instrumented
@@ -96,7 +96,7 @@ def reach_by_kind(record: StateReader, value: Any, name: str) -> None:
         )
     else:
         if not record.by_name:
-            record.calls.reached(value, name)
+            record.calls.refuse_if_random(value, name)
         read_ambient(record, type(value).__module__)
         if isinstance(value, BaseException):
             place = places.function_part(f"{name}.args", value, "args")

@@ -25,7 +25,7 @@ class FunctionReader(Protocol):
     all_at_once: bool
     constants: set[str]
 
-    def use(self, names: set[str]) -> None:
+    def note_asked_names(self, names: set[str]) -> None:
         """Attributes of these names are asked for in C."""
 
     def reach_function(self, f: FunctionType, name: str) -> None:
@@ -53,7 +53,7 @@ class FunctionReader(Protocol):
 class CallReader(Protocol):
     """Hears what a step calls."""
 
-    def reached(self, value: Any, name: str) -> None:
+    def refuse_if_random(self, value: Any, name: str) -> None:
         """`value` is reached, of which the calls may not be heard."""
 
 

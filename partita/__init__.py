@@ -15,7 +15,7 @@ from .checkpoint import (
 from .comm import DeviceMesh, check_ranks, dry_mesh, init_device_mesh, ledger, ranks, strict
 from .compile import CaptureError, CompiledStep, compile, pad_to_bucket
 from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
-from .parallel import optimizer as _optimizer  # noqa: F401  optimizers settle gradients first
+from .parallel import optimizer as _optimizer  # noqa: F401  optimizers reduce gradients first
 from .parallel import plans
 from .parallel.batch import distribute_batch
 from .parallel.gradients import clip_grad_norm_, reduce_gradients

@@ -18,7 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor
-from partita.tensor.grad_buckets import settle
+from partita.tensor.grad_buckets import reduce_pending_gradients
 from partita.tensor.lists import norms
 
 __all__ = ["clip_grad_norm_", "reduce_gradients"]
@@ -30,7 +30,7 @@ def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
     Sends each pending byte once. Gradients that are not pending, and plain ones, are left alone, so
     calling it twice reduces once. Noted in the ledger with the reason "settle".
     """
-    settle(p for p in params if isinstance(p, DTensor))
+    reduce_pending_gradients(p for p in params if isinstance(p, DTensor))
 
 
 def clip_grad_norm_(

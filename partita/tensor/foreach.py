@@ -21,7 +21,7 @@ from partita.layout import Layout
 from . import cache
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .grad_buckets import pending_gradients, settle
+from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .keys import operand_kind
 from .mixed_operands import admit
 from .names import form_of
@@ -104,7 +104,7 @@ def _not_clean(
     lists = [a for a in args if type(a) in (list, tuple)]
     waiting = pending_gradients(a[i] for a in lists for i in moving)
     if waiting:  # together, and for good
-        settle(waiting)
+        reduce_pending_gradients(waiting)
         return run_foreach(func, args, kwargs, op)
     return _one_by_one(plan, args, kwargs, op)
 

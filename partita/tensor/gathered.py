@@ -27,7 +27,7 @@ from .autograd import moved
 from .draws import drawing
 from .dtensor import DTensor, tagged
 from .function_facts import facts_of_function
-from .grad_buckets import pending_gradients, settle
+from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .names import Form
 from .plain_writes import write_into_plain
 from .plan import CallPlan, Target, at_path, replaced
@@ -60,7 +60,7 @@ def gathered(
         return write_into_plain(func, form.name, plain, args, kwargs)
     waiting = pending_gradients(t for _, t in tensors)
     if waiting:  # who needs a gradient whole settles it for good
-        settle(waiting)
+        reduce_pending_gradients(waiting)
         return func(*args, **kwargs)
     wire = one_wire(form.name, [t for _, t in tensors])
     layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]

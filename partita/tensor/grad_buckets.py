@@ -25,7 +25,7 @@ from .grad_state import mark_settled, settled_spec
 from .tensor_state import state_of
 from .watch import HERE
 
-__all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "settle"]
+__all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "reduce_pending_gradients"]
 
 BUCKET_BYTES = 64 << 20
 """One all-reduce settles at most about this many bytes of gradients."""
@@ -52,7 +52,7 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
     return list(owners.values())
 
 
-def settle(params: Iterable[DTensor]) -> None:
+def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     """Reduce the pending gradients of `params`: each then lies where it rests, as its parameter.
 
     One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".

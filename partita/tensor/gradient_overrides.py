@@ -173,7 +173,8 @@ class _BrokenOff(threading.local):
 
 
 BROKEN_OFF = _BrokenOff()
-"""Whose `settle()` is called when a backward pass of this thread raises: autograd tells nobody."""
+"""Whose `reset_after_abort()` is called when a backward pass of this thread raises, which autograd
+tells nobody."""
 
 _plain_backward: Any = entered(torch.autograd.backward)
 assert _plain_backward is not None
@@ -187,7 +188,7 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
         _plain_backward(roots, seeds, *args, **kwargs)
     except BaseException:
         for watcher in list(BROKEN_OFF.watchers):
-            watcher.settle()
+            watcher.reset_after_abort()
         raise
 
 

@@ -27,7 +27,7 @@ from .autograd import moved
 from .dispatch import op_of
 from .dtensor import DTensor, tagged
 from .foreach import run_foreach
-from .grad_buckets import pending_gradients, settle
+from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .spec import spec_of
 from .tensor_overrides import SPECIAL
 
@@ -114,7 +114,7 @@ def _foreach_norm(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         given = {} if dtype is None else {"dtype": dtype}
         return run_foreach(torch._foreach_norm, (tensors, ord), given, op_of(torch._foreach_norm))
-    settle(pending_gradients(tensors))
+    reduce_pending_gradients(pending_gradients(tensors))
     tensors = [_reduced_shares(t) for t in tensors]
     found = [
         n.to(dtype or torch.empty((), dtype=t.dtype).abs().dtype)
@@ -141,7 +141,7 @@ def _check_and_unscale(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
     """What a GradScaler does to gradients; all ranks find what any of them finds."""
-    settle(pending_gradients(grads))
+    reduce_pending_gradients(pending_gradients(grads))
     with Local():
         mine = torch.zeros_like(found_inf)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)  # type: ignore[arg-type]

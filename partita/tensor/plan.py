@@ -16,7 +16,7 @@ from partita.rules import Bound
 from .autograd import alias_without_base, moved
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
-from .grad_buckets import pending_gradients, settle
+from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .may_copy import as_on_one_device
 from .mixed_operands import admit
 from .origin import current
@@ -31,7 +31,7 @@ Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
 
 A plan has it from the call that it was made for; others of the same key may give by name what that
-gave by place (`CallPlan.here`)."""
+gave by place (`CallPlan.path_in_call`)."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class CallPlan:
             value = at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
-                    settle(pending_gradients((value,)))  # its owner's, for good
+                    reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
                 new[path] = _moved_once(value, target.spec, self.op)
             else:
                 admit(value, self.wire, self.op, path, with_gradient=True)

@@ -27,11 +27,11 @@ from partita.tensor.spec import Spec
 
 from .released import take_from_views
 
-__all__ = ["FlatBuffer", "FlatPiece", "Shares"]
+__all__ = ["FlatBuffer", "FlatPiece", "PartialGradients"]
 
 
 @dataclass(frozen=True)
-class Shares:
+class PartialGradients:
     """A rank's shares of the gradients of one flat buffer, a row a rank; not all may have one."""
 
     sums: torch.Tensor
@@ -103,7 +103,7 @@ def _padded_numel(shape: Sequence[int], n: int) -> int:
 def _find_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """`Piece.spans`. Axes that cut one after the other cut unevenly in the middle, too."""
+    """`FlatPiece.spans`. Axes that cut one after the other cut unevenly in the middle, too."""
     if len(axes) == 1:
         return None
     mesh, shape = whole.wire.mesh, whole.local_shape
@@ -351,7 +351,7 @@ class FlatBuffer:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def shares(
+    def pack_gradients(
         self,
         grads: Sequence[torch.Tensor | None],
         dtype: torch.dtype,

@@ -18,10 +18,10 @@ from partita.tensor.autograd import moved
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.engine import in_backward
 
-from .flat_buffer import Shares
+from .flat_buffer import PartialGradients
 from .fsdp_group import FsdpGroup
 
-__all__ = ["ForwardCall", "GatherBlock", "leave", "show_gathered"]
+__all__ = ["ForwardCall", "GatherBlock", "show_gathered", "watch_input_gradient"]
 
 
 class ForwardCall:
@@ -81,7 +81,7 @@ class ForwardCall:
             group = self.group
             group.busy.discard(self)
             if not group.busy and not group.depth:
-                group.hide()
+                group.put_shards_back()
             group.release()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -113,10 +113,12 @@ class ForwardCall:
             used = [g is not None for g in some]
             if held is not None:
                 used = [a or b for a, b in zip(used, held.used, strict=True)]
-            shares = Shares(flat.shares(some, dtype, None if held is None else held.sums), used)
-            if zero.keeps_shares or group.calls:
+            shares = PartialGradients(
+                flat.pack_gradients(some, dtype, None if held is None else held.sums), used
+            )
+            if zero.keeps_partial_gradients or group.calls:
                 group.held[k] = shares
-                zero.holds_shares = True
+                zero.holds_partial_gradients = True
             else:
                 zero.reduce(group, k, shares)
 
@@ -132,7 +134,7 @@ class ForwardCall:
             p = group.shards()[i]
             summed = zero.precision.reduce_dtype or p.dtype
             g = g.to(zero.precision.grad_dtype or flat.dtype).to(summed)
-            whole = zero.whole(p._spec)
+            whole = zero.make_unsharded_spec(p._spec)
             zero.add_with_history(
                 p, moved(g, whole.gradient, p._spec.gradient, group.name, "gradient").to(p.dtype)
             )
@@ -166,14 +168,13 @@ class GatherBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with Local():
-            ctx.call.note_gradients(
-                "parameters"
-            )  # frees what was gathered, before its gradients are copied
+            # Frees what was gathered, before its gradients are copied.
+            ctx.call.note_gradients("parameters")
             ctx.call.reduce(grads)
         return torch.empty(0), None
 
 
-class _Left(torch.autograd.Function):
+class _WatchInputGradient(torch.autograd.Function):
     """The identity on an input of a block; tells when the input's gradient is complete."""
 
     @staticmethod
@@ -187,7 +188,8 @@ class _Left(torch.autograd.Function):
         return grad, None
 
 
-def leave(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
+def watch_input_gradient(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
+    """An alias of the input `t` of a block; `call` hears when its gradient is complete."""
     with Local():
-        out = _Left.apply(t, call)
+        out = _WatchInputGradient.apply(t, call)
     return tagged(out, t._spec) if isinstance(t, DTensor) else out

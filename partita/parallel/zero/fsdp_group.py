@@ -25,7 +25,7 @@ from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, count_writes_of, own_state, state_of
 
 from ..blocks import Block
-from .flat_buffer import FlatBuffer, Shares
+from .flat_buffer import FlatBuffer, PartialGradients
 from .precision import MixedPrecision
 
 __all__ = ["FsdpGroup", "GroupOwner"]
@@ -45,16 +45,17 @@ class GroupOwner(Protocol):
     Attributes:
         axes: of the mesh, over which parameters are sharded.
         persistent: what was gathered once stays, until a parameter is changed.
-        keeps_shares, holds_shares: gradients stay whole-size shares; there may be such.
+        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum.
+        holds_partial_gradients: there may be such.
     """
 
     axes: tuple[str, ...]
     precision: MixedPrecision
     persistent: bool
-    keeps_shares: bool
-    holds_shares: bool
+    keeps_partial_gradients: bool
+    holds_partial_gradients: bool
 
-    def whole(self, spec: Spec) -> Spec:
+    def make_unsharded_spec(self, spec: Spec) -> Spec:
         """The layout of a parameter of `spec` when it is gathered."""
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
@@ -75,7 +76,7 @@ class GroupOwner(Protocol):
     def token(self, group: FsdpGroup) -> torch.Tensor:
         """What ties gathered parameters to their shards."""
 
-    def reduce(self, group: FsdpGroup, k: int, shares: Shares) -> None:
+    def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
         """Begin to reduce the gradients of one of the group's flat buffers."""
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
@@ -105,7 +106,7 @@ class FsdpGroup:
         self.depth = 0
         self.busy: set[Any] = set()
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.held: dict[int, Shares] = {}
+        self.held: dict[int, PartialGradients] = {}
         self.shown = False
         self.versions: list[int] = []
         self._seen: list[tuple[int, DTensor, int, dict[str, Any]]] = []
@@ -142,14 +143,14 @@ class FsdpGroup:
         by_kind: dict[tuple[torch.dtype, int | None], list[int]] = {}
         for i, p in enumerate(shards):
             dtype = self.zero.precision.param_dtype or p.dtype
-            alone = self.zero.whole(p._spec).largest * dtype.itemsize >= _ALONE
+            alone = self.zero.make_unsharded_spec(p._spec).largest * dtype.itemsize >= _ALONE
             by_kind.setdefault((dtype, i if alone else None), []).append(i)
         self.members = list(by_kind.values())
         self._order = [i for members in self.members for i in members]
         self.flats = []
         for (dtype, _), members in by_kind.items():
             specs = [shards[i]._spec for i in members]
-            wholes = [self.zero.whole(s) for s in specs]
+            wholes = [self.zero.make_unsharded_spec(s) for s in specs]
             device = shards[members[0]].device
             names = [self._name_of(i) for i in members]
             self.flats.append(
@@ -292,16 +293,16 @@ class FsdpGroup:
         """A backward pass has ended that gathered this block, whatever it made of it."""
         self.busy.clear()
         if not self.depth:
-            self.hide()
+            self.put_shards_back()
         self.release()
 
-    def settle(self) -> None:
+    def reset_after_abort(self) -> None:
         """Forget a forward or a backward that broke off."""
         self.busy.clear()
         self.calls.clear()
         self.open_forwards.clear()
         self.depth = 0
-        self.hide()
+        self.put_shards_back()
 
     # -- what the modules see ----------------------------------------------------------------------
 
@@ -364,7 +365,8 @@ class FsdpGroup:
             fixes=(Fix("write it after the optimizer's step", "there it is what the ranks hold"),),
         )
 
-    def hide(self) -> None:
+    def put_shards_back(self) -> None:
+        """Put the shards in the modules, in the places of what was gathered."""
         for _, whole, _, _ in self._seen:
             # A view of it, which would hold it in turn, where no collector of garbage looks.
             own_state(whole).moved = None

@@ -14,7 +14,7 @@ from partita.tensor.engine import in_backward, next_node
 from partita.tensor.watch import HERE
 
 from ..nested_tensors import map_tensors, tensors_in
-from .fsdp_backward import ForwardCall, leave, show_gathered
+from .fsdp_backward import ForwardCall, show_gathered, watch_input_gradient
 from .fsdp_group import FsdpGroup
 from .in_graph import InGraph
 from .saved_tensors import Saving
@@ -91,7 +91,7 @@ class _BlockHooks:
             if cast and t.is_floating_point():
                 t = t.to(dtype)
             if marks and t.requires_grad:
-                t = leave(t, call)
+                t = watch_input_gradient(t, call)
             return t
 
         return map_tensors(prepared, args), map_tensors(prepared, kwargs)
@@ -131,10 +131,10 @@ class _BlockHooks:
             finally:
                 # In a recompute the backward that asked for it goes on with what is here.
                 if not in_backward():
-                    group.hide()
+                    group.put_shards_back()
                     group.release()
                 elif not group.busy:
-                    group.hide()
+                    group.put_shards_back()
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class GradReducer:
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def leave(self) -> None:
+    def detach_from_model(self) -> None:
         """Hear of the model no more: a state of a model around it takes over."""
         self.finish()
         for handle in self._handles:
@@ -170,7 +170,7 @@ class GradReducer:
             self.finish()
             bucket.sent = [(g, g._version) for g in grads]
             if self.stage == 2:
-                shares = bucket.flat.shares(grads, bucket.flat.dtype)
+                shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)
                 bucket.wait = bucket.flat.reduce(shares, bucket.flat.dtype)
             else:
                 bucket.wait = bucket.flat.total(grads)
@@ -243,7 +243,7 @@ class GradReducer:
                 before.flat.finish_into([p.detach() for p in before.params])
 
     @contextmanager
-    def keeping_shares(self) -> Any:
+    def keeping_partial_gradients(self) -> Any:
         """Send nothing in the backward passes within."""
         before, self.waits = self.waits, True
         try:

@@ -23,7 +23,7 @@ from partita.layout import Fix
 from partita.redistribute import Plan, plan
 from partita.tensor.autograd import carry_all, keep_missing_gradients, moved
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.grad_buckets import settle
+from partita.tensor.grad_buckets import reduce_pending_gradients
 from partita.tensor.grad_state import update_spec
 from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.spec import Spec
@@ -72,14 +72,14 @@ class InGraph:
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
         group = self.group
-        if group.zero.keeps_shares:
+        if group.zero.keeps_partial_gradients:
             refuse_no_sync()
         # By the reason, passes know whether it is to be let go.
         reason = "persistent" if group.zero.persistent else "gather"
         for places, p in zip(group.slots, [*group.shards()], strict=True):
             if not isinstance(p, FakeTensor):  # of a module that the block has no more
                 continue
-            after = group.zero.whole(p._spec)
+            after = group.zero.make_unsharded_spec(p._spec)
             whole = tagged(
                 _gather_parameter(p, after, group.zero.precision, group.name, reason), after
             )
@@ -193,7 +193,7 @@ def in_parts(
             grad: Any = p.grad
             if grad is not None:  # pending; or whole, where a clip has settled it; or a shard
                 part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
-    settle(p for p in params if parts[p] is p)
+    reduce_pending_gradients(p for p in params if parts[p] is p)
     groups = optimizer.param_groups
     _rekey_optimizer_state(optimizer, parts)
     optimizer.param_groups = [

@@ -42,17 +42,17 @@ class Saving:
             for flat in self._flats:
                 if flat.span[0] <= at < flat.span[1] or (not at and flat.shows(t)):
                     self.call.needs = self.call.group.needed = True
-                    return _Stood(self.call, flat, t)
+                    return _SavedView(self.call, flat, t)
             # Of another dtype than all that is gathered, or of one of several.
             alike = len(self._dtypes) == 1 and t.dtype in self._dtypes
             place = None if alike else _cast_of(t, self.call.group)
             if place is not None:
                 self.call.needs = self.call.group.needed = True
-                return _Cast(self.call, place, t)
-        return _Other(self._other, t)
+                return _SavedCast(self.call, place, t)
+        return _SavedOther(self._other, t)
 
     @staticmethod
-    def _unpack_saved_tensor(packed: _Stood | _Cast | _Other) -> torch.Tensor:
+    def _unpack_saved_tensor(packed: _SavedView | _SavedCast | _SavedOther) -> torch.Tensor:
         return packed.tensor()
 
 
@@ -66,7 +66,7 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
         Saving(ForwardCall(group, False))
 
 
-class _Stood:
+class _SavedView:
     """Where a view of a gathered parameter stood."""
 
     def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
@@ -108,7 +108,7 @@ def _cast_of(t: torch.Tensor, group: FsdpGroup) -> int | None:
     return place if source.call.group is group else None  # type: ignore[attr-defined]
 
 
-class _Cast:
+class _SavedCast:
     """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
 
     def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
@@ -131,7 +131,7 @@ class _Cast:
             return _restore_tensor_class(cast.as_strided(*self.place), self.spec)
 
 
-class _Other:
+class _SavedOther:
     """Any other tensor: as whoever else packs saved tensors keeps it, or itself."""
 
     def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):

@@ -182,7 +182,7 @@ def _take_over(
             )
     applied = [m for module, state in states.items() for m in state.applied or [module]]
     for module, state in states.items():
-        state.leave()
+        state.detach_from_model()
         del module.__dict__["_zero"]
     return applied
 
@@ -232,7 +232,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         return
     if HERE.capturing and isinstance(state, Zero):
         refuse_no_sync()
-    with state.keeping_shares():
+    with state.keeping_partial_gradients():
         yield
 
 

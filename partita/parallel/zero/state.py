@@ -25,7 +25,7 @@ from partita.tensor.tensor_state import Rest, own_state, state_of
 
 from ..blocks import Block
 from ..nested_tensors import map_tensors
-from .flat_buffer import Shares
+from .flat_buffer import PartialGradients
 from .fsdp_group import FsdpGroup
 from .precision import MixedPrecision
 
@@ -53,8 +53,9 @@ class Zero:
     Attributes:
         groups: its blocks.
         persistent: what was gathered once stays, until a parameter is changed.
-        keeps_shares: gradients stay whole-size shares on each rank, until it is False again.
-        holds_shares: may there be some of an earlier backward pass, or of this one?
+        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
+            is False again.
+        holds_partial_gradients: may there be such of an earlier backward pass, or of this one?
         peak: the most bytes that were gathered at once.
     """
 
@@ -67,7 +68,7 @@ class Zero:
     ):
         self._begin_with(model, axes, precision)
         self.groups = [FsdpGroup(self, block) for block in blocks if block.slots]
-        self.take(model.parameters())
+        self.adopt_parameters(model.parameters())
 
     def register_hooks(self) -> None:
         """Hear of the model's forwards: around the blocks, of which it may be one itself."""
@@ -81,7 +82,7 @@ class Zero:
         self.axes, self.precision = axes, precision
         self.options = (axes, 3, precision)
         self.applied: list[nn.Module] = []
-        self.persistent = self.keeps_shares = self.holds_shares = False
+        self.persistent = self.keeps_partial_gradients = self.holds_partial_gradients = False
         self.peak = 0
         self._forwards = 0
         self._token: torch.Tensor | None = None
@@ -93,9 +94,9 @@ class Zero:
         self._with_history: dict[DTensor, torch.Tensor] = {}
         BROKEN_OFF.watchers.add(self)
 
-    def leave(self) -> None:
+    def detach_from_model(self) -> None:
         """Hear of the model no more: a state of a model around it takes over."""
-        self.settle()
+        self.reset_after_abort()
         BROKEN_OFF.watchers.discard(self)
         for module in {m for group in self.groups for m in group.modules} | {self.model}:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -106,7 +107,7 @@ class Zero:
         owner = getattr(hook, "__self__", None)
         return owner is self or getattr(owner, "group", None) in self.groups
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+    def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have the gradients and the updates of the model's parameters lie where these do."""
         self.parameters: list[Any] = list(parameters)
         for p in self.parameters:
@@ -115,7 +116,7 @@ class Zero:
     # A copy of the model has a state of its own, over its own parameters, at rest.
 
     def __getstate__(self) -> Any:
-        self.settle()
+        self.reset_after_abort()
         return (
             self.model,
             self.axes,
@@ -129,9 +130,9 @@ class Zero:
         model, axes, precision, persistent, self.groups, parameters = state
         self._begin_with(model, axes, precision)
         self.persistent = persistent
-        self.take(parameters)
+        self.adopt_parameters(parameters)
 
-    def whole(self, spec: Spec) -> Spec:
+    def make_unsharded_spec(self, spec: Spec) -> Spec:
         """The layout of a parameter of `spec` when it is gathered."""
         layout = spec.layout
         for a in self.axes:
@@ -150,7 +151,7 @@ class Zero:
 
     def _begin_forward(self, *_: Any) -> None:
         if not self._forwards and not in_backward():
-            self.settle()
+            self.reset_after_abort()
         self._forwards += 1
         self._last = None
 
@@ -232,7 +233,7 @@ class Zero:
             self._token = _Enter.apply(self, self.groups, *_find_trained(self.groups))
         return self._token
 
-    def reduce(self, group: FsdpGroup, k: int, shares: Shares) -> None:
+    def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
         """Begin to reduce gradients, after those that were begun before are here."""
         dtype = self.precision.reduce_dtype or group.shards()[group.members[k][0]].dtype
         for one in self._under_way:
@@ -245,7 +246,7 @@ class Zero:
 
     def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
         """Each parameter's gradient, plain and local, once what is being reduced is here."""
-        if not self.keeps_shares:
+        if not self.keeps_partial_gradients:
             self._reduce_held_gradients(groups)
         found: dict[DTensor, torch.Tensor] = {}
         ready = [one for one in self._under_way if one.group in groups]
@@ -278,8 +279,8 @@ class Zero:
 
     def show_gradient(self) -> None:
         """The program reads a gradient, or clears it: shares that were kept become a part of it."""
-        if self.holds_shares and not in_backward():
-            self.holds_shares = False
+        if self.holds_partial_gradients and not in_backward():
+            self.holds_partial_gradients = False
             if any(group.held for group in self.groups):
                 self.finish()
 
@@ -306,7 +307,7 @@ class Zero:
         for group in self.groups:
             group.release()
 
-    def settle(self) -> None:
+    def reset_after_abort(self) -> None:
         """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
         self._passes.clear()
         self._with_history.clear()
@@ -314,17 +315,17 @@ class Zero:
         for one in under_way:
             one.wait()
         for group in self.groups:
-            group.settle()
+            group.reset_after_abort()
         self.release()
 
     @contextmanager
-    def keeping_shares(self) -> Iterator[None]:
+    def keeping_partial_gradients(self) -> Iterator[None]:
         """Send no gradients in the backward passes within; the next one outside sends them all."""
-        before, self.keeps_shares = self.keeps_shares, True
+        before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
         try:
             yield
         finally:
-            self.keeps_shares = before
+            self.keeps_partial_gradients = before
 
     @property
     def alive(self) -> int:

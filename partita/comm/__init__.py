@@ -5,11 +5,11 @@ In reading order: `collective_request` (what is asked, and why), `transport` (th
 where), `groups` (process groups), `ranks` with `world` (threads of one process), `dry` (nobody),
 `trace` (nodes of a graph), `ledger` and `source` (what was carried, and for which line), `checks`,
 `agreement` and `messages` (what ranks compare), `control_plane`, `control`, `rendezvous`,
-`capture_barrier`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`, `handle` and
-`init_rendezvous` (how a job begins), `device` (whatever depends on a kind of device), `casting`
-(how autocast is set), `pending_work`, `compiled`,
-`backends/`; `dcp`, `dcp_reading`, `held`, `torch_dtensors`, `torch_state_dicts` and `collectives`
-(torch's own); `after_import` (modules of torch that are imported late).
+`capture_barrier`, `waiting`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`,
+`handle` and `init_rendezvous` (how a job begins), `device` (whatever depends on a kind of device),
+`casting` (how autocast is set), `pending_work`, `compiled`, `backends/`; `dcp`, `dcp_reading`,
+`held`, `torch_dtensors`, `torch_state_dicts` and `collectives` (torch's own); `after_import`
+(modules of torch that are imported late).
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +31,6 @@ from .checks import ON_CHECK, check_ranks, strict
 from .collective_request import Ask
 from .collectives import look_before_collectives
 from .control_plane import Aside, Decide, Everyone, everyone
-from .deadlock import begin_graph, end_graph
 from .dry import DryWire, dry_mesh
 from .groups import GroupWire
 from .handle import MeshHandle
@@ -49,6 +48,7 @@ from .source import call_site, first_instruction, user_line
 from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, torch_mesh
 from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins
+from .waiting import begin_graph, end_graph
 from .wire import Wire
 
 __all__ = [

@@ -17,9 +17,10 @@ import torch
 from partita.layout import Fix, LayoutError
 
 from .backends.control import rendezvous_group
-from .deadlock import BEGUN, SLICE, Need, timeout_of_job, wait_longer
+from .deadlock import BEGUN, Need
 from .presence import describe_process, lost_rank, remember_processes
 from .source import user_line
+from .waiting import SLICE, timeout_of_job, wait_longer
 
 __all__ = ["ControlGroup"]
 

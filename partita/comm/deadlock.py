@@ -1,10 +1,9 @@
-"""Ranks that wait for one another for ever: found, and told to all, through the job's store.
+"""Deadlocks: ranks that wait for one another for ever are found, through the job's store.
 
-A rank that has waited for `SLICE` seconds leaves in the store what it waits for. Where all that it
-depends on wait too, and for different things, nobody can go on: each of them raises one error. A
-rank that computes leaves nothing, so nobody is called lost that is only slow; whoever waits for it
-where ranks agree or read a value waits until a deadline, and whoever exchanges tensors with it for
-as long as the process group does.
+A rank that waits leaves in the store a post: what it waits for, and what it has begun. Where all
+that it depends on wait too, and for different things, nobody can go on: the first that finds it
+leaves a verdict, which each of them raises. A rank that computes leaves nothing, so nobody is
+called lost that is only slow. Who waits, and when it looks, is in `waiting`.
 """
 
 from __future__ import annotations
@@ -12,23 +11,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import sys
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
-from .backends.control import timeouts_of_job
-from .presence import late_ranks, lost_rank, named
+from .presence import named
 from .source import user_line
 
 if TYPE_CHECKING:
@@ -36,24 +30,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEGUN",
+    "LEAVING",
+    "LOOK",
     "Need",
-    "Pending",
-    "begin_graph",
-    "end_graph",
-    "timeout_of_job",
+    "Post",
+    "agree_on_error",
+    "collect_posts",
+    "describe_deadlock",
+    "find_store",
+    "has_begun",
+    "make_post",
+    "note_begun",
+    "put_post",
+    "read_verdict",
     "verdict_of_others",
-    "wait_longer",
-    "wait_with_others",
+    "withdraw_post",
 ]
 
-SLICE = 2.0
-"""Seconds that a rank waits before it tells the others."""
-STUCK = 4.0
-"""Seconds for which nothing may have changed before ranks are said to wait for ever."""
-WARN = 20.0
-"""Seconds after which a rank that waits for others to come says so."""
-_LOOK = 0.5
-_slice = timedelta(seconds=SLICE)
+LOOK = 0.5
+"""Seconds between two looks of a rank at what the others have told."""
+LEAVING = threading.Event()
+"""Is this process about to end?"""
+Post = dict[str, Any]
+"""What a rank that waits has told the others, as `make_post` has it."""
 _VERDICT = "partita/waits/verdict"
 _ONE_WAY = (
     Fix("the same calls on every rank, in the same order"),
@@ -82,183 +81,6 @@ class Need:
     number: int = 0
 
 
-class Pending:
-    """A collective that is under way: its wait ends where ranks wait for ever.
-
-    Only of a backend whose waits block the processor anyhow.
-    """
-
-    __slots__ = ("_ask", "_group", "_number", "_work")
-
-    def __init__(self, work: Any, group: dist.ProcessGroup, ask: Ask):
-        self._work, self._group, self._ask = work, group, ask
-        name = group.group_name
-        # Not torch's number, which counts what a user sends through the group, too.
-        self._number = _NUMBERS[name] = _NUMBERS.get(name, 0) + 1
-        asked = _ASKED.get(name) or _ASKED.setdefault(name, deque(maxlen=_ASKS_KEPT))
-        asked.append((self._number, ask))
-        _THREADS.add(threading.get_ident())
-
-    def wait(self) -> None:
-        try:
-            self._work.wait(_slice)
-        except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self._group)
-            line = user_line() or "no line"
-            text = f"waits in {self._ask.describe()}, at {line}"
-            need = Need(text, ranks, self._group, number=self._number)
-            wait_longer(self._work, need, error)
-
-
-def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | None = None) -> None:
-    """Go on waiting for `work` of such a backend, whose wait of `SLICE` seconds raised `error`.
-
-    Raises:
-        LayoutError: as `wait_with_others`.
-        RankGoneError: a rank has ended.
-        RuntimeError: what else the collective failed of.
-    """
-
-    def is_work_done(seconds: float) -> bool:
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # raises if it has failed: it may have ended just after its time was up
-        return True
-
-    try:
-        if work.is_completed():  # it has failed, or has ended just now
-            work.wait()
-        else:
-            wait_with_others(is_work_done, need, deadline)
-    except LayoutError:
-        raise
-    except RuntimeError as failure:
-        told = verdict_of_others() or lost_rank(failure, need.text, need.ranks)
-        if told is None:
-            raise
-        raise told from failure
-
-
-def wait_with_others(
-    over: Callable[[float], bool], need: Need, deadline: float | None = None
-) -> None:
-    """Wait on, as one who has waited for `SLICE` seconds: tell the others, and see what they say.
-
-    Args:
-        over: waits for so many seconds and says whether what is needed has come.
-        deadline: seconds that one who needs ranks to come waits for some of which nothing is known.
-
-    Raises:
-        LayoutError: the ranks wait for one another, or the deadline has passed.
-        RankGoneError: so has the time limit of the process groups.
-    """
-    me, store = dist.get_rank(), _find_store()
-    mine = _make_post(need)
-    limit = timeout_of_job().total_seconds() if deadline is None else deadline
-    begun, unchanged, before, warned = time.monotonic() - SLICE, time.monotonic(), None, False
-    away = [r for r in need.ranks if r != me]
-    store.set(_key_of_rank(me), json.dumps(mine))
-    try:
-        while not over(_LOOK):
-            if (told := _read_verdict(store, me)) is not None:
-                raise told
-            posts = _collect_posts(store, me, mine)
-            if posts != before:
-                before, unchanged = posts, time.monotonic()
-            now = time.monotonic()
-            if now - unchanged >= STUCK and (fact := _describe_deadlock(posts, me)):
-                raise _agree_on_error(store, fact, posts, me)
-            away = [r for r in need.ranks if r != me and not _is_at(posts.get(r), mine)]
-            if not need.meets:
-                continue
-            if now - begun > WARN and not warned:
-                warned = True
-                warnings.warn(
-                    f"rank {me} {need.text}; {named(away)} has not come yet", stacklevel=2
-                )
-            if now - begun > limit:
-                fact = f"rank {me} waited {now - begun:.0f} s for {named(away)}"
-                raise _agree_on_error(store, fact, dict.fromkeys(away) | posts, me)
-    except RuntimeError as failure:  # of the group
-        late = late_ranks(failure, need.text, away, time.monotonic() - begun)
-        if late is None or isinstance(failure, LayoutError):
-            raise
-        raise late from failure
-    finally:
-        with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
-            _withdraw_post(store, me)
-
-
-def timeout_of_job() -> timedelta:
-    """The timeout of the job's process groups: the longest, where those of its devices differ."""
-    return max(timeouts_of_job(), default=timedelta(minutes=30))
-
-
-# -- graphs, whose collectives wait where no Python of ours does -----------------------------------
-
-_now: tuple[str, Sequence[int], float, FrameType] | None = None
-_watcher: threading.Thread | None = None
-_over = threading.Event()
-
-
-def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """From now on this thread runs a graph with collectives among `ranks`.
-
-    One that takes longer than `SLICE` is told to the other ranks by a thread that looks once in a
-    second. Whether it waits or computes they find by how many collectives each rank has begun.
-    """
-    global _now, _watcher
-    # Its frame, since that of the graph's own code says nothing to a user.
-    _now = title, ranks, time.monotonic(), sys._getframe(1)
-    if _watcher is None or not _watcher.is_alive():
-        _watcher = threading.Thread(target=_watch_for_deadlock, name="partita watch", daemon=True)
-        _watcher.start()
-
-
-def end_graph() -> None:
-    """The graph has run, or failed."""
-    global _now
-    _now = None
-
-
-def _watch_for_deadlock() -> None:
-    posted: Any = None
-    said: dict[str, Any] = {}
-    while not _over.wait(1.0):
-        now = _now
-        try:
-            if posted is not None and now is not posted:
-                _withdraw_post(_find_store(), dist.get_rank())
-                posted = None
-            if now is None or time.monotonic() - now[2] < SLICE:
-                continue
-            store, me, first = _find_store(), dist.get_rank(), now is not posted
-            text = f"runs compiled {now[0]}, at {user_line(now[3]) or 'no line'}"
-            post = _make_post(Need(text, now[1]))
-            if first or post["begun"] != said["begun"]:
-                said, posted = post, now
-                store.set(_key_of_rank(me), json.dumps(post))
-            if (told := _read_verdict(store, me)) is not None:
-                warnings.warn(str(told), RuntimeWarning, stacklevel=1)
-                return
-        except Exception:  # the groups are gone, or whoever holds the store
-            return
-
-
-def _waits_in_graph(post: dict[str, Any], posts: dict[int, dict[str, Any] | None]) -> bool:
-    """Has this rank begun a collective that one which waits elsewhere has not?"""
-    others = [p for r in post["ranks"] if (p := posts.get(r)) is not None and p is not post]
-    return any(
-        count > other["begun"].get(group, count)
-        for other in others
-        if "begun" in other
-        for group, count in post["begun"].items()
-    )
-
-
 # -- what ranks tell one another -------------------------------------------------------------------
 
 _number = 0
@@ -272,28 +94,42 @@ _ASKS_KEPT = 32
 _THREADS: set[int] = set()
 """Those that have begun one. What one waits for is all that a rank does where it is the main one
 alone: another might be about to begin what other ranks wait for."""
-_leaving = False
+_announces_exit = False
 
 
-def _find_store() -> Any:
-    global _leaving
-    if not _leaving:
-        _leaving = True
+def note_begun(group: str, ask: Ask) -> int:
+    """This rank has begun a collective of the group of this name: its number, from 1.
+
+    Not torch's number, which counts what a user sends through the group, too.
+    """
+    number = _NUMBERS[group] = _NUMBERS.get(group, 0) + 1
+    asked = _ASKED.get(group) or _ASKED.setdefault(group, deque(maxlen=_ASKS_KEPT))
+    asked.append((number, ask))
+    _THREADS.add(threading.get_ident())
+    return number
+
+
+def find_store() -> Any:
+    """The job's store, which hears from now on when this rank ends."""
+    global _announces_exit
+    if not _announces_exit:
+        _announces_exit = True
         atexit.register(_announce_exit)
     return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
 
 def _announce_exit() -> None:
     """Say that this rank has ended."""
-    _over.set()
+    LEAVING.set()
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             me = dist.get_rank()
             post = {"text": "has ended", "ended": True, "id": -1, "ranks": []}
-            _find_store().set(_key_of_rank(me), json.dumps(post))
+            find_store().set(_key_of_rank(me), json.dumps(post))
 
 
-def _make_post(need: Need) -> dict[str, Any]:
+def make_post(need: Need) -> Post:
+    """What a rank that waits for `need` tells the others."""
     global _number
     _number += 1
     return {
@@ -320,7 +156,12 @@ def _make_post(need: Need) -> dict[str, Any]:
     }
 
 
-def _withdraw_post(store: Any, rank: int) -> None:
+def put_post(store: Any, rank: int, post: Post) -> None:
+    """Tell the others what this rank waits for."""
+    store.set(_key_of_rank(rank), json.dumps(post))
+
+
+def withdraw_post(store: Any, rank: int) -> None:
     """Say that this rank waits no more.
 
     What it has told is replaced and never deleted: whoever has just seen that it is there reads it,
@@ -340,10 +181,10 @@ def _count_begun_collectives(group: Any) -> int | None:
         return None
 
 
-def _collect_posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[str, Any] | None]:
+def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
     """What all those wait for on whom this rank depends, directly or not; of one that does not wait
     None."""
-    found: dict[int, dict[str, Any] | None] = {me: mine}
+    found: dict[int, Post | None] = {me: mine}
     ahead = list(mine["ranks"])
     while ahead:
         rank = ahead.pop()
@@ -356,7 +197,7 @@ def _collect_posts(store: Any, me: int, mine: dict[str, Any]) -> dict[int, dict[
     return found
 
 
-def _is_at(post: dict[str, Any] | None, mine: dict[str, Any]) -> bool:
+def has_begun(post: Post | None, mine: Post) -> bool:
     """Has the rank of `post` begun what `mine` waits for?"""
     if post is None or "begun" not in post:
         return False
@@ -366,7 +207,7 @@ def _is_at(post: dict[str, Any] | None, mine: dict[str, Any]) -> bool:
     return bool(post["begun"].get(group, -1) >= mine["begun"].get(group, 0))
 
 
-def _describe_deadlock(posts: dict[int, dict[str, Any] | None], me: int) -> str:
+def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
     """The fact, where all wait and each for one that has not begun the same; "" otherwise."""
     if any(post is None for post in posts.values()):
         return ""
@@ -380,7 +221,7 @@ def _describe_deadlock(posts: dict[int, dict[str, Any] | None], me: int) -> str:
         if not post["group"]:
             if not _waits_in_graph(post, posts):
                 return ""  # it computes
-        elif all(_is_at(posts[r], post) for r in post["ranks"] if r in posts):
+        elif all(has_begun(posts[r], post) for r in post["ranks"] if r in posts):
             return ""  # it has all that it needs, which is on its way
     ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
     if ended:
@@ -388,16 +229,14 @@ def _describe_deadlock(posts: dict[int, dict[str, Any] | None], me: int) -> str:
     return "ranks wait for one another"
 
 
-def _asks_otherwise(post: dict[str, Any], other: dict[str, Any]) -> bool:
+def _asks_otherwise(post: Post, other: Post) -> bool:
     """Was another collective begun there, in place of the one that is waited for here?"""
     number = str(post["number"] or None)
     ours, theirs = (p["asked"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
 
 
-def _agree_on_error(
-    store: Any, fact: str, posts: dict[int, dict[str, Any] | None], me: int
-) -> LayoutError:
+def agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int) -> LayoutError:
     """The error that all of these ranks raise, of whichever of them finds it first."""
     lines = [
         f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
@@ -409,7 +248,7 @@ def _agree_on_error(
     said = store.compare_set(_VERDICT, "", mine)
     others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
     store.set(f"{_VERDICT}/{me}", "heard")
-    until = time.monotonic() + 4 * _LOOK + 1
+    until = time.monotonic() + 4 * LOOK + 1
     # Whoever holds the store must not end before the others have read what it says.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
         time.sleep(0.05)
@@ -424,7 +263,8 @@ def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
     return list(seen.values())[:8]
 
 
-def _read_verdict(store: Any, me: int) -> LayoutError | None:
+def read_verdict(store: Any, me: int) -> LayoutError | None:
+    """What another rank has found of which this one is a part."""
     if not store.check([_VERDICT]):
         return None
     said = json.loads(store.get(_VERDICT))
@@ -445,12 +285,23 @@ def _make_deadlock_error(said: dict[str, Any]) -> LayoutError:
     )
 
 
+def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
+    """Has this rank begun a collective that one which waits elsewhere has not?"""
+    others = [p for r in post["ranks"] if (p := posts.get(r)) is not None and p is not post]
+    return any(
+        count > other["begun"].get(group, count)
+        for other in others
+        if "begun" in other
+        for group, count in post["begun"].items()
+    )
+
+
 def verdict_of_others() -> LayoutError | None:
     """What other ranks have found, where a collective of this rank failed."""
     with contextlib.suppress(Exception):
-        store, me = _find_store(), dist.get_rank()
+        store, me = find_store(), dist.get_rank()
         for _ in range(3):
-            if (told := _read_verdict(store, me)) is not None:
+            if (told := read_verdict(store, me)) is not None:
                 return told
             time.sleep(0.1)
     return None

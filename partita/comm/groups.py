@@ -19,12 +19,12 @@ from .backends.choose import backend_of
 from .capture_barrier import roll_call
 from .collective_request import Ask
 from .control import ControlGroup
-from .deadlock import timeout_of_job
 from .device import HOST, Device
 from .pending_work import UnderWay, ordered_sum
 from .source import place_of_user, user_line
 from .splits import Splits
 from .transport import Axes
+from .waiting import timeout_of_job
 from .wire import Wire
 
 __all__ = ["GroupWire"]

@@ -41,7 +41,7 @@ def test_ranks_wait_as_long_as_the_job_says_whatever_its_devices_are(kinds, tmp_
     script = f"""
 import torch.distributed as dist
 from datetime import timedelta
-from partita.comm.deadlock import timeout_of_job
+from partita.comm.waiting import timeout_of_job
 
 meeting = dict(init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
 dist.init_process_group({kinds!r}, timeout=timedelta(seconds=77), **meeting)

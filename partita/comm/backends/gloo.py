@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..collective_request import Ask
-from ..deadlock import Pending
 from ..pending_work import All, Summed, UnderWay
+from ..waiting import Pending
 from .backend import Backend, WayOfSum
 
 __all__ = ["Gloo"]

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.parallel.zero import zero_state as state_of
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
+from tests.programs.zero_states import zero_state as state_of
 from tests.programs.zero_training import TOKENS, Odd, gpt, loss_of, odd, rows, train
 
 BUILD = {"gpt": gpt, "odd": odd}

@@ -32,7 +32,7 @@ def test_what_was_put_is_got_with_its_metadata(store):
     assert store.get(KEY) == WHAT
     assert Store(store.folder).get(KEY) == WHAT  # as another process sees it
     assert store.get(OTHER) is None
-    store.drop(KEY)
+    store.path(KEY).unlink()
     assert store.get(KEY) is None
 
 

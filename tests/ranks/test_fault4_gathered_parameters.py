@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import saved_tensors_hooks
 
 import partita as pt
-from partita.parallel.zero import zero_state
+from tests.programs.zero_states import zero_state
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(3))
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.parallel.zero import flat_buffer, zero_state
+from partita.parallel.zero import flat_buffer
 from partita.tensor.padded_storage import find_padded
 from partita.tensor.spec import placed
 from tests.programs.steps import squares
+from tests.programs.zero_states import zero_state
 
 X = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)) + 0.5
 ROWS = {7: (3, 3, 1), 2: (1, 1, 0)}  # of a dimension, on each of three ranks

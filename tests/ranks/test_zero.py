@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
-from partita.parallel.zero import zero_state
+from tests.programs.zero_states import zero_state
 from tests.programs.zero_training import TOKENS, gpt, loss_of, odd, rows, train
 
 

@@ -136,11 +136,6 @@ class Store:
         self._make_room(path)
         return True
 
-    def drop(self, key: str) -> None:
-        """Forget the artifact of a key."""
-        with suppress(OSError):
-            self.path(key).unlink()
-
     # -- all of them -------------------------------------------------------------------------------
 
     def entries(self, check: bool = False) -> list[Entry]:

@@ -7,6 +7,6 @@ block's parameters), `flat_buffer` (where their bytes lie), `fsdp_hooks` (its fo
 """
 
 from .precision import MixedPrecision
-from .shard import no_sync, zero, zero_state
+from .shard import no_sync, zero
 
-__all__ = ["MixedPrecision", "no_sync", "zero", "zero_state"]
+__all__ = ["MixedPrecision", "no_sync", "zero"]

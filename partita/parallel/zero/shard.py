@@ -31,7 +31,7 @@ from .in_graph import refuse_no_sync
 from .precision import MixedPrecision
 from .state import Zero
 
-__all__ = ["no_sync", "zero", "zero_state"]
+__all__ = ["no_sync", "zero"]
 
 
 def zero(
@@ -98,7 +98,7 @@ def zero(
         blocks = applied
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
     for p in model.parameters():  # a 0-d one stays whole: its gradient settles with the others
-        if not applied or not _is_placed(p, axes):
+        if not applied or not _take_from_state_within(p):
             grads[p] = hold_value(
                 p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
             )
@@ -192,24 +192,13 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
     return f"stage {stage} over {' '.join(axes)}, {precision}"
 
 
-def _is_placed(p: torch.Tensor, axes: tuple[str, ...]) -> bool:
+def _take_from_state_within(p: torch.Tensor) -> bool:
+    """Has `p` lain as the state of a module within lays it? From now on it is not that state's."""
     rest = state_of(p).rest
     if rest is None:
         return False
     own_state(p).rest = None
     return True
-
-
-def zero_state(model: nn.Module) -> Zero | GradReducer:
-    """What `zero` made of a model.
-
-    Raises:
-        ValueError: `zero` has not been called on it.
-    """
-    try:
-        return model.__dict__["_zero"]  # type: ignore[no-any-return]
-    except KeyError:
-        raise ValueError("this model is not sharded: call zero(model, mesh) first") from None
 
 
 @contextmanager

@@ -1,0 +1,13 @@
+"""What `zero` keeps beside a model: the one place where tests look for it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from partita.parallel.zero.grad_reducer import GradReducer
+from partita.parallel.zero.state import Zero
+
+
+def zero_state(model: nn.Module) -> Zero | GradReducer | None:
+    """The state of a model to which `zero` was applied; None of any other."""
+    return model.__dict__.get("_zero")

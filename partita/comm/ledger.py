@@ -27,9 +27,10 @@ class Record:
             move that stays on the rank.
         op: the operation that needed it, such as "matmul".
         source: the user's "file:line", or "" where there is none.
-        reason: "explicit", "implicit", "gradient", "regather" or "settle"; "recompute" where a
-            region is run again in backward, "padding" where a graph is the same for ranks that have
-            an element and ranks that have none, and these are lent one.
+        reason: "explicit" or "implicit" (the user's, or an op's); "gradient"; "gather", and
+            "regather" in backward, of a weight; "settle" of gradients that are reduced once, later;
+            "recompute" where a region is run again in backward; "padding" where a graph is the same
+            for ranks that have an element and ranks that have none, and these are lent one.
         rank: the rank, counted along the mesh.
         before, after: the layouts, in brief.
     """

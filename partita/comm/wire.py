@@ -65,7 +65,7 @@ class Wire(Transport):
         Args:
             x: what this rank holds, of shape `move.before.local_shape(mesh, at)`. Not modified.
             op: the operation that needs the move, for the ledger and for errors.
-            reason: "explicit", "implicit", "gradient", "regather" or "settle".
+            reason: as of a `ledger.Record`.
 
         Returns:
             A contiguous tensor without history, in memory of its own; of a retype, an alias.

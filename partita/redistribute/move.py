@@ -18,6 +18,9 @@ dual of where it begins, and `KINDS` names what does that. The axes that split o
 stack, so that only the innermost ones can leave it and a new one comes innermost. A move over
 several axes is one collective over all their ranks, whichever dimensions those split: each rank
 puts the pieces in their places, or cuts them out, by itself.
+
+A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.pieces` (for padded shards
+`comm.padded`) what a rank does of it. Where it is a collective, transports learn that.
 """
 
 from __future__ import annotations

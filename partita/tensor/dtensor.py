@@ -3,6 +3,9 @@
 A DTensor is this rank's shard, a plain tensor re-tagged in place with the layout that makes it a
 piece of a global one: no wrapper, no second object. `.shape` and everything that a user reads speak
 of the global tensor; kernels, which run with torch-function disabled, see the shard.
+
+How it computes stands elsewhere, since plans of calls are made of DTensors: `__torch_function__` is
+`dispatch.handle`, and frequent methods, such as `x + y`, skip torch's parser (`methods`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .messages import message, pack, unpack
 from .padded import Uneven, is_uneven, uneven
 from .pending_work import UnderWay
-from .pieces import neutral
+from .pieces import identity_of_reduction
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
 from .source import call_site, first_instruction, user_line
@@ -91,6 +91,7 @@ __all__ = [
     "find_ended",
     "first_instruction",
     "gather_texts",
+    "identity_of_reduction",
     "in_place_of",
     "init_device_mesh",
     "is_agreed",
@@ -104,7 +105,6 @@ __all__ = [
     "made_of_torch",
     "message",
     "missed_call",
-    "neutral",
     "pack",
     "ranks",
     "recomputing",

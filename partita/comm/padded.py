@@ -21,7 +21,7 @@ import torch
 from partita.layout import Layout, LayoutError, Mesh
 
 from .cuts import Cut, Number, cuts_of, ends_last, least, padded_length, places_of, span
-from .pieces import Step, neutral
+from .pieces import Step, identity_of_reduction
 from .source import user_line
 from .splits import Splits
 from .transport import Transport
@@ -276,7 +276,7 @@ def _place_own_piece(
         mine = (at >= 0) & (at < length)
         out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
         mine = mine.view([-1] + [1] * (x.dim() - cut.dim - 1))
-        x = out.masked_fill(~mine, neutral(op, x.dtype))
+        x = out.masked_fill(~mine, identity_of_reduction(op, x.dtype))
     return x.contiguous()
 
 

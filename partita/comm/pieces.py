@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .collective_request import Ask
 
-__all__ = ["Step", "neutral", "prepare"]
+__all__ = ["Step", "identity_of_reduction", "prepare"]
 
 Region = tuple[tuple[int, int], ...]
 Step = Callable[[torch.Tensor, "Ask"], torch.Tensor]
@@ -250,7 +250,7 @@ def _make_place_step(move: Move, transport: Transport) -> Step:
     shape, reduce_op = _shape_of_region(target), move.op
 
     def run_place(x: torch.Tensor, ask: Ask) -> torch.Tensor:
-        out = x.new_full(shape, neutral(reduce_op, x.dtype))
+        out = x.new_full(shape, identity_of_reduction(reduce_op, x.dtype))
         out[where] = x
         return out
 
@@ -269,7 +269,7 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
     return lambda x, ask: x.view_as(x)
 
 
-def neutral(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
+def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
     """The value that changes nothing when `reduce_op` meets it."""
     if reduce_op == "sum":
         return 0

@@ -27,7 +27,7 @@ from .cuts import cuts_of, ends_last, is_restack, span
 from .groups import GroupWire
 from .ledger import Ledger, Scope
 from .padded import PaddedTransport, is_uneven, padded_step, padding, uneven
-from .pieces import neutral, prepare
+from .pieces import identity_of_reduction, prepare
 from .source import user_line
 from .transport import Axes
 from .wire import Wire
@@ -243,7 +243,7 @@ class TraceWire(PaddedTransport, Wire):
         def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
             for dim, axes, n in stacks:
                 shape = [*x.shape[:dim], n, *x.shape[dim:]]
-                rows = x.new_full(shape, neutral(move.op, x.dtype))
+                rows = x.new_full(shape, identity_of_reduction(move.op, x.dtype))
                 rows = rows.index_copy(dim, self.place(axes).view(1).to(x.device), x.unsqueeze(dim))
                 x = rows.flatten(dim, dim + 1)
             return x.clone(memory_format=torch.contiguous_format)

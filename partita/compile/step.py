@@ -164,7 +164,7 @@ class CompiledStep(LastProgram):
             if program is None:
                 return self._run_eagerly(args, kwargs)
             for i in program.written if told is not None else ():
-                told.writes(tensors[program.inputs[i].index])
+                told.announce_write(tensors[program.inputs[i].index])
             found = self._run(program, tensors)
             if type(found) is not OtherAnswers:
                 return found
@@ -305,7 +305,7 @@ class CompiledStep(LastProgram):
         def run() -> Any:
             return self._result(program, tensors, args, kwargs, watcher)
 
-        return watcher.applied(self, tuple(tensors), {}, run)
+        return watcher.run_function(self, tuple(tensors), {}, run)
 
     def _run_first_call(
         self,

@@ -65,7 +65,7 @@ class Marking:
         keep = self.policy.keeps(kind.op, kind.func, key, None, False)
         return self._run_marked(keep, lambda: kind.func(*args, **kwargs))
 
-    def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function`."""
         return self._run_marked(function in self.policy.functions, run)
 
@@ -96,5 +96,5 @@ class Marking:
         if keep:
             self.recorder.keep(x)
 
-    def writes(self, t: torch.Tensor) -> None:
+    def announce_write(self, t: torch.Tensor) -> None:
         """Writes are made values by capture."""

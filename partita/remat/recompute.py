@@ -169,7 +169,7 @@ class Again:
         self.origins.learn_outputs(out, event.number, tensors)
         return out
 
-    def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
         if self._event is not None or is_plumbing(function):
             return run()
@@ -234,7 +234,7 @@ class Again:
             if replaying is not None:
                 replaying.paused = False
 
-    def writes(self, t: torch.Tensor) -> None:
+    def announce_write(self, t: torch.Tensor) -> None:
         """The first run has noted it."""
 
     def note_name(self, x: torch.Tensor, name: str) -> None:

@@ -182,7 +182,7 @@ class Forward:
         for start in kept.starts():
             self._kept[start] = kept
 
-    def applied(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
         if self._event is not None or is_plumbing(function):
             return run()
@@ -274,9 +274,9 @@ class Forward:
         for one in tensors_in(written):
             if among is not None and not any(one is t for t in among):
                 continue
-            self.writes(one)
+            self.announce_write(one)
 
-    def writes(self, one: torch.Tensor) -> None:
+    def announce_write(self, one: torch.Tensor) -> None:
         """`one` is going to be written."""
         if self.origins.of(one) is None:
             self.note_write(one)

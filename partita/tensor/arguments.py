@@ -19,7 +19,7 @@ from .autograd import moved
 from .dtensor import DTensor
 from .names import Form, parameter_names
 from .plan import Path
-from .spec import Spec, spec_of, two_meshes
+from .spec import Spec, make_two_meshes_error, spec_of
 
 __all__ = [
     "all_tensors",
@@ -159,7 +159,7 @@ def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
     for t in tensors:
         if isinstance(t, DTensor):
             if wire is not None and t._spec.wire is not wire:
-                raise two_meshes(op, wire, t._spec.wire)
+                raise make_two_meshes_error(op, wire, t._spec.wire)
             wire = t._spec.wire
     if wire is None:
         raise TypeError(f"{op}: no DTensor among the operands")

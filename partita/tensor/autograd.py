@@ -17,7 +17,7 @@ from partita.redistribute import Plan, plan
 
 from .autocast import without_autocast
 from .origin import current
-from .spec import Spec, two_meshes
+from .spec import Spec, make_two_meshes_error
 from .watch import HERE
 
 __all__ = [
@@ -103,7 +103,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
         if before is after or (before.layout == after.layout and before.wire is after.wire):
             return x.view_as(x)
         if before.wire is not after.wire:
-            raise two_meshes(op, before.wire, after.wire)
+            raise make_two_meshes_error(op, before.wire, after.wire)
         moves = plan(before.layout, after.layout, before.wire.mesh, x.element_size())
         return _move_with_gradient(x, moves, before.wire, op, reason)
 

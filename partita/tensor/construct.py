@@ -17,7 +17,7 @@ from .draws import draw_alike
 from .dtensor import DTensor, tagged
 from .padded_storage import copy_with_room, with_room
 from .parameter import can_hold, hold_value, refuse_lazy
-from .spec import Spec, placed
+from .spec import Spec, spec_on_mesh
 
 __all__ = [
     "distribute_module",
@@ -100,7 +100,7 @@ def distribute_tensor(
         )
     if tensor.layout is not torch.strided:
         raise no_strides("distribute_tensor", tensor)
-    spec = placed(device_mesh, tensor.shape, placements)
+    spec = spec_on_mesh(device_mesh, tensor.shape, placements)
     if src_data_rank is not None:
         agree("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
         if not 0 <= src_data_rank < spec.wire.mesh.size():
@@ -190,7 +190,7 @@ def _make_filled(
     pending: bool,
     **options: Any,
 ) -> DTensor:
-    spec = placed(device_mesh, _normalize_size(size), placements)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     options.setdefault("device", spec.wire.device)
     local = with_room(make(spec.local_shape, **options), spec)
     if spec.is_pending and not pending:
@@ -266,7 +266,7 @@ def _make_drawn(
 ) -> DTensor:
     """One device's numbers: all are drawn on every rank, which keeps its piece."""
     wire: Wire = wire_of(device_mesh)
-    spec = placed(device_mesh, _normalize_size(size), placements)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     draw = partial(make, _normalize_size(size), dtype=dtype, device=wire.device)
     whole = draw_alike(draw, make.__name__, wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)

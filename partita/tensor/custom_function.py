@@ -40,7 +40,7 @@ def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     watcher = HERE.watcher
     if watcher is None:
         return _apply_to_dtensors(cls, *args, **kwargs)
-    return watcher.applied(cls, args, kwargs, lambda: _apply_to_dtensors(cls, *args, **kwargs))
+    return watcher.run_function(cls, args, kwargs, lambda: _apply_to_dtensors(cls, *args, **kwargs))
 
 
 def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from .agreement import agree_pieces, compare, no_strides
 from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
 from .origin import current
 from .pieces import piece_held
-from .spec import Spec, laid_out, placed
+from .spec import Spec, spec_on_mesh, spec_on_wire
 from .watch import HERE, Label
 
 __all__ = ["PLAIN", "TYPED", "DTensor", "laid_out_as", "short_dtype", "tagged"]
@@ -157,7 +157,7 @@ class DTensor(torch.Tensor):
         spec = DTensor._spec_of_local(local_tensor, device_mesh, placements, shape, run_check)
         if grad_placements is None:
             return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
-        given = laid_out(spec.wire, spec.layout.shape, grad_placements)
+        given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         if given.local_shape != spec.local_shape:
             raise cut_otherwise(spec, given, "from_local", user_line())
         return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
@@ -180,13 +180,13 @@ class DTensor(torch.Tensor):
         if local_tensor.layout is not torch.strided:
             raise no_strides("from_local", local_tensor)
         if shape is None:
-            probe = placed(device_mesh, local_tensor.shape, placements)
+            probe = spec_on_mesh(device_mesh, local_tensor.shape, placements)
             sizes = probe.wire.mesh.size
             shape = [
                 n * math.prod([sizes(a) for a in axes])
                 for n, axes in zip(local_tensor.shape, probe.layout.shards, strict=True)
             ]
-        spec = placed(device_mesh, shape, placements)
+        spec = spec_on_mesh(device_mesh, shape, placements)
         spec.wire.show_piece(spec.layout, "from_local")
         if run_check:
             compare(local_tensor, spec)
@@ -213,7 +213,7 @@ class DTensor(torch.Tensor):
         spec.wire.show_piece(spec.layout, "to_local")
         if grad_placements is None:
             return ask_gradient(x, spec, "to_local")
-        given = laid_out(spec.wire, spec.layout.shape, grad_placements)
+        given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         with Local():
             if given is spec.gradient:
                 return x.view_as(x)  # type: ignore[no-any-return]
@@ -261,7 +261,7 @@ class DTensor(torch.Tensor):
                 fixes=(Fix("x.to(dtype).redistribute(placements=...)"),),
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
-        after = laid_out(spec.wire, spec.layout.shape, placements)
+        after = spec_on_wire(spec.wire, spec.layout.shape, placements)
         return laid_out_as(x, after, "redistribute")  # type: ignore[arg-type]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -279,7 +279,7 @@ class DTensor(torch.Tensor):
         out = moved(self, spec, spec.whole, "full_tensor", "explicit")
         if grad_placements is None:
             return out
-        given = laid_out(wire, spec.layout.shape, grad_placements)
+        given = spec_on_wire(wire, spec.layout.shape, grad_placements)
         return convert_gradient(out, given, spec.whole, "full_tensor")
 
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------

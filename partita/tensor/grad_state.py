@@ -22,7 +22,7 @@ from partita.redistribute import plan
 
 from .autograd import carry_all, moved
 from .dtensor import DTensor, tagged
-from .spec import Spec, two_meshes
+from .spec import Spec, make_two_meshes_error
 from .tensor_state import ReopenHook, own_state, state_of
 from .watch import HERE
 
@@ -87,7 +87,7 @@ def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
     """
     spec = x._spec
     if grad._spec.wire is not spec.wire:
-        raise two_meshes("x.grad = g", spec.wire, grad._spec.wire)
+        raise make_two_meshes_error("x.grad = g", spec.wire, grad._spec.wire)
     if grad._spec.shape != spec.shape:
         raise LayoutError(
             f"a gradient of shape {tuple(grad._spec.shape)} for a tensor of {tuple(spec.shape)}",

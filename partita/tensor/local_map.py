@@ -17,7 +17,7 @@ from partita.layout import Fix, LayoutError, Placement, own_placement
 from .arguments import one_wire
 from .dtensor import DTensor, tagged
 from .empty_pieces import tied_to
-from .spec import Spec, laid_out
+from .spec import Spec, spec_on_wire
 
 __all__ = ["local_map"]
 
@@ -133,7 +133,7 @@ def _one_each(given: Any, values: list[Any], what: str, name: str) -> Sequence[P
 def _placed_as(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
     if wanted is None:
         return x
-    asked = laid_out(x._spec.wire, x._spec.layout.shape, wanted)
+    asked = spec_on_wire(x._spec.wire, x._spec.layout.shape, wanted)
     if asked.layout == x._spec.layout:
         return x
     if not move:
@@ -171,7 +171,7 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
     """A result of `func` as a DTensor. Where pieces may be uneven the ranks tell their sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out
-    probe = laid_out(wire, out.shape, placements)
+    probe = spec_on_wire(wire, out.shape, placements)
     shape = None
     if not even and probe.is_sharded:
         told = dict(zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True))

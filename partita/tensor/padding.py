@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import Wire, neutral, uneven
+from partita.comm import Wire, identity_of_reduction, uneven
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, Fill, fills
 
@@ -77,7 +77,7 @@ def _fill_operand_padding(
 ) -> torch.Tensor:
     value = fill.value
     if value is EXTREME:
-        value = neutral(fill.reduce, x.dtype)
+        value = identity_of_reduction(fill.reduce, x.dtype)
     elif callable(value):
         value = value(args, kwargs)
     return wire.fill_padding(x, layout, value, fill.dims)

@@ -13,7 +13,15 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-__all__ = ["ON_NEW_SPEC", "Spec", "laid_out", "placed", "spec_of", "taken_by", "two_meshes"]
+__all__ = [
+    "ON_NEW_SPEC",
+    "Spec",
+    "make_two_meshes_error",
+    "spec_of",
+    "spec_on_mesh",
+    "spec_on_wire",
+    "taken_by",
+]
 
 
 class Spec:
@@ -138,7 +146,7 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
     return found
 
 
-def placed(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
+def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
     """The Spec of a global `shape` on a user's mesh; all Replicate where no placements are given.
 
     Raises:
@@ -150,11 +158,11 @@ def placed(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | No
         raise error.located(user_line()) from None
     if placements is None:
         placements = [Replicate()] * wire.mesh.ndim
-    return laid_out(wire, shape, placements)
+    return spec_on_wire(wire, shape, placements)
 
 
-def laid_out(wire: Wire, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
-    """The Spec of a global `shape` in `placements` that a user gave. Raises as `placed`."""
+def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
+    """The Spec of a global `shape` in `placements` that a user gave. Raises as `spec_on_mesh`."""
     try:
         return spec_of(Layout.of(wire.mesh, shape, placements), wire)
     except LayoutError as error:
@@ -171,7 +179,7 @@ def taken_by(spec: Spec) -> Spec:
     return spec_of(Layout(layout.shape, layout.shards, sums, layout.invariant), spec.wire)
 
 
-def two_meshes(op: str, one: Wire, other: Wire) -> LayoutError:
+def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
     """What to raise where `op` would take tensors of two meshes."""
     return LayoutError(
         f"{op}: two meshes in one operation",

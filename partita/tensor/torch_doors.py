@@ -13,7 +13,7 @@ from partita.layout import Fix, Layout, LayoutError, Partial, split_factors
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .one_device import global_strides
-from .spec import Spec, laid_out, placed, spec_of
+from .spec import Spec, spec_of, spec_on_mesh, spec_on_wire
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -43,7 +43,7 @@ def to_torch(x: DTensor) -> Any:
         )
 
     def gradient(local: torch.Tensor, placements: Any) -> torch.Tensor:
-        given = laid_out(spec.wire, spec.shape, placements)
+        given = spec_on_wire(spec.wire, spec.shape, placements)
         return moved(local, given, spec.gradient, "to_torch", "gradient")
 
     return made_of_torch(
@@ -95,7 +95,7 @@ def from_torch(x: Any) -> DTensor:
             divisor *= mesh.size(i)
             p = Partial()
         summed.append(p)
-    spec = placed(mesh, shape, summed)
+    spec = spec_on_mesh(mesh, shape, summed)
     layout = spec.layout
     given = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)
 

@@ -21,12 +21,12 @@ __all__ = ["HERE", "Label", "Watcher"]
 class Watcher(Protocol):
     """What is told, and decides whether the call is made."""
 
-    def applied(
+    def run_function(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """`function.apply(*args, **kwargs)`, or the call of a compiled region; `run()` does it."""
 
-    def writes(self, t: torch.Tensor) -> None:
+    def announce_write(self, t: torch.Tensor) -> None:
         """What is applied now is going to write `t` in place, which torch announces to nobody."""
 
     def run_redistribution(

@@ -24,7 +24,7 @@ import partita as pt
 from partita import Partial, Replicate, Shard
 from partita.tensor import hot_path
 from partita.tensor.dispatch import op_of
-from partita.tensor.spec import placed
+from partita.tensor.spec import spec_on_mesh
 
 needs_c = pytest.mark.skipif(hot_path.IN_C is None, reason="the hot path in C was not built")
 
@@ -205,7 +205,7 @@ def test_no_object_is_left_behind_and_none_freed_too_early():
         def rank(mesh: Any) -> list[int]:
             x, y = (pt.distribute_tensor(torch.rand(8, 8), mesh, [Replicate()]) for _ in range(2))
             pending = pt.DTensor.from_local(torch.rand(8, 8), mesh, [Partial()])
-            spec, counts = placed(mesh, (8, 8), [Replicate()]), []
+            spec, counts = spec_on_mesh(mesh, (8, 8), [Replicate()]), []
             for _ in range(4):
                 for _ in range(20):
                     calls(x, y, pending)

@@ -14,7 +14,7 @@ from torch import nn
 import partita as pt
 from partita.parallel.zero import flat_buffer
 from partita.tensor.padded_storage import find_padded
-from partita.tensor.spec import placed
+from partita.tensor.spec import spec_on_mesh
 from tests.programs.steps import squares
 from tests.programs.zero_states import zero_state
 
@@ -34,7 +34,7 @@ def on(mesh):
 
 
 def padded_shape_of(t):
-    return placed(t.device_mesh, t.shape, t.placements).padded_shape
+    return spec_on_mesh(t.device_mesh, t.shape, t.placements).padded_shape
 
 
 def has_room(t):

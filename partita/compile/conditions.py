@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .capture.tensor_facts import FactCondition
     from .program import Input
 
-__all__ = ["Condition", "Conditions", "GradientCondition", "kind_of_gradient"]
+__all__ = ["Condition", "Conditions", "EqualInputs", "GradientCondition", "kind_of_gradient"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +93,38 @@ class GradientCondition:
         return f"{self.name}: its gradient is of another kind"
 
 
+@dataclass(frozen=True, eq=False)
+class EqualInputs:
+    """Tensors of one number each, which a program takes for the same number.
+
+    Attributes:
+        names: of the tensors.
+        indices: among those of a call.
+    """
+
+    names: tuple[str, ...]
+    indices: tuple[int, ...]
+
+    def holds(self, tensors: Sequence[Any]) -> bool:
+        values = self._values(tensors)
+        if values.count(values[0]) < len(values):
+            return False
+        return values[0] != 0 or len({math.copysign(1, v) for v in values}) == 1
+
+    def reason(self, tensors: Sequence[Any]) -> str:
+        values = self._values(tensors)
+        i = next((i for i, v in enumerate(values) if not _is_same_number(v, values[0])), 0)
+        return (
+            f"{self.names[i]} is {values[i]} and {self.names[0]} is {values[0]}, "
+            f"where all {len(values)} such numbers were equal"
+        )
+
+    def _values(self, tensors: Sequence[Any]) -> list[float]:
+        with Local():
+            return [_item(tensors[i]) for i in self.indices]
+
+
+_item: Any = torch._C.TensorBase.item
 _grad: Any = torch._C.TensorBase.grad
 
 
@@ -105,7 +137,7 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
         return (grad.__dict__.get("_spec") or grad.shape, grad.dtype, grad.device, grad.stride())
 
 
-class Conditions(tuple["Condition | GradientCondition | FactCondition", ...]):
+class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondition", ...]):
     """All that a program takes for granted of the values of its inputs."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
@@ -114,3 +146,7 @@ class Conditions(tuple["Condition | GradientCondition | FactCondition", ...]):
             if not condition.holds(tensors):
                 return condition.reason(tensors)
         return None
+
+    def counts_differ(self, tensors: Sequence[Any]) -> bool:
+        """Do numbers of optimizers differ, that the program takes for equal?"""
+        return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)

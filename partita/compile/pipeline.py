@@ -41,6 +41,7 @@ def make_program(
     options: Iterable[str],
     budget: int | None = None,
     blocks: BlockChoice,
+    counts_apart: bool = False,
 ) -> CapturedProgram:
     """The program of the call `step(*args, **kwargs)`. Every rank calls this.
 
@@ -50,6 +51,7 @@ def make_program(
         options: what of how it is going to be compiled makes another program of it.
         budget: the most bytes that it may take above its inputs.
         blocks: which modules are traced once for all that are built alike.
+        counts_apart: what optimizers count is not taken for equal where it is.
 
     Raises:
         CaptureError: it cannot be captured, on any rank.
@@ -60,7 +62,7 @@ def make_program(
     tensors = tensors_of_call(slots, args, kwargs)
 
     def capture_program() -> CapturedProgram:
-        program = capture(step, args, kwargs, state, guesses, blocks)
+        program = capture(step, args, kwargs, state, guesses, blocks, counts_apart)
         program.budget, program.without, program.passes = budget, tuple(without), passes
         if verifies_each_pass():
             verify(program, "capture")

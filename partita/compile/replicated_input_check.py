@@ -24,6 +24,7 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.checksum import checksum
 
 from .graph_modules import lazy_graph_module
+from .graph_nodes import copy_node
 from .node_metadata import note_of
 from .program import Input
 
@@ -112,7 +113,7 @@ def compared(
     graph, copies = fx.Graph(made), dict[fx.Node, fx.Node]()
     for node in made.graph.nodes:
         if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     graph.output([copies[n] for n, _ in values])
     return Compared(
         lazy_graph_module(made, graph),

@@ -23,6 +23,7 @@ from partita.tensor.op_facts import facts_of
 
 from .effects import drop_unused
 from .graph_modules import lazy_graph_module
+from .graph_nodes import add_call, copy_node
 from .memory.storages import storages_of
 from .node_metadata import NOTE, note_of
 from .program import Input, Output, Program
@@ -107,7 +108,7 @@ def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
             source = node.all_input_nodes[0]
             own = copy_view(source, before) if _is_cheap(source) else source
             with graph.inserting_before(before):
-                copies[node] = graph.node_copy(node, lambda n: own if n is source else n)
+                copies[node] = copy_node(graph, node, lambda n: own if n is source else n)
             copies[node].meta[NOTE] = replace(note_of(node), phase="backward")
         return copies[node]
 
@@ -171,7 +172,7 @@ def _make_forward(
         for node in saved:
             if node in given and not clones.count(node):
                 clones.append(node)
-                copy = new.graph.call_function(_aten.clone.default, (new.of[node],))
+                copy = add_call(new.graph, _aten.clone.default, (new.of[node],))
                 copy.meta = {"val": node.meta["val"].clone(), NOTE: note_of(node)}
                 new.of[node, "before"] = copy
 
@@ -256,7 +257,7 @@ class _New:
         self._inputs.append((new, what))
 
     def copy(self, node: fx.Node) -> None:
-        self.of[node] = self.graph.node_copy(node, self.of.__getitem__)
+        self.of[node] = copy_node(self.graph, node, self.of.__getitem__)
 
     def program(
         self, values: list[fx.Node], outputs: list[Output], whole: Program | None

@@ -68,6 +68,7 @@ class CompiledStep(LastProgram):
         # By signature, and a number that tells programs of one signature apart.
         self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
         self._made = 0
+        self._counts_apart = False  # optimizers were seen to count parameters' steps apart
         self._eager: dict[Any, _Refused] = {}  # by signature
         self._runs_eagerly: _Refused | None = None
         self._raised: StepRaises | None = None
@@ -234,6 +235,7 @@ class CompiledStep(LastProgram):
             if failed is None:
                 return key, ""
             why = failed
+            self._counts_apart |= program.conditions.counts_differ(tensors)
         return None, why
 
     def _admit_program(
@@ -333,13 +335,15 @@ class CompiledStep(LastProgram):
             "passes": self.passes,
             "options": self._list_options(),
         }
+        apart = self._counts_apart
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.of(self.blocks)
 
         def making() -> CapturedProgram:
             assert self._state is not None
             call = self.step, args, kwargs, self._state
-            return make_program(*call, guesses, budget=self.budget, blocks=blocks, **how)
+            said = {"budget": self.budget, "blocks": blocks, "counts_apart": apart}
+            return make_program(*call, guesses, **said, **how)
 
         made_state = make_optimizer_state(state.optimizers)
         try:

@@ -23,6 +23,7 @@ from ..capture.write_order import with_early_writes
 from ..effects import checks_value, has_effect
 from ..graph import is_collective, line_of
 from ..graph_modules import lazy_graph_module
+from ..graph_nodes import add_call, copy_node
 from ..memory.storages import storages_of
 from ..node_metadata import NOTE, note_of
 from ..program import Program
@@ -197,7 +198,7 @@ class _Cutting:
     # -- the outer graph ---------------------------------------------------------------------------
 
     def _copy_to_outer(self, node: fx.Node) -> fx.Node:
-        copy = self._outer.node_copy(node, lambda n: self._values[n])
+        copy = copy_node(self._outer, node, lambda n: self._values[n])
         copy.meta = _meta_of(node)
         return copy
 
@@ -234,10 +235,10 @@ class _Cutting:
         for node in made.takes:
             self._ensure_value(node)
         takes = [self._values[n] for n in made.takes]
-        call = self._outer.call_function(call_section, (section, takes))  # type: ignore[arg-type]
+        call = add_call(self._outer, call_section, (section, takes))  # type: ignore[arg-type]
         call.meta = {NOTE: part[0].meta.get(NOTE)}
         for i, node in enumerate(made.gives):
-            self._values[node] = piece = self._outer.call_function(operator.getitem, (call, i))
+            self._values[node] = piece = add_call(self._outer, operator.getitem, (call, i))
             piece.meta = _meta_of(node)
 
 
@@ -262,7 +263,7 @@ class _Part:
         self.graph.output([self._of[n] for n in self.gives])
 
     def _add_call(self, node: fx.Node) -> fx.Node:
-        copy = self.graph.node_copy(node, lambda n: self._of[n])
+        copy = copy_node(self.graph, node, lambda n: self._of[n])
         copy.meta = _meta_of(node)
         return copy
 

@@ -8,8 +8,8 @@ In reading order: `capture` and `capture_run` (the run), `state` with `state_slo
 `lower_trace` (what is the step's program); what a run meets: `capture_context`, `hearing`, `hooks`,
 `fakes`, `traced_tensors`, `tensor_facts`, `identity`, `value_checks`, `predicted_answers`,
 `captured_attributes`, `data_writes`, `left_on_results`, `ctc`, `refusals`, `graph_checks`; what is
-traced once: `equal_calls`, `repeated_calls`, `repeated_moves`, `block_choice`, `block_modes`,
-`block_functions`, `block_operands`; what writes become: `functional_calls`, `functional_memory`,
-`functional_trace`, `draws_in_place`, `views_in_place`, `overlapping_results`, `shared_results`,
-`write_order`, `gating`.
+traced once: `equal_calls`, `equal_counts`, `repeated_calls`, `repeated_moves`, `block_choice`,
+`block_modes`, `block_functions`, `block_operands`; what writes become: `functional_calls`,
+`functional_memory`, `functional_trace`, `draws_in_place`, `views_in_place`, `overlapping_results`,
+`shared_results`, `write_order`, `gating`.
 """

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from partita.comm import TraceWire
 from partita.tensor.watch import HERE
 
+from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_follower import Follower
@@ -174,7 +175,7 @@ class BlockCalls:
 
     def add_node(self, target: Any, *args: Any) -> fx.Node:
         """A new node of the graph."""
-        node = self.recorder.graph.call_function(target, args)
+        node = add_call(self.recorder.graph, target, args)
         self.recorder.note_made(node)
         return node
 

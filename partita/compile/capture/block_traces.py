@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..graph_nodes import copy_node
 from ..node_metadata import NOTE, Note, note_of
 from .block_tape import BlockTape
 from .symbolic import is_symbolic
@@ -180,7 +181,7 @@ class _Copying:
                     operands = fx.node.map_arg(node.args, lambda n: one.of.get(n, n))
                     one.of[node] = node.target(*operands)  # type: ignore[operator]
                     continue
-                copy = self.graph.node_copy(node, lambda n: one.of.get(n, n))
+                copy = copy_node(self.graph, node, lambda n: one.of.get(n, n))
                 one.of[node] = copy
                 copy.meta[NOTE] = self._renumber_note(note_of(node), one)
 

@@ -15,6 +15,7 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import own_state, state_of
 
+from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_follower import Follower, stand_in
 from .block_tape import NotABlock, NumbersRead
@@ -75,7 +76,7 @@ class BlockTracing:
         number = len(self.numbers)
         symbol = self._env.symbolic(f"number {number} of a block", float(value))
         self._env.of_blocks.add(str(symbol.node.expr))
-        node = self.recorder.graph.call_function(block_number, (number,))
+        node = add_call(self.recorder.graph, block_number, (number,))
         self.recorder.note_made(node)
         node.meta["val"] = symbol
         track_tensor_tree(symbol, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)

@@ -46,6 +46,7 @@ def capture(
     state: State,
     guesses: Guesses,
     blocks: BlockChoice,
+    counts_apart: bool,
 ) -> CapturedProgram:
     """The graph of `step(*args, **kwargs)`.
 
@@ -54,6 +55,7 @@ def capture(
     Args:
         guesses: answers to what torch asks of values.
         blocks: which modules are traced once for all that are built alike.
+        counts_apart: what optimizers count is not taken for equal where it is.
 
     Raises:
         CaptureError: the step does what a graph cannot say, naming the user's line.
@@ -62,8 +64,12 @@ def capture(
     unmarked: set[int] = set()
     plain, ways = Plain(), guesses
     failed: tuple[Exception, CaptureRun] | None = None
+
+    def make_run() -> CaptureRun:
+        return CaptureRun(step, args, kwargs, state, unmarked, plain, ways, blocks, counts_apart)
+
     while True:
-        run = CaptureRun(step, args, kwargs, state, unmarked, plain, ways, blocks)
+        run = make_run()
         try:
             program = trace_once(run)
         except NumbersRead as no:
@@ -97,7 +103,9 @@ def capture(
             raise more
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
-                again = CaptureRun(step, args, kwargs, state, unmarked, plain, ways, blocks)
+                again = CaptureRun(
+                    step, args, kwargs, state, unmarked, plain, ways, blocks, counts_apart
+                )
                 try:
                     trace_once(again)
                     _check_repeats(run, again)

@@ -19,6 +19,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..graph_modules import lazy_graph_module
+from ..graph_nodes import add_call
 from ..node_metadata import NOTE
 from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import PatternOperand, PatternResult, UnsureOfWrites, pattern_of
@@ -132,7 +133,7 @@ class _Rewrite:
         self._note = None
         for node, new in inputs.items():
             if self.written.get(self.memory.get(node, -1), 0):
-                copy = self.graph.call_function(_aten.copy_.default, (new, self.now(node)))
+                copy = add_call(self.graph, _aten.copy_.default, (new, self.now(node)))
                 copy.meta["val"] = new.meta["val"]
 
     # -- calls -------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class _Rewrite:
     def _add_call(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
         """A call more. It gives what `old` gave, unless it reads what lies otherwise."""
         name = getattr(target, "_opname", None)  # as a trace would call it
-        new = self.graph.create_node("call_function", target, args, kwargs, name)
+        new = add_call(self.graph, target, args, kwargs, name)
         if self._note is not None:
             new.meta[NOTE] = self._note
         if old is not None and self.other_strides.isdisjoint(new.all_input_nodes):

@@ -8,6 +8,7 @@ changes, it is traced once more under torch's own functionalization, which takes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..effects import drop_unused
+from .equal_counts import reckon_once
 from .functional_memory import makers_of_shared, memory_that_is_written
 from .functional_rewrite import UnsureOfWrites, rewrite_without_writes
 from .functional_trace import trace_without_writes
@@ -28,8 +30,12 @@ __all__ = ["functional"]
 _aten = torch.ops.aten
 
 
-def functional(graph: fx.GraphModule) -> fx.GraphModule:
-    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept."""
+def functional(graph: fx.GraphModule, equal: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
+    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+
+    Args:
+        equal: inputs that hold the same number, by their places.
+    """
     without_views_in_place(graph.graph)
     memory = memory_that_is_written(graph.graph)
     makers = makers_of_shared(graph.graph, memory)
@@ -39,6 +45,8 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
         made, shared = trace_without_writes(graph, makers)
     share_memory_of_results(graph.graph, made.graph, memory, shared)
     overlapping = overlapping_results(made.graph)
+    inputs = made.graph.find_nodes(op="placeholder")
+    reckon_once(made.graph, [[inputs[i] for i in places] for places in equal])
     _remove_redundant_nodes(made.graph)
     keep_apart(made.graph, overlapping)  # a gradient is a copy of what came, where others have that
     return made

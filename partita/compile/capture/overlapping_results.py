@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm.compiled import WAIT
 
+from ..graph_nodes import add_call
 from ..node_metadata import NOTE
 from .functional_memory import shown_operand
 
@@ -78,7 +79,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
         # At once: what it shows may be an input, into which the graph writes later.
         behind = graph.find_nodes(op="placeholder")[-1] if shown.op == "placeholder" else shown
         with graph.inserting_after(behind):
-            values[place] = copy = graph.call_function(_aten.clone.default, (shown,))
+            values[place] = copy = add_call(graph, _aten.clone.default, (shown,))
         copy.meta["val"] = shown.meta["val"].clone()
         if NOTE in shown.meta:
             copy.meta[NOTE] = shown.meta[NOTE]

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from partita.tensor.op_facts import facts_of
 
+from ..graph_nodes import add_call
 from .equal_calls import call_without_memory, key_of
 from .symbolic import is_symbolic
 from .traced_tensors import known_node_of, node_of_number, stands_for, tensors_of
@@ -56,7 +57,7 @@ class RepeatedCalls:
             named = {name: _nodes_of(value) for name, value in kwargs.items()}
         except LookupError:
             return None
-        node = self._graph.call_function(func, operands, named)
+        node = add_call(self._graph, func, operands, named)
         if _writes_one(func):
             node.meta["val"] = like
             written: torch.Tensor = args[0]
@@ -80,11 +81,11 @@ class RepeatedCalls:
                     made = call_without_memory(func, places.shorten(args), {}).value
             except Exception:  # a trace says what is wrong, and where
                 return NotImplemented
-        node = self._graph.call_function(func, operands)
+        node = add_call(self._graph, func, operands)
         if made is None:  # it has written the first list
             return None
         node.meta["val"] = likes = [made[kind] for kind in places.kinds]
-        parts = [self._graph.call_function(operator.getitem, (node, i)) for i in range(len(likes))]
+        parts = [add_call(self._graph, operator.getitem, (node, i)) for i in range(len(likes))]
         return tensors_of(parts, likes, self._mode)
 
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:

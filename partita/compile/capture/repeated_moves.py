@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.redistribute import Move
 
+from ..graph_nodes import copy_node
 from ..node_metadata import Recorder
 from .traced_tensors import node_of, tensors_of
 
@@ -85,7 +86,7 @@ class RepeatedMoves:
         graph = self._recorder.graph
         of = {known.given: given}
         for node in known.nodes:
-            of[node] = graph.node_copy(node, lambda n: of.get(n, n))
+            of[node] = copy_node(graph, node, lambda n: of.get(n, n))
         made = of[known.made]
         (out,) = tensors_of([made], [known.like], self._mode)
         self._recorder.note_copies([of[n] for n in known.nodes], made, out)

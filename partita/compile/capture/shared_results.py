@@ -21,6 +21,7 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from ..errors import CaptureError, not_captured
+from ..graph_nodes import add_call
 from ..node_metadata import NOTE, note_of
 from .equal_calls import call_without_memory
 from .functional_memory import lie_alike, shown_operand
@@ -152,7 +153,7 @@ def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
         target: Any = call.target
         given: Any = (call.args, call.kwargs)
         args, kwargs = fx.node.map_arg(given, lambda _, value=value: value)  # type: ignore[misc]
-        value = value.graph.call_function(target, args, kwargs)
+        value = add_call(value.graph, target, args, kwargs)
         value.meta["val"] = _call_view(call, args[0].meta["val"])
         if NOTE in call.meta:
             value.meta[NOTE] = call.meta[NOTE]

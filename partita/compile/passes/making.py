@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from ..capture.equal_calls import call_without_memory
+from ..graph_nodes import add_call
 from ..node_metadata import NOTE, Note
 
 __all__ = ["Making", "made_by"]
@@ -27,7 +28,7 @@ class Making:
         self.graph, self.note = graph, note
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+        node = add_call(self.graph, target, args, kwargs)
         node.meta["val"] = made_by(node)
         node.meta[NOTE] = self.note
         return node

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from partita.tensor.op_facts import facts_of
 
 from ..graph_modules import lazy_graph_module
+from ..graph_nodes import copy_node
 from ..node_metadata import NOTE, note_of
 from ..program import Program
 
@@ -48,7 +49,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         if node not in copies:
             for read in node.all_input_nodes:
                 copy_for_backward(read)
-            copies[node] = made = graph.node_copy(node, lambda n: copies.get(n, n))
+            copies[node] = made = copy_node(graph, node, lambda n: copies.get(n, n))
             note = note_of(node)
             reason = "regather" if note.reason == "gather" else note.reason
             made.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)

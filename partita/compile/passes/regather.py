@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..graph_nodes import copy_node
 from ..node_metadata import NOTE, note_of
 from ..program import Program
 from .gathered import GatheredParameter, Runs, is_backward, only_moves
@@ -58,7 +59,7 @@ def _gather_again(graph: fx.Graph, one: GatheredParameter, users: list[fx.Node])
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(users[0]):
         for node in [*_from_shard(one.gather), *one.chain]:
-            copies[node] = copy = graph.node_copy(node, lambda n: copies.get(n, n))
+            copies[node] = copy = copy_node(graph, node, lambda n: copies.get(n, n))
             copy.meta[NOTE] = replace(
                 note_of(node),
                 phase="backward" if late else "forward",

@@ -1,0 +1,104 @@
+"""Equal counts: the numbers that an optimizer keeps beside each parameter, and that are one number.
+
+torch.optim counts the steps of each parameter in a tensor of its own, and reckons each one's bias
+corrections of it: a dozen calls of single numbers for each parameter, half of what updates it. As a
+rule all counts are equal, and stay so. That they are is a condition of the program
+(`conditions.EqualInputs`), under which one stands for all, and what is reckoned of it is reckoned
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.comm.device import HOST
+from partita.tensor.op_facts import facts_of
+
+from ..conditions import EqualInputs
+from ..node_metadata import note_of
+from ..program import Input
+
+__all__ = ["find_equal_counts", "reckon_once"]
+
+_aten = torch.ops.aten
+
+
+def find_equal_counts(inputs: Sequence[Input]) -> list[EqualInputs]:
+    """Which numbers of optimizers are equal now, more than one each.
+
+    Those on the host alone: to compare others at each call would wait for their device.
+    """
+    found: dict[Any, list[Input]] = defaultdict(list)
+    for given in inputs:
+        t = given.tensor
+        if given.kind != "optimizer" or type(t) is not torch.Tensor or t.ndim:
+            continue
+        if t.device == HOST and (t.dtype.is_floating_point or t.dtype is torch.int64):
+            value = t.item()
+            if not math.isnan(value):
+                found[t.dtype, value, math.copysign(1, value)].append(given)
+    return [
+        EqualInputs(tuple(i.name for i in equal), tuple(i.index for i in equal))
+        for equal in found.values()
+        if len(equal) > 1
+    ]
+
+
+def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
+    """Have what a graph reckons of single numbers be reckoned once for equal ones.
+
+    The graph writes nothing but inputs, at its end; each is still written itself. Two results may
+    be one node afterwards: see `overlapping_results.keep_apart`.
+
+    Args:
+        equal: inputs that hold the same number.
+    """
+    for first, *others in equal:
+        for other in others:
+            other.replace_all_uses_with(first, lambda user: _is_reckoned(user))
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_reckoned(node):
+            continue
+        key = (note_of(node).phase, node.target, *_hashed((node.args, node.kwargs)))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_reckoned(node: fx.Node) -> bool:
+    """Does a call make a single number of single numbers, always the same of the same?"""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") != "aten":
+        return False
+    facts = facts_of(node.target)
+    return (
+        facts.makes_new
+        and not facts.draws
+        and _is_single(node)
+        and all(map(_is_single, node.all_input_nodes))
+    )
+
+
+def _is_single(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _hashed(value: Any) -> Iterator[Any]:
+    """What tells a value from others: 1 is not 1.0, nor True, and 0.0 is not -0.0."""
+    if isinstance(value, (list, tuple)):
+        yield type(value).__name__, len(value)
+        for v in value:
+            yield from _hashed(v)
+    elif isinstance(value, dict):
+        yield tuple(value)
+        yield from _hashed(tuple(value.values()))
+    else:
+        yield type(value), value.hex() if isinstance(value, float) else value

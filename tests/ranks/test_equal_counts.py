@@ -1,0 +1,169 @@
+"""Is what an optimizer reckons of its counts reckoned once, and only where they are equal?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+
+ROWS = torch.linspace(-1, 1, 12).reshape(3, 4)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.1),
+    "Adam that counts within": lambda p: torch.optim.Adam(p, 0.1, capturable=False, amsgrad=True),
+    "NAdam, of a product": lambda p: torch.optim.NAdam(p, 0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, 0.1),
+}
+
+
+class Training:
+    """A model, its optimizer and a step, eager and compiled alike."""
+
+    def __init__(self, layers: int = 2, make: Any = OPTIMIZERS["AdamW"], compiled: bool = True):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+        self.optimizer = make(self.model.parameters())
+        self.step = pt.compile(self.run, backend="graph") if compiled else self.run
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def count_of(self, i: int) -> torch.Tensor:
+        return self.optimizer.state[[*self.model.parameters()][i]]["step"]
+
+    def single_numbers(self) -> int:
+        """How many single numbers the update reckons, beside writing them."""
+        lines = str(self.step.graph).splitlines()
+        update = [line for line in lines if "(update)" in line and "copy_." not in line]
+        return sum("f64[]" in line or "f32[]" in line for line in update)
+
+    def check_like(self, eager: Training, rtol: float = 1e-6) -> None:
+        for p, q in zip(self.model.parameters(), eager.model.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=rtol, atol=1e-7)
+        for i, p in enumerate(eager.model.parameters()):
+            state = self.optimizer.state[[*self.model.parameters()][i]]
+            for key, value in eager.optimizer.state[p].items():
+                torch.testing.assert_close(state[key], value, rtol=rtol, atol=1e-7)
+
+
+def both(make: Any = OPTIMIZERS["AdamW"]) -> tuple[Training, Training]:
+    return Training(make=make), Training(make=make, compiled=False)
+
+
+def test_a_deeper_model_reckons_no_more_single_numbers():
+    few, many = Training(2), Training(6)
+    few.step(ROWS), many.step(ROWS)
+    assert many.single_numbers() == few.single_numbers() > 0
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_equal_counts_are_what_eager_counts(kind):
+    one, eager = both(OPTIMIZERS[kind])
+    for _ in range(4):
+        torch.testing.assert_close(one.step(ROWS), eager.step(ROWS))
+    one.check_like(eager, rtol=1e-5)
+    assert len(one.step.programs) == 1
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_counts_that_differ_from_the_beginning_stay_apart(kind):
+    one, eager = both(OPTIMIZERS[kind])
+    for training in (one, eager):
+        training.run(ROWS)
+        training.count_of(1).fill_(7)
+    for _ in range(3):
+        one.step(ROWS), eager.step(ROWS)
+    one.check_like(eager, rtol=1e-5)
+    assert one.count_of(1) == 10 and one.count_of(0) == 4
+
+
+def test_a_count_that_is_set_between_two_calls_makes_another_program_that_says_why():
+    one, eager = both()
+    for i in range(6):
+        one.step(ROWS), eager.step(ROWS)
+        one.check_like(eager)
+        if i == 2:
+            one.count_of(3).fill_(40), eager.count_of(3).fill_(40)
+    assert len(one.step.programs) == 2
+    assert "step is 40.0 and" in one.step.reasons[-1]
+    assert "step is 3.0, where all 4 such numbers were equal" in one.step.reasons[-1]
+
+
+def test_counts_that_drift_apart_are_not_captured_for_each_drift():
+    one, eager = both()
+    for i in range(8):
+        one.step(ROWS), eager.step(ROWS)
+        one.check_like(eager)
+        for training in (one, eager):
+            training.count_of(i % 4).add_(i)
+    assert len(one.step.reasons) == 2
+
+
+def test_a_count_loaded_with_a_state_dict_is_read():
+    one, eager = both()
+    for training in (one, eager):
+        training.step(ROWS)
+        state = copy.deepcopy(training.optimizer.state_dict())
+        state["state"][2]["step"] = torch.tensor(30.0)
+        training.optimizer.load_state_dict(state)
+        for _ in range(2):
+            training.step(ROWS)
+    one.check_like(eager)
+    assert one.count_of(2) == 32
+
+
+def test_a_parameter_that_is_left_out_once_lags_behind():
+    one, eager = both()
+    for i in range(6):
+        for training in (one, eager):
+            training.model[0].weight.requires_grad_(i != 2)
+            training.step(ROWS)
+        one.check_like(eager)
+    assert one.count_of(0) < one.count_of(1)
+
+
+def test_a_zero_below_zero_is_another_number():
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, params: Any):
+            super().__init__(params, {})
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["sign"] = torch.tensor(0.0)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.copy_(torch.copysign(p, self.state[p]["sign"] * 1))
+
+    def run_each(compiled: bool) -> list[torch.Tensor]:
+        one = Training(1, Signs, compiled)
+        one.step(ROWS)
+        one.optimizer.state[one.model[0].bias]["sign"].neg_()
+        one.step(ROWS)
+        return [p.detach() for p in one.model.parameters()]
+
+    for mine, eagers in zip(run_each(True), run_each(False), strict=True):
+        assert torch.equal(mine.signbit(), eagers.signbit())
+    assert run_each(True)[1].signbit().all()
+
+
+def test_equal_results_lie_apart():
+    weight = nn.Parameter(torch.tensor(2.0))
+
+    def step(x):
+        s = weight.detach()
+        return s * 3 + 1, s * 3 + 1, x
+
+    compiled = pt.compile(step, backend="graph")
+    one, other, _ = compiled(ROWS)
+    one.zero_()
+    assert other == 7

@@ -215,6 +215,61 @@ def test_bucket_leaves_other_blocks_apart():
     assert rewritten("bucket", text).count("gather(") == 2
 
 
+def test_views_of_views_are_one_view():
+    text = """
+        x: argument f32[4, 8]
+        a = aten.view.default(x, [32])
+        b = aten.reshape.default(a, [32])
+        c = aten.view.default(b, [8, 4])
+        d = aten.mul.Tensor(c, 2.0)
+        e = aten.view.default(d, [8, 4])
+        f = aten.sum.dim_IntList(e, [0])
+        return f
+    """
+    assert rewritten("merge_views", text) == said("""
+        c = aten.reshape.default(x, [8, 4])
+        d = aten.mul.Tensor(c, 2.0)
+        f = aten.sum.dim_IntList(d, [0])
+        return f
+    """)
+
+
+def test_a_view_that_others_read_too_stays():
+    text = """
+        x: argument f32[4, 8]
+        a = aten.view.default(x, [32])
+        b = aten.view.default(a, [8, 4])
+        c = aten.sum.default(a)
+        d = aten.mul.Tensor(b, c)
+        return d
+    """
+    assert rewritten("merge_views", text) == said(text).split("\n", 1)[1]
+
+
+def test_what_a_reshape_copies_is_no_view_of_what_it_copied():
+    text = """
+        x: argument f32[4, 8]
+        a = aten.slice.Tensor(x, 1, 0, 2)
+        b = aten.reshape.default(a, [8])
+        c = aten.view.default(b, [4, 2])
+        d = aten.mul.Tensor(c, 2.0)
+        return d
+    """
+    assert rewritten("merge_views", text) == said(text).split("\n", 1)[1]
+
+
+def test_views_that_are_results_stay_themselves():
+    text = """
+        x: argument f32[4, 8]
+        y = aten.mul.Tensor(x, 2.0)
+        a = aten.view.default(y, [4, 8])
+        b = aten.view.default(y, [32])
+        c = aten.view.default(b, [8, 4])
+        return a, b, c
+    """
+    assert rewritten("merge_views", text) == said(text).split("\n", 1)[1]
+
+
 def test_lifetime_updates_a_parameter_as_soon_as_its_gradient_is_there():
     text = """
         v: parameter f32[8]

@@ -23,6 +23,7 @@ from .change import Change, Pass, Seen
 from .contract import Promised, work_out
 from .dedupe import dedupe
 from .lifetime import lifetime
+from .merge_views import merge_views
 from .overlap import overlap
 from .regather import regather
 from .remat import remat_before
@@ -32,6 +33,7 @@ __all__ = ["PASSES", "Pass", "Passes", "in_order", "record_changes", "run_passes
 _BEHIND_REMAT: dict[str, Pass] = {
     "regather": regather,
     "bucket": bucket,
+    "merge_views": merge_views,
     "lifetime": lifetime,
     "overlap": overlap,
     "backend_ways": backend_ways,

@@ -5,8 +5,8 @@ again), `pipeline` (how one is made): `capture/`, `program` and `captured_progra
 `verify` and `key`, `backend/`; `memory/` (its schedule), `region` and `split` (a part of an eager
 model), `graph`, `pass_report` and `last_program` (what people read), `ledger_replay`,
 `padding_boundary`, `sharing` and `replicated_input_check` (around a run); and small parts:
-`arguments` (leaves of a call), `conditions`, `errors`, `phases`, `node_metadata`, `effects`,
-`cotangents`, `repeats`, `ordering`, `graph_modules`, `step_facts`, `length_buckets`.
+`arguments` (leaves of a call), `conditions`, `errors`, `phases`, `node_metadata`, `graph_nodes`,
+`effects`, `cotangents`, `repeats`, `ordering`, `graph_modules`, `step_facts`, `length_buckets`.
 """
 
 from .entry import compile

@@ -335,15 +335,20 @@ class CompiledStep(LastProgram):
             "passes": self.passes,
             "options": self._list_options(),
         }
-        apart = self._counts_apart
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.of(self.blocks)
 
         def making() -> CapturedProgram:
             assert self._state is not None
             call = self.step, args, kwargs, self._state
-            said = {"budget": self.budget, "blocks": blocks, "counts_apart": apart}
-            return make_program(*call, guesses, **said, **how)
+            return make_program(
+                *call,
+                guesses,
+                budget=self.budget,
+                blocks=blocks,
+                counts_apart=self._counts_apart,
+                **how,
+            )
 
         made_state = make_optimizer_state(state.optimizers)
         try:

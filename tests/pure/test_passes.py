@@ -227,8 +227,8 @@ def test_views_of_views_are_one_view():
         return f
     """
     assert rewritten("merge_views", text) == said("""
-        c = aten.reshape.default(x, [8, 4])
-        d = aten.mul.Tensor(c, 2.0)
+        a = aten.view.default(x, [8, 4])
+        d = aten.mul.Tensor(a, 2.0)
         f = aten.sum.dim_IntList(d, [0])
         return f
     """)

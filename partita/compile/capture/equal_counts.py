@@ -20,13 +20,14 @@ from torch import fx
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
-from ..conditions import EqualInputs
+from ..conditions import EqualInputs, read_counts
 from ..node_metadata import note_of
 from ..program import Input
+from .fakes import device_at_capture
 
 __all__ = ["find_equal_counts", "reckon_once"]
 
-_aten = torch.ops.aten
+_COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
 
 
 def find_equal_counts(inputs: Sequence[Input]) -> list[EqualInputs]:
@@ -39,10 +40,11 @@ def find_equal_counts(inputs: Sequence[Input]) -> list[EqualInputs]:
         t = given.tensor
         if given.kind != "optimizer" or type(t) is not torch.Tensor or t.ndim:
             continue
-        if t.device == HOST and (t.dtype.is_floating_point or t.dtype is torch.int64):
-            value = t.item()
+        counts = t.dtype.is_floating_point or t.dtype is torch.int64
+        if counts and device_at_capture(t).type in _COUNTED_ON:
+            (value,) = read_counts([t])
             if not math.isnan(value):
-                found[t.dtype, value, math.copysign(1, value)].append(given)
+                found[t.dtype, t.device, value, math.copysign(1, value)].append(given)
     return [
         EqualInputs(tuple(i.name for i in equal), tuple(i.index for i in equal))
         for equal in found.values()

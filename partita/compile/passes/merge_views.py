@@ -23,41 +23,38 @@ def merge_views(program: Program) -> str:
     the step gives is left as it is.
     """
     graph = program.graph.graph
-    returned = set(graph.output_node().all_input_nodes)
+    (end,) = graph.find_nodes(op="output")
+    returned = set(end.all_input_nodes)
     before = len(graph.nodes)
     for node in list(graph.nodes):
         if node.target not in (_VIEW, _RESHAPE) or node in returned:
             continue
-        while (source := _find_passing_shape(node, returned)) is not None:
-            if not _try_show(node, source):
-                break
-            graph.erase_node(source)
         (shown,) = node.all_input_nodes
-        if _lie_alike(shown.meta["val"], node.meta["val"]):
+        same = _lie_alike(shown.meta["val"], node.meta["val"])
+        if same or (shown not in returned and len(shown.users) == 1 and _try_show(shown, node)):
             node.replace_all_uses_with(shown)
             graph.erase_node(node)
     return f"{before - len(graph.nodes)} views merged into others"
 
 
-def _find_passing_shape(node: fx.Node, returned: set[fx.Node]) -> fx.Node | None:
-    """The view of which `node` is one, if nobody else reads that."""
-    (source,) = node.all_input_nodes
-    passing = source.target in (_VIEW, _RESHAPE) and len(source.users) == 1
-    return source if passing and source not in returned else None
+def _try_show(shown: fx.Node, node: fx.Node) -> bool:
+    """Have `shown` show at once what `node` shows of it; not where that would lie otherwise.
 
-
-def _try_show(node: fx.Node, source: fx.Node) -> bool:
-    """Have `node` show at once what `source` shows; not where it would then lie otherwise."""
-    target, args = node.target, node.args
-    if source.target is _RESHAPE:
-        node.target = _RESHAPE
-    node.args = (source.args[0], *args[1:])
+    It stays where it stands: a reshape that copies lets go of what it copied.
+    """
+    if shown.target not in (_VIEW, _RESHAPE):
+        return False
+    target, args = shown.target, shown.args
+    if node.target is _RESHAPE:
+        shown.target = _RESHAPE
+    shown.args = (args[0], *node.args[1:])
     try:
-        if _lie_alike(made_by(node), node.meta["val"]):
+        if _lie_alike(made_by(shown), node.meta["val"]):
+            shown.meta["val"] = node.meta["val"]
             return True
     except RuntimeError:  # no view of it has that shape
         pass
-    node.target, node.args = target, args
+    shown.target, shown.args = target, args
     return False
 
 

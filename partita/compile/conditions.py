@@ -114,9 +114,7 @@ class EqualInputs:
 
     def holds(self, tensors: Sequence[Any]) -> bool:
         values = self._values(tensors)
-        if values.count(values[0]) < len(values):
-            return False
-        return values[0] != 0 or len({math.copysign(1, v) for v in values}) == 1
+        return values.count(values[0]) == len(values)
 
     def reason(self, tensors: Sequence[Any]) -> str:
         values = self._values(tensors)

@@ -132,28 +132,46 @@ def test_a_parameter_that_is_left_out_once_lags_behind():
     assert one.count_of(0) < one.count_of(1)
 
 
-def test_a_zero_below_zero_is_another_number():
-    class Signs(torch.optim.Optimizer):
+def trained_with_an_optimizer_of_ones_own(mesh: Any) -> list[torch.Tensor]:
+    """Its numbers are a rank's: how often the rank had a gradient that is not zero."""
+
+    class Counting(torch.optim.Optimizer):
         def __init__(self, params: Any):
             super().__init__(params, {})
             for p in self.param_groups[0]["params"]:
-                self.state[p]["sign"] = torch.tensor(0.0)
+                self.state[p]["step"] = torch.tensor(
+                    float(mesh.get_local_rank() if p.ndim == 2 else 0)
+                )
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             for p in self.param_groups[0]["params"]:
-                p.copy_(torch.copysign(p, self.state[p]["sign"] * 1))
+                own = self.state[p]["step"]
+                own.add_(p.grad.to_local().ne(0).any())
 
-    def run_each(compiled: bool) -> list[torch.Tensor]:
-        one = Training(1, Signs, compiled)
-        one.step(ROWS)
-        one.optimizer.state[one.model[0].bias]["sign"].neg_()
-        one.step(ROWS)
-        return [p.detach() for p in one.model.parameters()]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    pt.zero(model, mesh, stage=3)
+    optimizer = Counting(model.parameters())
 
-    for mine, eagers in zip(run_each(True), run_each(False), strict=True):
-        assert torch.equal(mine.signbit(), eagers.signbit())
-    assert run_each(True)[1].signbit().all()
+    def run(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = pt.compile(run, backend="graph")
+    x = pt.distribute_tensor(ROWS, mesh, [pt.Shard(0)])
+    for _ in range(2):
+        step(x)
+    return [s["step"] for s in optimizer.state.values()]
+
+
+def test_numbers_that_are_a_ranks_own_are_not_taken_for_equal_on_one_rank():
+    with pt.ranks(dp=2) as world:
+        found = world.run(trained_with_an_optimizer_of_ones_own)
+    assert [[float(c) for c in counts] for counts in found] == [[2, 2], [3, 2]]
 
 
 def test_equal_results_lie_apart():

@@ -28,7 +28,7 @@ from partita.tensor.watch import HERE
 
 from ..arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
 from ..captured_program import CapturedProgram
-from ..conditions import Conditions, GradientCondition, kind_of_gradient
+from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
 from ..effects import drop_unused
 from ..errors import not_captured
 from ..graph_modules import lazy_graph_modules
@@ -94,7 +94,9 @@ class CaptureRun:
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
         self._places = frozenset(slot.identity for slot in self.slots)
         self.inputs = GraphInputs(self.slots, args, kwargs, unmarked)
-        self._equal = [] if counts_apart else find_equal_counts(self.inputs.all)
+        self._equal: list[EqualInputs] = []
+        if not counts_apart:
+            self._equal = find_equal_counts(self.inputs.all, state.optimizers.values())
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
         self.asked = Asked(guesses)

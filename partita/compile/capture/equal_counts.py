@@ -9,13 +9,13 @@ once.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
@@ -24,27 +24,28 @@ from ..conditions import EqualInputs, read_counts
 from ..node_metadata import note_of
 from ..program import Input
 from .fakes import device_at_capture
+from .optimizers import counts_of
 
 __all__ = ["find_equal_counts", "reckon_once"]
 
 _COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
 
 
-def find_equal_counts(inputs: Sequence[Input]) -> list[EqualInputs]:
-    """Which numbers of optimizers are equal now, more than one each.
+def find_equal_counts(
+    inputs: Sequence[Input], optimizers: Iterable[Optimizer]
+) -> list[EqualInputs]:
+    """What torch's optimizers count, and is equal now, more than one each.
 
-    Those on the host alone: to compare others at each call would wait for their device.
+    Those on the host alone: to compare others at each call would wait for their device. And none of
+    a user's optimizer, whose numbers may be a rank's own: they would be equal on one rank alone.
     """
+    counts = {id(t) for t in counts_of(optimizers)}
     found: dict[Any, list[Input]] = defaultdict(list)
     for given in inputs:
         t = given.tensor
-        if given.kind != "optimizer" or type(t) is not torch.Tensor or t.ndim:
-            continue
-        counts = t.dtype.is_floating_point or t.dtype is torch.int64
-        if counts and device_at_capture(t).type in _COUNTED_ON:
+        if id(t) in counts and device_at_capture(t).type in _COUNTED_ON:
             (value,) = read_counts([t])
-            if not math.isnan(value):
-                found[t.dtype, t.device, value, math.copysign(1, value)].append(given)
+            found[t.dtype, t.device, value].append(given)
     return [
         EqualInputs(tuple(i.name for i in equal), tuple(i.index for i in equal))
         for equal in found.values()

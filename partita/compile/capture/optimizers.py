@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = ["Stepping", "drop_unused_state", "make_optimizer_state"]
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
+_COUNTS = ("step", "mu_product")  # of steps, and the product of NAdam's momenta
 _UNSCALES = "_step_supports_amp_scaling"
 """Private torch: what fused optimizers say of themselves to a GradScaler."""
 
@@ -57,6 +58,16 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
                 if isinstance(p, DTensor) and update_spec(p) is not p._spec:  # ZeRO 1 and 2
                     lay_out_state(p, state)
     return found
+
+
+def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """What torch's optimizers count beside each parameter, each in a tensor of no dimensions."""
+    for optimizer in filter(_is_of_torch, optimizers):
+        for entries in optimizer.state.values():
+            for name in _COUNTS:
+                number = entries.get(name)
+                if type(number) is torch.Tensor and number.ndim == 0:
+                    yield number
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
@@ -235,7 +246,7 @@ class Stepping:
         Only while it steps: to the program its counts are what they are in eager.
         """
         for entries in optimizer.state.values():
-            for name in ("step", "mu_product"):
+            for name in _COUNTS:
                 number = entries.get(name)
                 kept = isinstance(number, torch.Tensor) and number.ndim == 0
                 if not kept or number.dtype != torch.float32:

@@ -184,6 +184,7 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
             "partita dp compiled": spread(0, pt.compile),
             "partita zero 3": spread(3),
             "partita zero 3 compiled": spread(3, pt.compile),
+            "partita zero 3 as a graph": spread(3, lambda step: pt.compile(step, backend="graph")),
         },
         rounds=10 * options.rounds,
         warm=3,

@@ -95,6 +95,9 @@ _THREADS: set[int] = set()
 """Those that have begun one. What one waits for is all that a rank does where it is the main one
 alone: another might be about to begin what other ranks wait for."""
 _announces_exit = False
+_telling = threading.Lock()
+_told: dict[int, Post] = {}
+"""What threads of this rank wait for, by their numbers; the others see the last."""
 
 
 def note_begun(group: str, ask: Ask) -> int:
@@ -121,11 +124,14 @@ def find_store() -> Any:
 def _announce_exit() -> None:
     """Say that this rank has ended."""
     LEAVING.set()
+    is_last = _telling.acquire(timeout=LOOK)  # of a thread that is about to tell something else
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             me = dist.get_rank()
             post = {"text": "has ended", "ended": True, "id": -1, "ranks": []}
             find_store().set(_key_of_rank(me), json.dumps(post))
+    if is_last:
+        _telling.release()
 
 
 def make_post(need: Need) -> Post:
@@ -158,16 +164,25 @@ def make_post(need: Need) -> Post:
 
 def put_post(store: Any, rank: int, post: Post) -> None:
     """Tell the others what this rank waits for."""
-    store.set(_key_of_rank(rank), json.dumps(post))
+    with _telling:
+        _told[post["id"]] = post
+        _tell(store, rank, post)
 
 
-def withdraw_post(store: Any, rank: int) -> None:
-    """Say that this rank waits no more.
+def withdraw_post(store: Any, rank: int, post: Post) -> None:
+    """Say that this rank does not wait for that any more; but for what another of its threads does.
 
     What it has told is replaced and never deleted: whoever has just seen that it is there reads it,
     and reading what is gone waits for as long as the store does.
     """
-    store.set(_key_of_rank(rank), json.dumps(None))
+    with _telling:
+        _told.pop(post["id"], None)
+        _tell(store, rank, next(reversed(_told.values()), None))
+
+
+def _tell(store: Any, rank: int, post: Post | None) -> None:
+    if not LEAVING.is_set():  # that it has ended is the last that a rank says
+        store.set(_key_of_rank(rank), json.dumps(post))
 
 
 def _list_process_groups() -> list[Any]:

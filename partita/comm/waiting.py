@@ -167,7 +167,7 @@ def wait_with_others(
         raise late from failure
     finally:
         with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
-            withdraw_post(store, me)
+            withdraw_post(store, me, mine)
 
 
 def timeout_of_job() -> timedelta:
@@ -208,13 +208,15 @@ def _watch_for_deadlock() -> None:
         now = _now
         try:
             if posted is not None and now is not posted:
-                withdraw_post(find_store(), dist.get_rank())
+                withdraw_post(find_store(), dist.get_rank(), said)
                 posted = None
             if now is None or time.monotonic() - now[2] < SLICE:
                 continue
             store, me, first = find_store(), dist.get_rank(), now is not posted
             text = f"runs compiled {now[0]}, at {user_line(now[3]) or 'no line'}"
             post = make_post(Need(text, now[1]))
+            if not first:
+                post["id"] = said["id"]  # it is the same wait
             if first or post["begun"] != said["begun"]:
                 said, posted = post, now
                 put_post(store, me, post)

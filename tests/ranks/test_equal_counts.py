@@ -132,6 +132,15 @@ def test_a_parameter_that_is_left_out_once_lags_behind():
     assert one.count_of(0) < one.count_of(1)
 
 
+def test_one_tensor_that_counts_for_two_parameters_is_refused():
+    one = Training()
+    one.step(ROWS)
+    first, second, *_ = one.optimizer.state.values()
+    first["step"] = second["step"]
+    with pytest.raises(pt.CaptureError, match="two parameters of an optimizer have one tensor"):
+        one.step(ROWS)
+
+
 def trained_with_an_optimizer_of_ones_own(mesh: Any) -> list[torch.Tensor]:
     """Its numbers are a rank's: how often the rank had a gradient that is not zero."""
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from partita.layout import Fix
 from partita.tensor.dtensor import DTensor
 from partita.tensor.grad_state import lay_out_state, update_spec
 from partita.tensor.watch import HERE
@@ -245,9 +246,17 @@ class Stepping:
 
         Only while it steps: to the program its counts are what they are in eager.
         """
+        seen: set[int] = set()
         for entries in optimizer.state.values():
             for name in _COUNTS:
                 number = entries.get(name)
+                if id(number) in seen and isinstance(number, torch.Tensor):
+                    raise not_captured(
+                        f"two parameters of an optimizer have one tensor for their {name!r}",
+                        "eager counts each parameter's update in it, between those of the others",
+                        Fix("state['step'].clone()", "for each parameter"),
+                    )
+                seen.add(id(number))
                 kept = isinstance(number, torch.Tensor) and number.ndim == 0
                 if not kept or number.dtype != torch.float32:
                     continue

@@ -166,7 +166,7 @@ def put_post(store: Any, rank: int, post: Post) -> None:
     """Tell the others what this rank waits for."""
     with _telling:
         _told[post["id"]] = post
-        _tell(store, rank, post)
+        _replace_post(store, rank, post)
 
 
 def withdraw_post(store: Any, rank: int, post: Post) -> None:
@@ -177,10 +177,10 @@ def withdraw_post(store: Any, rank: int, post: Post) -> None:
     """
     with _telling:
         _told.pop(post["id"], None)
-        _tell(store, rank, next(reversed(_told.values()), None))
+        _replace_post(store, rank, next(reversed(_told.values()), None))
 
 
-def _tell(store: Any, rank: int, post: Post | None) -> None:
+def _replace_post(store: Any, rank: int, post: Post | None) -> None:
     if not LEAVING.is_set():  # that it has ended is the last that a rank says
         store.set(_key_of_rank(rank), json.dumps(post))
 

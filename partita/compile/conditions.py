@@ -113,18 +113,18 @@ class EqualInputs:
     indices: tuple[int, ...]
 
     def holds(self, tensors: Sequence[Any]) -> bool:
-        values = self._values(tensors)
+        values = self._read_counts(tensors)
         return values.count(values[0]) == len(values)
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        values = self._values(tensors)
+        values = self._read_counts(tensors)
         i = next((i for i, v in enumerate(values) if not _is_same_number(v, values[0])), 0)
         return (
             f"{self.names[i]} is {values[i]} and {self.names[0]} is {values[0]}, "
             f"where all {len(values)} such numbers were equal"
         )
 
-    def _values(self, tensors: Sequence[Any]) -> list[float]:
+    def _read_counts(self, tensors: Sequence[Any]) -> list[float]:
         return read_counts([tensors[i] for i in self.indices])
 
 

@@ -1,4 +1,4 @@
-"""Nodes of a graph, added and copied in one way.
+"""Nodes of a graph, added, copied and told apart in one way.
 
 `fx.Graph` walks through the operands of each call that it is given, to warn of symbolic numbers
 among them: half of what a node costs, and a graph has thousands. The grammar of a captured graph
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["add_call", "copy_node"]
+__all__ = ["add_call", "copy_node", "key_of_operands"]
 
 
 def add_call(
@@ -35,3 +35,14 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> f
         made.kwargs = fx.node.map_arg(node.kwargs, of)
     made.meta = copy.copy(node.meta)
     return made
+
+
+def key_of_operands(value: Any) -> Any:
+    """What tells the operands of a call from others: 1 is not 1.0, nor True, and 0.0 not -0.0."""
+    if isinstance(value, (list, tuple)):
+        return tuple(key_of_operands(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, key_of_operands(v)) for k, v in value.items())
+    if isinstance(value, float):
+        return float, value.hex()
+    return (type(value), value) if isinstance(value, (bool, int)) else value

@@ -19,7 +19,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return dist.HashStore()
 
 
-def seen(store: dist.Store) -> Any:
+def text_that_is_seen(store: dist.Store) -> Any:
     """What rank 0 is seen to wait for by rank 1, which waits for it."""
     mine = make_post(Need("asks", [0, 1]))
     post = collect_posts(store, 1, mine)[0]
@@ -30,11 +30,11 @@ def test_a_thread_that_goes_on_leaves_what_another_waits_for(store):
     first, second = make_post(Need("reads a value", [0, 1])), make_post(Need("gathers", [0, 1]))
     put_post(store, 0, first)
     put_post(store, 0, second)
-    assert seen(store) == "gathers"
+    assert text_that_is_seen(store) == "gathers"
     withdraw_post(store, 0, second)
-    assert seen(store) == "reads a value"
+    assert text_that_is_seen(store) == "reads a value"
     withdraw_post(store, 0, first)
-    assert seen(store) is None
+    assert text_that_is_seen(store) is None
 
 
 def test_the_first_to_go_on_leaves_the_second(store):
@@ -42,9 +42,9 @@ def test_the_first_to_go_on_leaves_the_second(store):
     put_post(store, 0, first)
     put_post(store, 0, second)
     withdraw_post(store, 0, first)
-    assert seen(store) == "gathers"
+    assert text_that_is_seen(store) == "gathers"
     withdraw_post(store, 0, second)
-    assert seen(store) is None
+    assert text_that_is_seen(store) is None
 
 
 def test_that_a_rank_has_ended_is_the_last_that_it_says(store):
@@ -53,12 +53,12 @@ def test_that_a_rank_has_ended_is_the_last_that_it_says(store):
     deadlock.LEAVING.set()
     store.set("partita/waits/0", json.dumps({"text": "has ended", "ended": True, "ranks": []}))
     withdraw_post(store, 0, post)
-    assert seen(store) == "has ended"
+    assert text_that_is_seen(store) == "has ended"
     put_post(store, 0, post)
-    assert seen(store) == "has ended"
+    assert text_that_is_seen(store) == "has ended"
     withdraw_post(store, 0, post)
 
 
 def test_what_waits_nowhere_is_nothing(store):
     withdraw_post(store, 0, make_post(Need("gathers", [0, 1])))
-    assert seen(store) is None
+    assert text_that_is_seen(store) is None

@@ -56,7 +56,7 @@ class Training:
                 torch.testing.assert_close(state[key], value, rtol=rtol, atol=1e-7)
 
 
-def both(make: Any = OPTIMIZERS["AdamW"]) -> tuple[Training, Training]:
+def make_compiled_and_eager(make: Any = OPTIMIZERS["AdamW"]) -> tuple[Training, Training]:
     return Training(make=make), Training(make=make, compiled=False)
 
 
@@ -68,7 +68,7 @@ def test_a_deeper_model_reckons_no_more_single_numbers():
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_equal_counts_are_what_eager_counts(kind):
-    one, eager = both(OPTIMIZERS[kind])
+    one, eager = make_compiled_and_eager(OPTIMIZERS[kind])
     for _ in range(4):
         torch.testing.assert_close(one.step(ROWS), eager.step(ROWS))
     one.check_like(eager, rtol=1e-5)
@@ -77,7 +77,7 @@ def test_equal_counts_are_what_eager_counts(kind):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_counts_that_differ_from_the_beginning_stay_apart(kind):
-    one, eager = both(OPTIMIZERS[kind])
+    one, eager = make_compiled_and_eager(OPTIMIZERS[kind])
     for training in (one, eager):
         training.run(ROWS)
         training.count_of(1).fill_(7)
@@ -88,7 +88,7 @@ def test_counts_that_differ_from_the_beginning_stay_apart(kind):
 
 
 def test_a_count_that_is_set_between_two_calls_makes_another_program_that_says_why():
-    one, eager = both()
+    one, eager = make_compiled_and_eager()
     for i in range(6):
         one.step(ROWS), eager.step(ROWS)
         one.check_like(eager)
@@ -100,7 +100,7 @@ def test_a_count_that_is_set_between_two_calls_makes_another_program_that_says_w
 
 
 def test_counts_that_drift_apart_are_not_captured_for_each_drift():
-    one, eager = both()
+    one, eager = make_compiled_and_eager()
     for i in range(8):
         one.step(ROWS), eager.step(ROWS)
         one.check_like(eager)
@@ -110,7 +110,7 @@ def test_counts_that_drift_apart_are_not_captured_for_each_drift():
 
 
 def test_a_count_loaded_with_a_state_dict_is_read():
-    one, eager = both()
+    one, eager = make_compiled_and_eager()
     for training in (one, eager):
         training.step(ROWS)
         state = copy.deepcopy(training.optimizer.state_dict())
@@ -123,7 +123,7 @@ def test_a_count_loaded_with_a_state_dict_is_read():
 
 
 def test_a_parameter_that_is_left_out_once_lags_behind():
-    one, eager = both()
+    one, eager = make_compiled_and_eager()
     for i in range(6):
         for training in (one, eager):
             training.model[0].weight.requires_grad_(i != 2)
@@ -132,11 +132,20 @@ def test_a_parameter_that_is_left_out_once_lags_behind():
     assert one.count_of(0) < one.count_of(1)
 
 
-def test_one_tensor_that_counts_for_two_parameters_is_refused():
-    one = Training()
+SHARED = {
+    "step": OPTIMIZERS["AdamW"],
+    "exp_avg": OPTIMIZERS["AdamW"],
+    "sum": OPTIMIZERS["Adagrad"],
+    "momentum_buffer": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_state_that_two_parameters_share_is_refused(name):
+    one = Training(make=SHARED[name])
     one.step(ROWS)
-    first, second, *_ = one.optimizer.state.values()
-    first["step"] = second["step"]
+    first, _, third, _ = one.optimizer.state.values()
+    first[name] = third[name]
     with pytest.raises(pt.CaptureError, match="two parameters of an optimizer have one tensor"):
         one.step(ROWS)
 
@@ -183,14 +192,26 @@ def test_numbers_that_are_a_ranks_own_are_not_taken_for_equal_on_one_rank():
     assert [[float(c) for c in counts] for counts in found] == [[2, 2], [3, 2]]
 
 
-def test_equal_results_lie_apart():
-    weight = nn.Parameter(torch.tensor(2.0))
+class MakingNumbers(torch.optim.Optimizer):
+    """Its first step makes an equal number for each parameter, its state from then on."""
 
-    def step(x):
-        s = weight.detach()
-        return s * 3 + 1, s * 3 + 1, x
+    def __init__(self, params: Any):
+        super().__init__(params, {})
 
-    compiled = pt.compile(step, backend="graph")
-    one, other, _ = compiled(ROWS)
-    one.zero_()
-    assert other == 7
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "scale" not in self.state[p]:
+                self.state[p]["scale"] = torch.ones(()) * 3
+            p.sub_(p.grad * self.state[p]["scale"])
+
+
+def test_equal_numbers_that_an_update_makes_lie_apart():
+    one, eager = make_compiled_and_eager(MakingNumbers)
+    for training in (one, eager):
+        training.step(ROWS)
+        first, *_ = training.optimizer.state.values()
+        first["scale"].zero_()
+        training.step(ROWS)
+    one.check_like(eager)
+    assert [float(s["scale"]) for s in one.optimizer.state.values()] == [0, 3, 3, 3]

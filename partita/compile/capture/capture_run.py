@@ -48,8 +48,8 @@ from .capture_context import call_by_call, compiling, swapped, unseen
 from .captured_attributes import Attributes, holds_made, is_filled, left_in
 from .data_writes import DataWrites
 from .differentiate import made_inputs
-from .equal_counts import find_equal_counts
-from .functionalize import functional
+from .equal_counts import find_equal_counts, places_of_equal
+from .functionalize import functionalize_graph
 from .gating import gate_writes
 from .graph_checks import check_constants, check_operators
 from .hooks import hang_hooks
@@ -137,7 +137,7 @@ class CaptureRun:
             return None
         self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
         with inputs.mode:
-            made = functional(made, [*self._places_of_equal()])
+            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal))
             if self.asked.values:
                 gate_writes(made.graph, self.asked.given.values)
             program = self._make_trace().program(made)
@@ -162,14 +162,6 @@ class CaptureRun:
     def _collect_conditions(self) -> Conditions:
         asked = self.numbers.conditions(), self.facts.conditions(), self._of_gradients()
         return Conditions((*asked[0], *asked[1], *asked[2], *self._equal))
-
-    def _places_of_equal(self) -> Iterator[list[int]]:
-        """The places of the inputs that are taken for equal, among all."""
-        place = {
-            given.index: i for i, given in enumerate(self.inputs.all) if given.kind == "optimizer"
-        }
-        for equal in self._equal:
-            yield [place[i] for i in equal.indices]
 
     def _of_gradients(self) -> Iterator[GradientCondition]:
         """What the step takes for granted of the gradients that it finds."""

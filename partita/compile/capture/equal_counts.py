@@ -10,7 +10,7 @@ once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
 from ..conditions import EqualInputs, read_counts
+from ..graph import is_collective
+from ..graph_nodes import key_of_operands
 from ..node_metadata import note_of
 from ..program import Input
 from .fakes import device_at_capture
 from .optimizers import counts_of
 
-__all__ = ["find_equal_counts", "reckon_once"]
+__all__ = ["find_equal_counts", "places_of_equal", "reckon_once"]
 
 _COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
 
@@ -53,8 +55,14 @@ def find_equal_counts(
     ]
 
 
+def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
+    """The places, among all inputs, of those that are equal."""
+    place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
+    return [[place[i] for i in one.indices] for one in equal]
+
+
 def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Have what a graph reckons of single numbers be reckoned once for equal ones.
+    """Have what an update reckons of single numbers be reckoned once for equal ones.
 
     The graph writes nothing but inputs, at its end; each is still written itself. Two results may
     be one node afterwards: see `overlapping_results.keep_apart`.
@@ -64,12 +72,12 @@ def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
     """
     for first, *others in equal:
         for other in others:
-            other.replace_all_uses_with(first, lambda user: _is_reckoned(user))
+            other.replace_all_uses_with(first, _is_reckoned)
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _is_reckoned(node):
             continue
-        key = (note_of(node).phase, node.target, *_hashed((node.args, node.kwargs)))
+        key = node.target, key_of_operands((node.args, node.kwargs))
         first = known.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -77,13 +85,14 @@ def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
 
 
 def _is_reckoned(node: fx.Node) -> bool:
-    """Does a call make a single number of single numbers, always the same of the same?"""
-    if node.op != "call_function" or getattr(node.target, "namespace", "") != "aten":
+    """Does a call of an update make a single number of single numbers, of the same the same?"""
+    if node.op != "call_function" or note_of(node).phase != "update":
         return False
     facts = facts_of(node.target)
     return (
         facts.makes_new
         and not facts.draws
+        and not is_collective(node)
         and _is_single(node)
         and all(map(_is_single, node.all_input_nodes))
     )
@@ -92,16 +101,3 @@ def _is_reckoned(node: fx.Node) -> bool:
 def _is_single(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.ndim == 0
-
-
-def _hashed(value: Any) -> Iterator[Any]:
-    """What tells a value from others: 1 is not 1.0, nor True, and 0.0 is not -0.0."""
-    if isinstance(value, (list, tuple)):
-        yield type(value).__name__, len(value)
-        for v in value:
-            yield from _hashed(v)
-    elif isinstance(value, dict):
-        yield tuple(value)
-        yield from _hashed(tuple(value.values()))
-    else:
-        yield type(value), value.hex() if isinstance(value, float) else value

@@ -25,12 +25,14 @@ from .overlapping_results import keep_apart, overlapping_results
 from .shared_results import share_memory_of_results
 from .views_in_place import without_views_in_place
 
-__all__ = ["functional"]
+__all__ = ["functionalize_graph"]
 
 _aten = torch.ops.aten
 
 
-def functional(graph: fx.GraphModule, equal: Sequence[Sequence[int]] = ()) -> fx.GraphModule:
+def functionalize_graph(
+    graph: fx.GraphModule, equal: Sequence[Sequence[int]] = ()
+) -> fx.GraphModule:
     """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
 
     Args:

@@ -71,6 +71,25 @@ def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
                     yield number
 
 
+def _check_state_is_apart(optimizer: Optimizer) -> None:
+    """Raise CaptureError if two parameters have one tensor in their state.
+
+    A step is captured as a kernel over lists updates it, operation by operation for all parameters;
+    eager may go parameter by parameter. Where these share nothing both are the same.
+    """
+    seen: set[int] = set()
+    for entries in optimizer.state.values():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                if id(value) in seen:
+                    raise not_captured(
+                        f"two parameters of an optimizer have one tensor for their {name!r}",
+                        "what eager writes into it for one it reads for the next",
+                        Fix(f"state[{name!r}].clone()", "for each parameter"),
+                    )
+                seen.add(id(value))
+
+
 def _is_of_torch(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
@@ -202,6 +221,8 @@ class Stepping:
         def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.updating = True
+                if _is_of_torch(optimizer):
+                    _check_state_is_apart(optimizer)
                 self._widen_counts(optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
 
@@ -246,17 +267,9 @@ class Stepping:
 
         Only while it steps: to the program its counts are what they are in eager.
         """
-        seen: set[int] = set()
         for entries in optimizer.state.values():
             for name in _COUNTS:
                 number = entries.get(name)
-                if id(number) in seen and isinstance(number, torch.Tensor):
-                    raise not_captured(
-                        f"two parameters of an optimizer have one tensor for their {name!r}",
-                        "eager counts each parameter's update in it, between those of the others",
-                        Fix("state['step'].clone()", "for each parameter"),
-                    )
-                seen.add(id(number))
                 kept = isinstance(number, torch.Tensor) and number.ndim == 0
                 if not kept or number.dtype != torch.float32:
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..capture.functional_memory import lie_alike
 from ..node_metadata import note_of
 from ..program import Program
 
@@ -38,7 +39,7 @@ def cancel(program: Program) -> str:
         if source is None or (before.before, before.after) != (note.after, note.before):
             continue
         end = nodes[-1]
-        if _has_same_metadata(source, end):
+        if lie_alike(source.meta["val"], end.meta["val"]):
             end.replace_all_uses_with(source)
             cancelled += 1
     return f"{cancelled} pairs of moves cancelled"
@@ -49,10 +50,3 @@ def _find_move_input(nodes: list[fx.Node]) -> fx.Node | None:
     outside = {a for n in nodes for a in n.all_input_nodes if a not in nodes}
     outside = {a for a in outside if a.meta.get("val") is None or a.meta["val"].ndim}
     return outside.pop() if len(outside) == 1 else None
-
-
-def _has_same_metadata(a: fx.Node, b: fx.Node) -> bool:
-    one, other = a.meta["val"], b.meta["val"]
-    return bool(
-        one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
-    )

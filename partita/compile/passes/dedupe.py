@@ -9,6 +9,7 @@ from torch import fx
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective
+from ..graph_nodes import key_of_operands
 from ..node_metadata import note_of
 from ..program import Program
 
@@ -29,8 +30,7 @@ def dedupe(program: Program) -> str:
             continue
         key = (
             node.target,
-            _freeze_value(node.args),
-            _freeze_value(node.kwargs),
+            key_of_operands((node.args, node.kwargs)),
             note_of(node).phase,
         )
         first = seen.setdefault(key, node)
@@ -39,11 +39,3 @@ def dedupe(program: Program) -> str:
             program.graph.graph.erase_node(node)
             merged += is_collective(node)
     return f"{merged} collectives merged"
-
-
-def _freeze_value(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze_value(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _freeze_value(v)) for k, v in value.items())
-    return (type(value), value) if isinstance(value, (bool, int, float)) else value

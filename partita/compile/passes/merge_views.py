@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from ..capture.functional_memory import lie_alike
 from ..program import Program
 from .making import made_by
 
@@ -30,7 +29,7 @@ def merge_views(program: Program) -> str:
         if node.target not in (_VIEW, _RESHAPE) or node in returned:
             continue
         (shown,) = node.all_input_nodes
-        same = _lie_alike(shown.meta["val"], node.meta["val"])
+        same = lie_alike(shown.meta["val"], node.meta["val"])
         if same or (shown not in returned and len(shown.users) == 1 and _try_show(shown, node)):
             node.replace_all_uses_with(shown)
             graph.erase_node(node)
@@ -49,16 +48,10 @@ def _try_show(shown: fx.Node, node: fx.Node) -> bool:
         shown.target = _RESHAPE
     shown.args = (args[0], *node.args[1:])
     try:
-        if _lie_alike(made_by(shown), node.meta["val"]):
+        if lie_alike(made_by(shown), node.meta["val"]):
             shown.meta["val"] = node.meta["val"]
             return True
     except RuntimeError:  # no view of it has that shape
         pass
     shown.target, shown.args = target, args
     return False
-
-
-def _lie_alike(one: Any, other: Any) -> bool:
-    return bool(
-        one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
-    )

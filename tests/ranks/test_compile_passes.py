@@ -195,6 +195,42 @@ def bytes_of(step, *reasons):
     return sum(note_of(n).nbytes for n in step.graph.moves if note_of(n).reason in reasons)
 
 
+# -- overlap ---------------------------------------------------------------------------------------
+
+
+def test_what_is_carried_is_not_joined_with_a_buffer_that_was_written_meanwhile():
+    """The step joins a gathered value with a buffer, and then writes the buffer."""
+
+    def run(mesh):
+        weight = pt.distribute_tensor(torch.arange(16.0).reshape(4, 4) / 7, mesh, [R])
+
+        def results(compile):
+            holder = torch.nn.Module()
+            holder.register_buffer("seen", pt.distribute_tensor(torch.ones(1, 4), mesh, [R]))
+
+            def step(x, z):
+                whole = x.redistribute(placements=[R])
+                joined = torch.cat([whole, holder.seen])
+                holder.seen.copy_(z + 1)
+                for _ in range(4):
+                    z = z @ weight / 3
+                return (joined @ weight).sum() + z.sum()
+
+            step = compile(step)
+            found = []
+            for i in range(3):
+                x = pt.distribute_tensor(torch.arange(16.0).reshape(4, 4) + i, mesh, [S(0)])
+                z = pt.distribute_tensor(torch.full((1, 4), 100.0 * i), mesh, [R])
+                found.append(step(x, z).item())
+            return found, holder.seen.full_tensor().tolist()
+
+        eager = results(lambda step: step)
+        assert results(lambda step: pt.compile(step, backend="graph")) == eager
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
 @pytest.mark.slow
 def test_under_autocast_half_the_bytes_are_gathered_and_every_bit_is_the_same():
     with pt.ranks(dp=2) as world:

@@ -184,9 +184,7 @@ def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
                     (shown if only_moves(user) else readers).append(user)
             first = min(readers, key=order.place.__getitem__)
             behind = order.nodes[order.place[first] - 1]
-            late = {n for n in shown if order.place[n] < order.place[first]}
-            waits = behind not in late and order.try_behind(late, behind, limit)
-            yield begun or waits
+            yield _try_wait_behind(order, wait, behind, limit) or begun
 
 
 def _try_with_step(order: _Order, wait: fx.Node, inputs: fx.Node, limit: float) -> bool:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import recomputing
 from partita.layout import Fix
+from partita.tensor.engine import frees_graph, without_history
 from partita.tensor.watch import HERE
 
 from .call_key import Key, Origins, describe, printed, redistribution_key, site, within
@@ -107,6 +108,8 @@ class Again:
         except BaseException:
             forward.empty()
             raise
+        if frees_graph():
+            forward.free_kept_kernels()
 
     # -- identity ----------------------------------------------------------------------------------
 
@@ -273,7 +276,7 @@ class Again:
         self._met += 1
         if self._met == self._to_meet:
             raise _Enough
-        return t
+        return without_history(t)
 
     # -- what does not fit -------------------------------------------------------------------------
 

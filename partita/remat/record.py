@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -87,9 +88,16 @@ class Forward:
         self.surroundings = Surroundings(t.device for t in tensors_in((args, kwargs)))
         self.inputs = RegionInputs(args, kwargs, self.origins)
         self.names = region.names.start(self) if self.policy.wants_names else None
-        self.hooks = saved_tensors_hooks(self._pack, _unpack_slot)
         if self.plan is not None and self.plan.measures:
             self.plan.began(self)
+
+    def saving_slots(self) -> AbstractContextManager[None]:
+        """Within, autograd saves slots instead of tensors.
+
+        Made when it is asked for: what a record held, and holds the record, would keep the region's
+        inputs until Python looks for cycles.
+        """
+        return saved_tensors_hooks(self._pack, _unpack_slot)
 
     # -- identity ----------------------------------------------------------------------------------
 
@@ -348,6 +356,17 @@ class Forward:
                 slot = ref()
                 if slot is not None:
                     slot.value = None
+
+    def free_kept_kernels(self) -> None:
+        """Let go of what kernels made: a second run has brought all that needed it.
+
+        What is kept of an opaque call stays, since autograd holds what was saved inside. A run that
+        comes after this one, which is rare, computes what is no longer here.
+        """
+        for event in self.order:
+            if isinstance(event.kept, KeptKernels):
+                event.kept = None
+        self.redistributed_results.clear()
 
     def check_unchanged(self) -> None:
         """Raise if what was kept is not what it was."""

@@ -72,7 +72,7 @@ class RematRegion(Wrapped):
         mode = listening()
         before, HERE.watcher = HERE.watcher, forward
         try:
-            with forward.hooks, mode or nullcontext():
+            with forward.saving_slots(), mode or nullcontext():
                 out = within(self.__wrapped__, args, kwargs)
         finally:
             HERE.watcher = before

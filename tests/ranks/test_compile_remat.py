@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import partita as pt
 from partita.compile.node_metadata import note_of
@@ -160,3 +163,39 @@ def test_a_models_own_budget_is_kept_in_a_graph_and_more_of_it_recomputes_less()
         before, peak = calls(step, "addmm"), counted
     _, step, _ = of_a_model(1 << 30)
     assert calls(step, "addmm") == calls(without, "addmm")
+
+
+def of_tall_blocks(how, compile=lambda step: step):
+    """The counted peak of a model whose blocks are `how` checkpointed."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block(32) for _ in range(4))), torch.cat([X] * 4)
+    how(model)
+
+    def step(x):
+        return torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+
+    step = compile(step)
+    step(x)
+    with count_memory() as memory:
+        step(x)
+    return memory.peak
+
+
+def by_torch(model):
+    """Selective checkpointing as torch has it, which keeps what F.linear's kernels give."""
+    kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    for block in model:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
+
+
+def test_a_kept_call_does_not_keep_what_it_is_given_and_is_let_go_when_backward_has_it():
+    def by_policy(model):
+        pt.remat(model, [F.linear], blocks=[*model])
+
+    torchs = of_tall_blocks(by_torch)
+    assert of_tall_blocks(lambda model: None) > 1.2 * torchs
+    assert of_tall_blocks(by_policy) <= torchs
+    assert of_tall_blocks(by_policy, lambda f: pt.compile(f, backend="graph")) <= torchs

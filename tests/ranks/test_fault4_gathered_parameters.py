@@ -7,6 +7,9 @@ releasing empties it whoever holds a view; what autograd saves of it is a note o
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -155,6 +158,24 @@ def test_after_an_exception_in_the_middle_nothing_is_held(where):
         with pytest.raises(ZeroDivisionError):
             model(rows(mesh)).sum().backward()
         return zero_state(model).alive
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [0, 0]
+
+
+def test_a_forward_that_no_backward_follows_leaves_no_memory_behind():
+    """A node that saves its own result may not be held by what was saved."""
+
+    def run(mesh):
+        block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softmax(-1))
+        model = pt.zero(nn.Sequential(block, copy.deepcopy(block)), mesh)
+        x = pt.distribute_tensor(torch.randn(8, 8), mesh, [pt.Shard(0)])
+        model(x)
+        gc.collect()
+        with pt.count_memory() as memory:
+            model(x).sum()
+            gc.collect()
+            return memory.live
 
     with pt.ranks(dp=2) as world:
         assert world.run(run) == [0, 0]

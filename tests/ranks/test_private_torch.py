@@ -50,6 +50,7 @@ from partita.tensor.checkpoint_in_graph import BEGINS
 from partita.tensor.engine import (
     after_backward,
     backward_pass,
+    frees_graph,
     holders,
     in_backward,
     next_node,
@@ -125,6 +126,17 @@ def test_it_is_known_whether_a_backward_pass_is_at_work():
     seen.append(in_backward())
     y.backward()
     assert [*seen, in_backward()] == [False, True, False]
+
+
+def test_it_is_known_whether_a_backward_pass_frees_its_graph():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * x
+    y.register_hook(lambda _: seen.append(frees_graph()))
+    assert not frees_graph()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [False, True] and not frees_graph()
 
 
 def test_the_innermost_hooks_on_saved_tensors_can_be_asked_for():

@@ -6,6 +6,7 @@ The truth is the same program without remat. Compiled regions have their own mod
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -220,12 +221,13 @@ def test_without_gradients_nothing_is_noted() -> None:
 
 def test_a_region_may_be_used_twice_in_one_step_and_backward_twice() -> None:
     block, x = Block(), rows().requires_grad_()
-    region = pt.remat(copy.deepcopy(block))
-    for module in (block, region):
+    regions = [pt.remat(copy.deepcopy(block), policy) for policy in (None, [F.linear])]
+    for module in (block, *regions):
         loss = module(module(x)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    equal([p.grad for p in region.parameters()], [p.grad for p in block.parameters()])
+    for region in regions:
+        equal([p.grad for p in region.parameters()], [p.grad for p in block.parameters()])
 
 
 def test_a_gradient_of_a_gradient_goes_through_a_region() -> None:
@@ -611,3 +613,39 @@ def test_within_zero_the_shards_tell_whether_a_parameter_was_stepped(stage: int)
 
     with pt.ranks(dp=2) as world:
         world.run(program)
+
+
+class Saving(nn.Module):
+    """Calls an op that saves its own result, and another that reads it."""
+
+    def __init__(self, op: Function) -> None:
+        super().__init__()
+        self.op, self.out = op, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.op(x))
+
+
+def attention(x: Tensor) -> Tensor:
+    one = x.view(1, 1, *x.shape)
+    return F.scaled_dot_product_attention(one, one, one).view_as(x)
+
+
+@pytest.mark.parametrize(
+    "op", [torch.tanh, torch.relu, torch.exp, F.gelu, lambda x: x.softmax(-1), attention]
+)
+@pytest.mark.parametrize("policy", [None, [F.linear]])
+def test_a_step_leaves_no_memory_behind_though_python_collects_nothing(
+    op: Function, policy: Any
+) -> None:
+    model = nn.Sequential(*(Saving(op) for _ in range(3)))
+    pt.remat(model, policy, blocks=[*model])
+    gc.collect()
+    gc.disable()
+    try:
+        with pt.count_memory() as memory:
+            model(rows()).sum().backward()
+            gradients = sum(p.nbytes for p in model.parameters())
+            assert memory.live == gradients
+    finally:
+        gc.enable()

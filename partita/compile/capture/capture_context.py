@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from partita.tensor.engine import saving_hooks
+from partita.tensor.engine import saving_hooks, without_history
 from partita.tensor.watch import HERE
 
 from .state_slots import Slot
@@ -89,7 +89,8 @@ def compiling() -> Iterator[None]:
 def unseen() -> Iterator[None]:
     """Keep from whoever follows the program (remat, an offload) what has no memory."""
     before, HERE.watcher = HERE.watcher, None
-    hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if saving_hooks() else nullcontext()
+    own = saved_tensors_hooks(without_history, lambda t: t)
+    hooks = own if saving_hooks() else nullcontext()
     try:
         with hooks:
             yield

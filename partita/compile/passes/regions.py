@@ -34,17 +34,28 @@ def of_regions(program: Program) -> set[fx.Node]:
     storages = storages_of(program)
     kept: set[int] = set()
     for node in inside:
-        region = note_of(node).region
-        if note_of(node).kept or any(
-            user.op == "output" or (not is_late(user) and note_of(user).region != region)
-            for user in node.users
-        ):
+        if note_of(node).kept:
+            kept.update(storages.made_by(node))
+        if any(_is_read_by_others(node, user) for user in node.users):
             kept.update(storages.of[node])
     again = _drop_kept(inside, storages, kept)
     budgets = {note.budget for n in again if (note := note_of(n)).budget is not None}
     for budget in sorted(budgets):
         kept |= _worth_keeping(program, again, storages, budget)
     return _drop_kept(again, storages, kept)
+
+
+def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
+    """Does forward read it outside of its region or, if its call is kept, outside of that call?
+
+    What a kept call only reads, and shows to its own kernels in another shape, is not kept with it.
+    """
+    if user.op == "output":
+        return True
+    if is_late(user):
+        return False
+    note, its_note = note_of(node), note_of(user)
+    return its_note.region != note.region or (note.kept and not its_note.kept)
 
 
 def _drop_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward, saving_hooks
+from partita.tensor.engine import in_backward, saving_hooks, without_history
 from partita.tensor.spec import Spec
 
 from .flat_buffer import FlatBuffer
@@ -136,7 +136,7 @@ class _SavedOther:
 
     def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
         self.hooks, self.spec = hooks, _spec(t)
-        self.kept = t if hooks is None else hooks[0](t)
+        self.kept = without_history(t) if hooks is None else hooks[0](t)
         self.version = t._version
 
     def tensor(self) -> torch.Tensor:

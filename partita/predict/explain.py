@@ -26,11 +26,12 @@ from partita.layout import Layout, LayoutError, Mesh
 from partita.redistribute import Move, plan
 from partita.redistribute.cost import bytes_sent
 from partita.rules import Bound, Row, Work
+from partita.tensor.arguments import Path
 from partita.tensor.choose import Considered
 from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.gathered import gathered
 from partita.tensor.names import Form
-from partita.tensor.plan import CallPlan, Path
+from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import make_plan
 from partita.tensor.watch import HERE
 

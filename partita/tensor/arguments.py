@@ -6,7 +6,12 @@ Which of them does it write, and which are copies of what would be views?
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import operator
+import re
+import types
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,23 +22,39 @@ from partita.rules import parse
 
 from .autograd import moved
 from .dtensor import DTensor
+from .library import overloads_of
 from .names import Form, parameter_names
-from .plan import Path
 from .spec import Spec, make_two_meshes_error, spec_of
 
 __all__ = [
+    "Path",
     "all_tensors",
+    "at_path",
     "changes_layout",
     "copies_among",
     "declared",
     "in_order",
+    "may_have_numbers",
     "numbers_elsewhere",
     "one_wire",
     "operands_of_call",
     "parameters",
+    "path_here",
+    "read_number",
+    "replaced",
+    "takes_numbers",
+    "tensors_of",
+    "with_numbers",
     "writes_copy",
     "written_places",
 ]
+
+
+Path = tuple[int | str, ...]
+"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
+
+A plan has it from the call that it was made for; others of the same key may give by name what that
+gave by place (`CallPlan.path_in_call`)."""
 
 
 def in_order(
@@ -192,3 +213,171 @@ def changes_layout(name: str, x: DTensor) -> LayoutError:
         reason="a tensor that is written in place keeps its layout, since others may hold it too",
         fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
     )
+
+
+def path_here(
+    path: Path, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Path:
+    """`path` in a call that may give by place what another gave by name; `names` in order."""
+    head = path[0]
+    if isinstance(head, str):
+        return path if head in kwargs else (names.index(head), *path[1:])
+    return path if head < len(args) else (names[head], *path[1:])
+
+
+def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
+    """The value at `path` of a call."""
+    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+    return value if len(path) == 1 else value[path[1]]
+
+
+def replaced(
+    args: Sequence[Any], kwargs: dict[str, Any], new: dict[Path, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call with the values at some paths exchanged; lists are copied, not changed."""
+    args, kwargs = list(args), dict(kwargs)
+    for path, value in new.items():
+        home: Any = kwargs if isinstance(path[0], str) else args
+        if len(path) == 1:
+            home[path[0]] = value
+        else:
+            inner = list(home[path[0]])
+            inner[path[1]] = value  # type: ignore[index]
+            home[path[0]] = inner
+    return args, kwargs
+
+
+def tensors_of(out: Any) -> list[torch.Tensor]:
+    """The tensors of a result, through tuples and lists, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [t for o in out for t in tensors_of(o)]
+    return []
+
+
+# -- numbers given as DTensors ---------------------------------------------------------------------
+
+_INTEGERS = frozenset(("int", "List[int]", "Optional[int]", "Optional[List[int]]"))
+_NUMBERS = _INTEGERS | frozenset(
+    ("float", "number", "bool", "List[float]", "Optional[float]", "Optional[number]")
+    + ("Optional[bool]", "Optional[List[float]]")
+)
+
+
+def may_have_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Is an argument a DTensor of one element, or a slice or list with such?"""
+    return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
+
+
+def _may_be_number(value: Any) -> bool:
+    kind = type(value)
+    if kind is DTensor:
+        return value._spec.shape.numel() == 1  # type: ignore[no-any-return]
+    if kind is slice:
+        return any(type(v) is DTensor for v in (value.start, value.stop, value.step))
+    return (kind is tuple or kind is list) and any(map(_may_be_number, value))
+
+
+def with_numbers(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """A call of `func` with Python's numbers where torch takes numbers, and in slices."""
+    by_place, by_name = _numbers_of(func)
+    new: list[Any] = []
+    sizes: frozenset[str] = frozenset()
+    for i, value in enumerate(args):
+        kinds = sizes or (by_place[i] if i < len(by_place) else frozenset())
+        if _in_lists(kinds) and _are_numbers(kinds) and not isinstance(value, (tuple, list)):
+            sizes = kinds  # one by one, to the end
+        new.append(_with_numbers(value, kinds))
+    return new, {key: _with_numbers(v, by_name.get(key, frozenset())) for key, v in kwargs.items()}
+
+
+def _with_numbers(value: Any, kinds: frozenset[str]) -> Any:
+    """`value` read where a tensor in its place would be a number; `kinds` are what may stand there
+    in one form of the op or another."""
+    if type(value) is slice:
+        return slice(*(_with_numbers(v, _INTEGERS) for v in (value.start, value.stop, value.step)))
+    if type(value) is tuple or type(value) is list:
+        return type(value)(_with_numbers(v, _in_lists(kinds) or kinds) for v in value)
+    if type(value) is not DTensor or not _are_numbers(kinds) or value.requires_grad:
+        return value
+    # A float that this rank has whole may be an input of a step that is captured: it stays one.
+    return read_number(value) if kinds & _INTEGERS or not value._spec.is_whole else value
+
+
+def _are_numbers(kinds: frozenset[str]) -> bool:
+    return not kinds.isdisjoint(_NUMBERS) and not any("Tensor" in kind for kind in kinds)
+
+
+def _in_lists(kinds: frozenset[str]) -> frozenset[str]:
+    return frozenset(kind for kind in kinds if "List" in kind)
+
+
+def takes_numbers(func: Callable[..., Any]) -> bool:
+    """Has an argument of `func` to be a number, in whichever form?"""
+    return any(map(_are_numbers, _numbers_of(func)[1].values()))
+
+
+def read_number(x: DTensor) -> Any:
+    """The value of a tensor of one element as Python has it."""
+    has_index = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
+
+
+Kinds = frozenset[str]
+
+
+@cache
+def _numbers_of(func: Callable[..., Any]) -> tuple[list[Kinds], dict[str, Kinds]]:
+    """By place and by name what an op's arguments may be, in all its forms."""
+    by_place: list[set[str]] = []
+    by_name: dict[str, set[str]] = {}
+    for arguments in _forms_of(func):
+        by_place += [set() for _ in arguments[len(by_place) :]]
+        for place, (name, kind, has_place) in enumerate(arguments):
+            by_name.setdefault(name, set()).add(kind)
+            if has_place:
+                by_place[place].add(kind)
+    return list(map(frozenset, by_place)), {name: frozenset(k) for name, k in by_name.items()}
+
+
+Parameters = list[tuple[str, str, bool]]
+"""Of each argument: what it is called, what it may be ("" if that is not said), has it a place?"""
+
+
+def _forms_of(func: Callable[..., Any]) -> list[Parameters]:
+    """What torch says of an op's arguments: in schemas, or in hints of one written in Python."""
+    forms = []
+    for overload in overloads_of(getattr(torch.ops.aten, getattr(func, "__name__", ""), None)):
+        arguments = [a for a in overload._schema.arguments if not a.is_out]
+        if isinstance(func, types.MethodDescriptorType):  # x.polygamma(n)
+            arguments.sort(key=lambda a: a.name != "self")
+        # TorchScript has operators on Python's own lists and texts.
+        if any("Tensor" in str(a.type) for a in arguments):
+            forms.append([(a.name, str(a.type), not a.kwarg_only) for a in arguments])
+    if not isinstance(func, types.FunctionType):
+        return forms
+    try:
+        own = list(inspect.signature(func).parameters.values())
+    except ValueError:  # it stands for a builtin
+        return forms
+    if all(p.annotation is p.empty for p in own):
+        return forms
+    hints = [{p.name: _hint_of(p) for p in own if p.annotation is not p.empty}]
+    hints += [{name: kind for name, kind, _ in form if name not in hints[0]} for form in forms]
+    return [
+        [(p.name, hint.get(p.name, ""), p.kind is not p.KEYWORD_ONLY) for p in own]
+        for hint in hints
+    ]
+
+
+def _hint_of(parameter: inspect.Parameter) -> str:
+    """What a function written in Python says of an argument, as schemas say it."""
+    if parameter.annotation in (None, type(None)):  # a BroadcastingList[int] of TorchScript
+        return "List[int]"
+    text = str(parameter.annotation)
+    if "Tensor" in text or not re.search(r"\b(int|float|bool)\b", text):
+        return text
+    return "int" if re.search(r"\bint\b", text) else "number"

@@ -15,10 +15,10 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 
+from .arguments import read_number
 from .dtensor import DTensor
 from .gathered import gathered
 from .names import form_of
-from .numbers import read_number
 from .tensor_overrides import SPECIAL
 from .torch_patches import holds_dtensor, put_in_place_of, refuse_piece
 

@@ -13,25 +13,23 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
-from . import cache
-from .arguments import in_order
+from .arguments import in_order, may_have_numbers, takes_numbers, with_numbers
 from .composite import entered
 from .dtensor import DTensor
 from .engine import in_backward
 from .foreach import run_foreach, run_fused
 from .gathered import gathered
 from .hot_path import IN_C
-from .keys import HASHABLE, NUMBERS, frozen, operand_kind
 from .library import is_collective
 from .names import form_of
-from .numbers import may_have_numbers, takes_numbers, with_numbers
-from .op import Op, Run
 from .out import into_out
 from .plan import CallPlan
+from .plan_cache import HASHABLE, NUMBERS, Op, Run, frozen, note_miss, operand_kind
 from .plan_call import make_plan
 from .tensor_overrides import SPECIAL, runs_as_torch_has_it
 from .torch_patches import holds_dtensor, operands_of_collective
@@ -186,7 +184,7 @@ def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op
     if plan is not None:
         plan.hits += 1
         return plan.run(func, args, kwargs)
-    cache.note_miss()
+    note_miss()
     plan = make_plan(op.form, func, args, kwargs)
     if plan is None:
         return gathered(func, args, kwargs, op.form)
@@ -232,8 +230,114 @@ if IN_C is not None:
         freeze=frozen,
         missing=inspect.Parameter.empty,
         run_locally=torch._C._disabled_torch_function_impl,
-        is_enabled=torch._C._is_torch_function_enabled,
-        count_modes=torch._C._len_torch_function_stack,
+        is_enabled=_is_torch_function_enabled,
+        count_modes=_len_torch_function_stack,
     )
 # Bound once: torch looks four times at it in a call, and a class method is bound at each.
 DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN_C.handle  # type: ignore[method-assign]
+
+
+# -- methods that skip torch -----------------------------------------------------------------------
+
+FAST = {
+    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
+        __neg__ __abs__ __invert__""",
+    "self, other": """add sub mul div matmul mm pow maximum minimum __add__ __radd__ __sub__
+        __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+        __and__ __or__ bmm""",
+    "self, other, inplace": """add_ mul_ sub_ div_ __iadd__ __isub__ __imul__ __itruediv__""",
+    "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
+        softmax to type_as __getitem__ split chunk amax amin repeat clone contiguous float""",
+}
+"""By signature, the names of the methods."""
+
+_BARE = {"__pow__": "pow", "__eq__": "eq", "__ne__": "ne", "__lt__": "lt", "__le__": "le"}
+_BARE |= {"__gt__": "gt", "__ge__": "ge", "__neg__": "neg", "__abs__": "abs"}
+
+_TEMPLATE = """
+def {name}({parameters}):
+    if {aside}:
+        return base({parameters})
+    try:
+        plan = find({key})
+    except TypeError:
+        return call(base, ({call_tuple}), {{}})
+    if plan is not None and plan.direct:
+        plan.hits += 1
+        with Local():
+            out = (plan.kernel or base)({call_args})
+        if type(out) is Tensor and out.shape == plan.local_shape:
+            out.__class__ = DTensor
+            out._spec = plan.spec
+            return out
+        return {otherwise}
+    return call(base, ({call_tuple}), {{}})
+"""
+
+
+_installed: dict[str, Any] = {}
+"""For each method the key function that it was made with; a later rule brings another."""
+
+
+def _install_fast_methods() -> None:
+    for kind, names in FAST.items():
+        for name in names.split():
+            # Some operators of Tensor are Python wrappers of a method that is not.
+            base = getattr(torch.Tensor, _BARE.get(name, name))
+            op = op_of(base)
+            # Without a rule, or written in Python, there is nothing to skip to.
+            if op.run is None and _installed.get(name) is not op.key:
+                setattr(DTensor, name, _make_method(name, kind, base, op))
+                _installed[name] = op.key
+    # Defining __eq__ took it away. As torch.Tensor's, since a tensor may be re-tagged as a key.
+    DTensor.__hash__ = lambda self: id(self)  # type: ignore[method-assign,assignment]
+
+
+def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:
+    method = _method_in_python(name, kind, base, op) if IN_C is None else IN_C.Method(op, base)
+    method.__name__ = name
+    method.__doc__ = f"As torch.Tensor.{name}."
+    method.__qualname__ = f"DTensor.{name}"
+    return method
+
+
+def _method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
+    signature = kind.removesuffix(", inplace")
+    fixed = op.form.rule is not None and op.form.rule.derive is None
+    aside = "not enabled() or stack_length()"
+    if (name.startswith("__") or signature == "self") and fixed:
+        parameters, key = signature, "self._spec"
+        if signature == "self, other":
+            key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
+    else:
+        parameters, aside, key = f"{signature}, **kwargs", f"kwargs or {aside}", f"key({signature})"
+    source = _TEMPLATE.format(
+        name=name,
+        parameters=parameters,
+        aside=aside,
+        call_args=signature,
+        call_tuple=signature + ("," if signature == "self" else ""),
+        key=key,
+        otherwise="self if out is self else plan.tag(out)"
+        if kind != signature
+        else "plan.tag(out)",
+    )
+    space: dict[str, Any] = {
+        "DTensor": DTensor,
+        "Tensor": torch.Tensor,
+        "Local": Local,
+        "enabled": _is_torch_function_enabled,
+        "stack_length": _len_torch_function_stack,
+        "find": op.find,
+        "key": op.key,
+        "kind": operand_kind,
+        "call": call,
+        "base": base,
+    }
+    # Under this file's name, so that a user's line is not sought in generated code.
+    exec(compile(source, __file__, "exec"), space)
+    return space[name]
+
+
+_install_fast_methods()
+ON_NEW_RULE.append(_install_fast_methods)

@@ -5,7 +5,7 @@ piece of a global one: no wrapper, no second object. `.shape` and everything tha
 of the global tensor; kernels, which run with torch-function disabled, see the shard.
 
 How it computes stands elsewhere, since plans of calls are made of DTensors: `__torch_function__` is
-`dispatch.handle`, and frequent methods, such as `x + y`, skip torch's parser (`methods`).
+`dispatch.handle`, and frequent methods, such as `x + y`, skip torch's parser (`dispatch`, too).
 """
 
 from __future__ import annotations
@@ -322,6 +322,29 @@ class DTensor(torch.Tensor):
             piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
         said = f"rank {self._spec.wire.rank} holds {piece}"
         return f"{picture}<pre>{escape(said)}</pre>"
+
+
+# -- attributes that are read often skip __torch_function__ too ------------------------------------
+
+
+def _make_shard_property(name: str) -> property:
+    """An attribute that the shard answers, as a property that asks it directly."""
+    attribute = getattr(torch._C.TensorBase, name)
+
+    def read(self: DTensor) -> Any:
+        with Local():
+            return attribute.__get__(self)
+
+    def write(self: DTensor, value: Any) -> None:
+        with Local():
+            attribute.__set__(self, value)
+
+    told = f"`{name}` of this rank's piece, as of any tensor."
+    return property(read, write, doc=told)
+
+
+for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
+    setattr(DTensor, _name, _make_shard_property(_name))
 
 
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:

@@ -23,10 +23,10 @@ from partita.comm import Wire
 from partita.layout import Layout
 from partita.rules import Bound
 
+from .arguments import Path, at_path, path_here, replaced, tensors_of
 from .choose import Choice
 from .function_facts import facts_of_function
 from .names import Form
-from .plan import Path, at_path, path_here, replaced, tensors_of
 
 __all__ = ["as_with_elements", "tied_to"]
 

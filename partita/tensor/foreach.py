@@ -18,15 +18,14 @@ from torch.autograd.graph import increment_version
 from partita.comm import Wire
 from partita.layout import Layout
 
-from . import cache
+from .arguments import replaced
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .grad_buckets import pending_gradients, reduce_pending_gradients
-from .keys import operand_kind
 from .mixed_operands import admit
 from .names import form_of
-from .op import Op
-from .plan import CallPlan, replaced
+from .plan import CallPlan
+from .plan_cache import Op, note_miss, operand_kind
 from .plan_call import make_plan
 from .spec import Spec, spec_of
 
@@ -71,7 +70,7 @@ def run_foreach(
     )
     plan = op.plans.get(key) or op.plans.recall(key)
     if plan is None:
-        cache.note_miss()
+        note_miss()
         count = len(next(a for a in args if type(a) in (list, tuple)))
         wires = [_wire_of_place(i, args) for i in range(count)]
         if len(set(wires)) > 1:

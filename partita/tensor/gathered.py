@@ -16,10 +16,12 @@ from partita.layout import Layout
 from .agreement import no_strides
 from .arguments import (
     all_tensors,
+    at_path,
     changes_layout,
     copies_among,
     numbers_elsewhere,
     one_wire,
+    replaced,
     writes_copy,
     written_places,
 )
@@ -30,7 +32,7 @@ from .function_facts import facts_of_function
 from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .names import Form
 from .plain_writes import write_into_plain
-from .plan import CallPlan, Target, at_path, replaced
+from .plan import CallPlan, Target
 from .spec import Spec, spec_of
 from .view_writes import gives_view, written_through
 

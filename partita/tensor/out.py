@@ -15,8 +15,8 @@ import torch
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
+from .arguments import tensors_of
 from .dtensor import DTensor
-from .plan import tensors_of
 
 __all__ = ["into_out"]
 

@@ -16,9 +16,9 @@ from partita.comm import Wire, identity_of_reduction, uneven
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, Fill, fills
 
+from .arguments import Path, at_path, path_here, replaced
 from .choose import Choice
 from .names import Form
-from .plan import Path, at_path, path_here, replaced
 
 __all__ = ["without_padding"]
 

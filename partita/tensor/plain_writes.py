@@ -19,10 +19,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire
 from partita.layout import Layout
 
-from .arguments import all_tensors, one_wire
+from .arguments import Path, all_tensors, at_path, one_wire, replaced
 from .dtensor import PLAIN, DTensor, tagged
 from .mixed_operands import WHOLE, admit
-from .plan import Path, at_path, replaced
 from .spec import Spec, spec_of
 
 __all__ = ["give_history", "whole_alias", "write_into_plain"]

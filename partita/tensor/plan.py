@@ -11,8 +11,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
-from partita.rules import Bound
+from partita.rules import Bound, Work
 
+from .arguments import Path, at_path, path_here, replaced, tensors_of
 from .autograd import alias_without_base, moved
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
@@ -23,15 +24,8 @@ from .origin import current
 from .spec import Spec, spec_of
 from .tensor_state import MovedValue, own_state, state_of
 from .view_writes import mark_copies
-from .work import PlanWork
 
-__all__ = ["CallPlan", "Path", "Target", "at_path", "path_here", "replaced", "tensors_of"]
-
-Path = tuple[int | str, ...]
-"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
-
-A plan has it from the call that it was made for; others of the same key may give by name what that
-gave by place (`CallPlan.path_in_call`)."""
+__all__ = ["CallPlan", "PlanWork", "Target", "work_of_plan"]
 
 
 @dataclass(frozen=True)
@@ -270,42 +264,53 @@ def _version_of_tensor(x: torch.Tensor) -> int:
         return x._version
 
 
-def path_here(
-    path: Path, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Path:
-    """`path` in a call that may give by place what another gave by name; `names` in order."""
-    head = path[0]
-    if isinstance(head, str):
-        return path if head in kwargs else (names.index(head), *path[1:])
-    return path if head < len(args) else (names[head], *path[1:])
+# -- work ------------------------------------------------------------------------------------------
 
 
-def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
-    """The value at `path` of a call."""
-    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
-    return value if len(path) == 1 else value[path[1]]
+@dataclass(frozen=True, slots=True)
+class PlanWork:
+    """What a call does on this rank.
+
+    Attributes:
+        products: operations, and the axes along which every rank does the same.
+        kernel: the plan's own; None where what runs is the function itself.
+        run: what runs.
+    """
+
+    op: str
+    wire: Wire
+    products: tuple[tuple[float, tuple[str, ...]], ...]
+    kernel: Callable[..., Any] | None
+    run: Callable[..., Any]
+
+    def noting(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, and tell the ledgers that are open."""
+        scope = self.wire.scope
+        if not scope.recomputing:
+            place = user_line()
+            for log in scope.told_of_work:
+                for operations, axes in self.products:
+                    log.note_work(self.wire.rank, self.op, place, axes, operations)
+        return self.run(*args, **kwargs)
 
 
-def replaced(
-    args: Sequence[Any], kwargs: dict[str, Any], new: dict[Path, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The call with the values at some paths exchanged; lists are copied, not changed."""
-    args, kwargs = list(args), dict(kwargs)
-    for path, value in new.items():
-        home: Any = kwargs if isinstance(path[0], str) else args
-        if len(path) == 1:
-            home[path[0]] = value
-        else:
-            inner = list(home[path[0]])
-            inner[path[1]] = value  # type: ignore[index]
-            home[path[0]] = inner
-    return args, kwargs
+def work_of_plan(
+    op: str,
+    wire: Wire,
+    work: Sequence[Work],
+    choice: Choice,
+    kernel: Callable[..., Any] | None,
+    run: Callable[..., Any],
+) -> PlanWork:
+    """The work of a call whose names are split as `choice` says.
 
-
-def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of a result, through tuples and lists, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, (tuple, list)):
-        return [t for o in out for t in tensors_of(o)]
-    return []
+    Args:
+        kernel, run: as in `PlanWork`.
+    """
+    products = []
+    for one in work:
+        spread = {a for name in one.names for a in choice.splits.get(name, ())}
+        repeated = [a for a in wire.mesh.names if a not in spread and wire.mesh.size(a) > 1]
+        operations = one.operations / wire.mesh_size(tuple(spread))
+        products.append((operations, tuple(repeated)))
+    return PlanWork(op, wire, tuple(products), kernel, kernel or run)

@@ -29,6 +29,7 @@ from partita.rules import (
 )
 
 from .arguments import (
+    Path,
     all_tensors,
     changes_layout,
     copies_among,
@@ -37,6 +38,7 @@ from .arguments import (
     one_wire,
     operands_of_call,
     parameters,
+    replaced,
     writes_copy,
     written_places,
 )
@@ -50,11 +52,10 @@ from .may_copy import copying_as_one_device, may_differ
 from .names import Form
 from .padding import without_padding
 from .plain_writes import write_into_plain
-from .plan import CallPlan, Path, Target, replaced
+from .plan import CallPlan, Target, work_of_plan
 from .spec import Spec, spec_of
 from .view_writes import gives_view, reshaped, written_through
 from .watch import HERE
-from .work import work_of_plan
 
 __all__ = ["make_plan"]
 

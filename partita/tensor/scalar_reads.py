@@ -16,8 +16,8 @@ import torch
 from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for modes, too
 from torch._C import _is_torch_function_enabled as _global_view
 
+from .arguments import read_number
 from .dtensor import DTensor
-from .numbers import read_number
 from .spec import ON_NEW_SPEC, Spec
 
 __all__ = ["installed_libraries", "is_read_in_part"]

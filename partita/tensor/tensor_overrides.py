@@ -191,26 +191,3 @@ for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_m
 
 
 SPECIAL[T.__setitem__] = set_item
-
-
-# -- attributes that are read often skip __torch_function__ too ------------------------------------
-
-
-def _make_shard_property(name: str) -> property:
-    """An attribute that the shard answers, as a property that asks it directly."""
-    attribute = getattr(torch._C.TensorBase, name)
-
-    def read(self: DTensor) -> Any:
-        with Local():
-            return attribute.__get__(self)
-
-    def write(self: DTensor, value: Any) -> None:
-        with Local():
-            attribute.__set__(self, value)
-
-    told = f"`{name}` of this rank's piece, as of any tensor."
-    return property(read, write, doc=told)
-
-
-for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
-    setattr(DTensor, _name, _make_shard_property(_name))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +49,6 @@ class _Here(threading.local):
         recorder: what notes where the nodes of a captured step come from, while it is captured.
         block: who follows the block of a captured step that runs now, if one does.
         explainer: who is told how each call is planned, and has it planned anew.
-        unfinished: what has begun here and not ended, innermost last: how each is broken off.
     """
 
     watcher: Any = None
@@ -57,8 +57,10 @@ class _Here(threading.local):
     block: Any = None
     explainer: Any = None
 
-    def __init__(self) -> None:
-        self.unfinished: list[Callable[[], None]] = []
+    @cached_property
+    def unfinished(self) -> list[Callable[[], None]]:
+        """What has begun here and not ended, innermost last: how each is broken off."""
+        return []
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:

@@ -1,27 +1,99 @@
-"""Keys of plans.
+"""The plan cache: which plans does each function have, under which keys, and how many are kept?
 
-Under which key is an op's plan remembered? Exactly what its rule declares that it reads.
+An `Op` stands for one function that was called with DTensors. It has the function's key function
+and its plans.
 
-The key function of an op is generated from its rule's parameters, so Python's own binding of
-positional and keyword arguments normalises the call, and an argument that the rule does not
-declare has no way into the key. A tensor enters as its spec, a plain tensor as its shape, a float
-as nothing but its type, a number in an operand's place not at all.
+The key of a call is exactly what the op's rule declares that it reads. The key function is
+generated from the rule's parameters, so Python's own binding of positional and keyword arguments
+normalises the call, and an argument that the rule does not declare has no way into the key. A
+tensor enters as its spec, a plain tensor as its shape, a float as nothing but its type, a number in
+an operand's place not at all.
+
+Each op keeps its plans in a dictionary of its own, which dispatch reads directly. A second, older
+generation stands behind it: when the young generations of all ops together reach half of the limit,
+they become the old ones, and the old ones are dropped. A hit costs no bookkeeping; what is used
+survives (it is found among the old and moved back); what is not used is gone after at most two
+turns. So this is LRU, with the age of an entry known to a generation.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from partita.rules import NUMBER
+from partita.rules import NUMBER, parse
 
 from .dtensor import DTensor
 from .hot_path import DECLARED, FLAG, KEYWORD, OPERAND, REST, UNREAD, key_in_c
+from .names import Form, form_of, parameter_names
 
-__all__ = ["HASHABLE", "NUMBERS", "KeyFunction", "Unkeyed", "declared_key", "frozen", "operand_key"]
+__all__ = [
+    "HASHABLE",
+    "NUMBERS",
+    "CacheInfo",
+    "Op",
+    "Run",
+    "cache_clear",
+    "cache_info",
+    "declared_key",
+    "frozen",
+    "note_miss",
+    "operand_key",
+    "operand_kind",
+    "set_cache_limit",
+]
+
+
+class Op:
+    """One function and the plans of its calls.
+
+    Attributes:
+        func, form: the function, and what it is called and known as.
+        base: what runs on the shard.
+        key: from a call's arguments, the key of its plan.
+        plans: the young generation of plans, by key; `find` gives one, or None.
+        run: what to do instead of looking a plan up, for what is no op or has no rule.
+    """
+
+    __slots__ = ("base", "find", "form", "func", "key", "plans", "run")
+
+    def __init__(self, func: Callable[..., Any]):
+        self.func = func
+        self.plans = Plans(getattr(func, "__name__", "?"))
+        self.find = self.plans.get
+        self.learn(form_of(func))
+
+    def learn(self, form: Form) -> None:
+        """Take the function for `form`, and forget the plans made when it was another."""
+        self.form = form
+        self.base = form.local or self.func
+        self.plans.name = form.name
+        self.plans.forget()
+        self.run: Run | None = None
+        self.key: KeyFunction = _no_key
+        rule = form.rule
+        if rule is not None and not form.foreach:
+            flagged = "inplace" in getattr(getattr(self.func, "__code__", None), "co_varnames", ())
+            if rule.derive is None:
+                names = parameter_names(self.func, len(parse(rule.text).terms))
+                self.key = operand_key(names, flagged)
+            else:
+                self.key = declared_key(rule.params, flagged)
+
+
+Run = Callable[[Callable[..., Any], Any, dict[str, Any], Op], Any]
+"""`run(func, args, kwargs, op)`."""
+
+
+def _no_key(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError("a function without a rule has no key")
+
+
+# -- keys ------------------------------------------------------------------------------------------
 
 KeyFunction = Callable[..., Any]
 
@@ -191,3 +263,117 @@ def _compile_key_function(
     }
     exec(compile(source, __file__, "exec"), space)  # in a file of ours: it is no user's code
     return space["key"]  # type: ignore[return-value]
+
+
+# -- the memory of plans ---------------------------------------------------------------------------
+
+
+class CacheInfo(NamedTuple):
+    """What the cache has done and holds. Counts are calls and entries.
+
+    Attributes:
+        by_op: for each op with entries, how many.
+    """
+
+    hits: int
+    misses: int
+    size: int
+    maxsize: int
+    by_op: dict[str, int]
+
+
+class Plans(dict[Any, Any]):
+    """One op's young plans; a miss looks among the old ones before anybody plans anew."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self.old: dict[Any, Any] = {}
+        _CACHE.ops.append(self)
+
+    def recall(self, key: Any) -> Any | None:
+        """A plan of the older generation, made young again; None if there is none."""
+        plan = self.old.pop(key, None)
+        if plan is not None:
+            self.remember(key, plan)
+        return plan
+
+    def forget(self) -> None:
+        """Drop every plan of this op."""
+        with _CACHE.lock:
+            _CACHE.young -= len(self)
+            self.clear()
+            self.old = {}
+
+    def remember(self, key: Any, plan: Any) -> None:
+        """Keep `plan`, which has an integer attribute `hits`, under `key`."""
+        with _CACHE.lock:
+            if _CACHE.young >= max(_CACHE.limit // 2, 1):
+                _CACHE.turn()
+            if key not in self:
+                _CACHE.young += 1
+            self[key] = plan
+
+
+class _Cache:
+    def __init__(self) -> None:
+        self.ops: list[Plans] = []
+        self.limit = 8192
+        self.young = 0
+        self.misses = 0
+        self.forgotten_hits = 0
+        self.lock = threading.RLock()
+
+    def turn(self) -> None:
+        """The young become old, the old are dropped."""
+        for plans in self.ops:
+            self.forgotten_hits += sum(p.hits for p in plans.old.values())
+            plans.old = dict(plans)
+            plans.clear()
+        self.young = 0
+
+    def size(self) -> int:
+        return sum(len(p) + len(p.old) for p in self.ops)
+
+
+_CACHE = _Cache()
+
+
+def note_miss() -> None:
+    _CACHE.misses += 1
+
+
+def cache_info() -> CacheInfo:
+    """Hits, misses, entries, the limit, and entries by op, of the cache of plans."""
+    with _CACHE.lock:
+        live = [p for plans in _CACHE.ops for p in (*plans.values(), *plans.old.values())]
+        by_op: dict[str, int] = {}
+        for plans in _CACHE.ops:
+            n = len(plans) + len(plans.old)
+            if n:
+                by_op[plans.name] = by_op.get(plans.name, 0) + n
+        hits = _CACHE.forgotten_hits + sum(p.hits for p in live)
+        return CacheInfo(hits, _CACHE.misses, len(live), _CACHE.limit, by_op)
+
+
+def cache_clear() -> None:
+    """Forget every plan and every count. Results do not change; the next calls plan anew."""
+    with _CACHE.lock:
+        for plans in _CACHE.ops:
+            plans.clear()
+            plans.old = {}
+        _CACHE.young = _CACHE.misses = _CACHE.forgotten_hits = 0
+
+
+def set_cache_limit(n: int) -> None:
+    """Keep at most `n` plans (n >= 2), all ops and, in `ranks`, all ranks together.
+
+    Raises:
+        ValueError: n is less than 2.
+    """
+    if n < 2:
+        raise ValueError(f"the cache holds at least 2 plans, not {n}")
+    with _CACHE.lock:
+        _CACHE.limit = n
+        while _CACHE.size() > n:
+            _CACHE.turn()

@@ -28,7 +28,7 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial
 from .checksum import checksum
 from .spec import Spec
 
-__all__ = ["agree_pieces", "compare", "does_not_fit", "no_strides"]
+__all__ = ["agree_pieces", "compare", "does_not_fit", "make_no_strides_error"]
 
 
 def does_not_fit(
@@ -129,7 +129,7 @@ def _laid_out_differently(orders: Sequence[int]) -> LayoutError:
     )
 
 
-def no_strides(what: str, t: torch.Tensor) -> LayoutError:
+def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
     """What to raise where `t`, which is sparse (or has another layout of its own), is to be global.
 
     Args:

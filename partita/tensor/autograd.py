@@ -25,8 +25,8 @@ __all__ = [
     "ask_gradient",
     "carry_all",
     "convert_gradient",
-    "cut_otherwise",
     "keep_missing_gradients",
+    "make_other_cut_error",
     "moved",
 ]
 
@@ -142,7 +142,7 @@ class _ConvertGradient(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         if ctx.given.layout.shards != ctx.wanted.layout.shards:
-            raise cut_otherwise(ctx.wanted, ctx.given, ctx.op, ctx.line)
+            raise make_other_cut_error(ctx.wanted, ctx.given, ctx.op, ctx.line)
         return moved(grad, ctx.given, ctx.wanted, ctx.op, "gradient"), None, None, None
 
 
@@ -152,7 +152,7 @@ def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> tor
         return _ConvertGradient.apply(x, given, wanted, op)
 
 
-def cut_otherwise(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
+def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
     """Each rank has the gradient of what it has: a gradient that is split otherwise cannot be."""
     return LayoutError(
         f"{op}: grad_placements cut the gradient otherwise than the value is",
@@ -179,7 +179,7 @@ class _AskGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None
-        raise _two_meanings(ctx.spec, ctx.op, ctx.line)
+        raise _make_two_meanings_error(ctx.spec, ctx.op, ctx.line)
 
 
 def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
@@ -195,7 +195,7 @@ def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
         return _AskGradient.apply(x, spec, op, user_line())
 
 
-def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
+def _make_two_meanings_error(spec: Spec, op: str, line: str) -> LayoutError:
     def format_call(gradient: Placement) -> str:
         asked = spec.used_differently
         given = [gradient if a in asked else p.dual() for a, p in spec.by_axis()]

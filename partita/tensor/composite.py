@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["entered"]
+__all__ = ["enter_function"]
 
 # An init function hands itself over by its name in its module, where transformers puts functions of
 # its own while it initialises a model; these call torch's. To enter one of them would not end.
@@ -95,7 +95,7 @@ def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellT
         return cell
     again = isinstance(held, types.FunctionType) and held.__code__ is func.__code__
     if again and held is not func:
-        return types.CellType(entered(held))
+        return types.CellType(enter_function(held))
     return types.CellType(_copy_function(held, _space_of(held))) if _has_questions(held) else cell
 
 
@@ -104,7 +104,7 @@ def _space_of(func: types.FunctionType) -> dict[str, Any]:
 
 
 @cache
-def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def enter_function(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python."""
     if not isinstance(func, types.FunctionType):
         return None

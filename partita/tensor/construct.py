@@ -12,8 +12,8 @@ from partita.comm import Wire, agree, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 from partita.rules.pieces import part as cut
 
-from .agreement import no_strides
-from .draws import draw_alike
+from .agreement import make_no_strides_error
+from .draws import run_with_generator_check
 from .dtensor import DTensor, tagged
 from .padded_storage import copy_with_room, with_room
 from .parameter import can_hold, hold_value, refuse_lazy
@@ -99,7 +99,7 @@ def distribute_tensor(
             ),
         )
     if tensor.layout is not torch.strided:
-        raise no_strides("distribute_tensor", tensor)
+        raise make_no_strides_error("distribute_tensor", tensor)
     spec = spec_on_mesh(device_mesh, tensor.shape, placements)
     if src_data_rank is not None:
         agree("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
@@ -268,7 +268,7 @@ def _make_drawn(
     wire: Wire = wire_of(device_mesh)
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     draw = partial(make, _normalize_size(size), dtype=dtype, device=wire.device)
-    whole = draw_alike(draw, make.__name__, wire)
+    whole = run_with_generator_check(draw, make.__name__, wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 

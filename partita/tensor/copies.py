@@ -17,34 +17,34 @@ from .dtensor import DTensor, tagged
 from .gradient_overrides import gradient_of
 from .mixed_operands import admit
 from .padded_storage import copy_with_room, find_padded, with_room
-from .plain_writes import give_history, whole_alias
-from .spec import Spec, spec_of, taken_by
-from .tensor_overrides import means
+from .plain_writes import alias_as_invariant, give_history
+from .spec import Spec, spec_for_write_into, spec_of
+from .tensor_overrides import implements
 from .tensor_state import OURS
-from .view_writes import written_through
+from .view_writes import write_through_copy
 
 __all__: list[str] = []
 
 T = torch.Tensor
 
 
-@means(T.copy_)
+@implements(T.copy_)
 def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
     """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
     if not isinstance(x, DTensor):
         wire = src._spec.wire  # type: ignore[attr-defined]
-        _copy_into(whole_alias(x, wire), src, non_blocking)
+        _copy_into(alias_as_invariant(x, wire), src, non_blocking)
         give_history(x, wire)
         return x
     spec = x._spec
     if spec.is_copy:
-        return written_through(T.copy_, x, src, non_blocking)
+        return write_through_copy(T.copy_, x, src, non_blocking)
     if not isinstance(src, DTensor):
         admit(src, spec.wire, "copy_")
         src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
     fitting = _fit_broadcast_spec(src, spec)
     if src._spec is not fitting:
-        fitting = taken_by(fitting)
+        fitting = spec_for_write_into(fitting)
     with Local():
         local = src if src._spec is fitting else moved(src, src._spec, fitting, "copy_", "implicit")
         torch._C.TensorBase.copy_(x, local, non_blocking)
@@ -67,7 +67,7 @@ def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
     return spec_of(Layout(shape, shards, wanted.partial, wanted.invariant), spec.wire)
 
 
-@means(T.__deepcopy__)
+@implements(T.__deepcopy__)
 def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
     if id(x) in memo:
         return memo[id(x)]  # type: ignore[no-any-return]
@@ -142,7 +142,7 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-@means(T.__reduce_ex__)
+@implements(T.__reduce_ex__)
 def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
     with Local():
         local = x.detach().requires_grad_(x.requires_grad)

@@ -19,18 +19,22 @@ from partita.layout import Fix
 
 from .names import Form
 
-__all__ = ["draw_alike", "drawing"]
+__all__ = ["run_with_generator_check", "with_generator_check"]
 
 
-def drawing(kernel: Callable[..., Any], form: Form, wire: Wire) -> Callable[..., Any] | None:
+def with_generator_check(
+    kernel: Callable[..., Any], form: Form, wire: Wire
+) -> Callable[..., Any] | None:
     """`kernel` of an op that draws, which compares the generators where a place first does so; None
     where there is nobody to compare with."""
     if is_alone(wire):
         return None
-    return partial(draw_alike, kernel, form.name, wire)
+    return partial(run_with_generator_check, kernel, form.name, wire)
 
 
-def draw_alike(run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kwargs: Any) -> Any:
+def run_with_generator_check(
+    run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kwargs: Any
+) -> Any:
     """`run(*args, **kwargs)`; raise on all ranks if it has drawn from generators that differ."""
     # A dropout that is switched off draws nothing: its numbers tell calls of one line apart.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])

@@ -24,8 +24,8 @@ from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 from partita.layout.picture import draw
 from partita.layout.picture_html import html_of
 
-from .agreement import agree_pieces, compare, no_strides
-from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
+from .agreement import agree_pieces, compare, make_no_strides_error
+from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved
 from .origin import current
 from .pieces import piece_held
 from .spec import Spec, spec_on_mesh, spec_on_wire
@@ -159,7 +159,7 @@ class DTensor(torch.Tensor):
             return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         if given.local_shape != spec.local_shape:
-            raise cut_otherwise(spec, given, "from_local", user_line())
+            raise make_other_cut_error(spec, given, "from_local", user_line())
         return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
 
     @staticmethod
@@ -178,7 +178,7 @@ class DTensor(torch.Tensor):
                 fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
             )
         if local_tensor.layout is not torch.strided:
-            raise no_strides("from_local", local_tensor)
+            raise make_no_strides_error("from_local", local_tensor)
         if shape is None:
             probe = spec_on_mesh(device_mesh, local_tensor.shape, placements)
             sizes = probe.wire.mesh.size

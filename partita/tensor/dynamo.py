@@ -22,7 +22,7 @@ from partita.comm import after_import
 
 from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
-from .tensor_overrides import SPECIAL
+from .tensor_overrides import OVERRIDES
 
 __all__ = ["TOLD", "only_entered"]
 
@@ -100,7 +100,7 @@ DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_addr
 def _answer_dynamo(function: Any) -> None:
     """Let Dynamo ask of a piece what users must not: it looks at what a plain tensor is a view of,
     and `x.to_local()` is a view of a DTensor."""
-    refused = SPECIAL[function]
+    refused = OVERRIDES[function]
 
     def answer_or_refuse(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         if torch._guards.TracingContext.try_get() is None:
@@ -108,7 +108,7 @@ def _answer_dynamo(function: Any) -> None:
         with Local():
             return function(x, *args, **kwargs)
 
-    SPECIAL[function] = answer_or_refuse
+    OVERRIDES[function] = answer_or_refuse
 
 
 _answer_dynamo(torch.Tensor.untyped_storage)

@@ -23,17 +23,17 @@ from partita.comm import Wire
 from partita.layout import Layout
 from partita.rules import Bound
 
-from .arguments import Path, at_path, path_here, replaced, tensors_of
+from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .choose import Choice
 from .function_facts import facts_of_function
 from .names import Form
 
-__all__ = ["as_with_elements", "tied_to"]
+__all__ = ["tied_to", "wrap_for_empty_pieces"]
 
 Shape = tuple[int, ...]
 
 
-def as_with_elements(
+def wrap_for_empty_pieces(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
@@ -63,8 +63,8 @@ def as_with_elements(
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
-        there = [path_here(p, names, args, kwargs) for p in largest]
-        given = [at_path(args, kwargs, p) for p in there]
+        there = [locate_in_call(p, names, args, kwargs) for p in largest]
+        given = [get_at_path(args, kwargs, p) for p in there]
         graded = not (form.inplace or torch.is_inference_mode_enabled())
         kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
         if kinds not in known:
@@ -91,7 +91,7 @@ def as_with_elements(
         try_with_elements(args, kwargs)
         return (kernel or whole)(*args, **kwargs)
 
-    def run_as_with_elements(*args: Any, **kwargs: Any) -> Any:
+    def run_on_empty_pieces(*args: Any, **kwargs: Any) -> Any:
         try:
             out = (kernel or whole)(*args, **kwargs)
         except (RuntimeError, IndexError):
@@ -104,11 +104,11 @@ def as_with_elements(
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
         if tried is not None and torch.is_grad_enabled():
-            operands = [at_path(args, kwargs, p) for p in tried[1]]
+            operands = [get_at_path(args, kwargs, p) for p in tried[1]]
             return _tie_outputs_to_operands(out, operands, tried[0])
         return out
 
-    return run_in_place if form.inplace else run_as_with_elements
+    return run_in_place if form.inplace else run_on_empty_pieces
 
 
 def _make_meta_tensor(t: torch.Tensor, shape: Shape, *, graded: bool) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _raise_as_with_elements(
             # Modes, as one that counts operations, do not hear of it.
             with torch.no_grad(), _disable_current_modes():
                 filled = {p: fill(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
-                given, named = replaced(args, kwargs, filled)
+                given, named = replace_at_paths(args, kwargs, filled)
                 run(*given, **named)
         except torch.linalg.LinAlgError:  # of values
             return
@@ -157,7 +157,7 @@ def _takes_shapes(
     for path, meta in metas.items():
         other = torch.int64 if meta.dtype.is_floating_point else torch.float32
         with suppress(RuntimeError, TypeError, IndexError):
-            given, named = replaced(args, kwargs, metas | {path: meta.detach().to(other)})
+            given, named = replace_at_paths(args, kwargs, metas | {path: meta.detach().to(other)})
             run(*given, **named)
             return True
     return False
@@ -172,11 +172,11 @@ def _run_on_meta(
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
     """What pieces with elements give, and which operands it is differentiable in; None where it
     cannot be told without values."""
-    args, kwargs = replaced(args, kwargs, dict(metas))
+    args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
         # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
         with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
-            outs = tensors_of(run(*args, **kwargs))
+            outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
         # What torch's ops say may be of sizes that are not the first rank's.
         if is_users and not _needs_values(error):
@@ -239,7 +239,7 @@ def _tie_outputs_to_operands(
     out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]
 ) -> Any:
     """`out`, each of whose tensors has all `operands` behind it that it would have elsewhere."""
-    outs = tensors_of(out)
+    outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
     new = [

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from partita.comm import Wire
 from partita.layout import Layout
 
-from .arguments import replaced
+from .arguments import replace_at_paths
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .grad_buckets import pending_gradients, reduce_pending_gradients
@@ -234,7 +234,7 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
                         shares.append((value, new[(j, i)]))
             elif value.dim() > 0:
                 admit(value, target.wire, op.form.name, (j, i))
-    args, kwargs = replaced(args, kwargs, new)
+    args, kwargs = replace_at_paths(args, kwargs, new)
     with Local():
         out = func(*args, **kwargs)
         # These kernels do not count what they change, and we keep what is made of tensors by count.

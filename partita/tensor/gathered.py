@@ -13,20 +13,20 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Layout
 
-from .agreement import no_strides
+from .agreement import make_no_strides_error
 from .arguments import (
     all_tensors,
-    at_path,
-    changes_layout,
-    copies_among,
-    numbers_elsewhere,
-    one_wire,
-    replaced,
-    writes_copy,
-    written_places,
+    find_view_copies,
+    find_wire,
+    find_written_operands,
+    get_at_path,
+    make_changed_layout_error,
+    read_numbers_of_other_meshes,
+    replace_at_paths,
+    writes_view_copy,
 )
 from .autograd import moved
-from .draws import drawing
+from .draws import with_generator_check
 from .dtensor import DTensor, tagged
 from .function_facts import facts_of_function
 from .grad_buckets import pending_gradients, reduce_pending_gradients
@@ -34,12 +34,12 @@ from .names import Form
 from .plain_writes import write_into_plain
 from .plan import CallPlan, Target
 from .spec import Spec, spec_of
-from .view_writes import gives_view, written_through
+from .view_writes import gives_view, write_through_copy
 
-__all__ = ["gathered"]
+__all__ = ["run_gathered"]
 
 
-def gathered(
+def run_gathered(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
 ) -> Any:
     """Run an op of which no rule speaks: operands whole, result whole.
@@ -52,11 +52,11 @@ def gathered(
         LayoutError: in place, and the result has another shape.
     """
     tensors = all_tensors(args, kwargs)
-    numbers = numbers_elsewhere(form.name, tensors)
+    numbers = read_numbers_of_other_meshes(form.name, tensors)
     if numbers:
-        args, kwargs = replaced(args, kwargs, numbers)
+        args, kwargs = replace_at_paths(args, kwargs, numbers)
         return func(*args, **kwargs)
-    written = written_places(form, args, kwargs)
+    written = find_written_operands(form, args, kwargs)
     plain = [path for path, t in tensors if path in written and not isinstance(t, DTensor)]
     if plain:
         return write_into_plain(func, form.name, plain, args, kwargs)
@@ -64,7 +64,7 @@ def gathered(
     if waiting:  # who needs a gradient whole settles it for good
         reduce_pending_gradients(waiting)
         return func(*args, **kwargs)
-    wire = one_wire(form.name, [t for _, t in tensors])
+    wire = find_wire(form.name, [t for _, t in tensors])
     layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
     invariant = tuple(
         a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
@@ -75,11 +75,11 @@ def gathered(
 
     def make_output_spec(out: torch.Tensor) -> Spec:
         if out.layout is not torch.strided:
-            raise no_strides(form.name, out)
+            raise make_no_strides_error(form.name, out)
         return make_replicated_spec(out.shape)
 
-    if writes_copy(form, args) and written == {(0,)}:
-        return written_through(func, *args, **kwargs)
+    if writes_view_copy(form, args) and written == {(0,)}:
+        return write_through_copy(func, *args, **kwargs)
     copies = {}
     targets = []
     for path, t in tensors:
@@ -97,18 +97,19 @@ def gathered(
         form.name,
         wire,
         targets=tuple(targets),
-        kernel=(drawing(form.local or func, form, wire) if draws else None) or form.local,
+        kernel=(with_generator_check(form.local or func, form, wire) if draws else None)
+        or form.local,
         fresh=make_output_spec,
         copies=bool(targets) and gives_view(form, args),
-        renews=copies_among(tensors),
+        renews=find_view_copies(tensors),
     )
     if not copies:
         return plan.run(func, args, kwargs)
-    out = plan.run(func, *replaced(args, kwargs, copies))
+    out = plan.run(func, *replace_at_paths(args, kwargs, copies))
     for path, copy in copies.items():
-        x = at_path(args, kwargs, path)
+        x = get_at_path(args, kwargs, path)
         if copy.shape != x.shape:
-            raise changes_layout(form.name, x)
+            raise make_changed_layout_error(form.name, x)
         layout = x._spec.layout
         if all(op == "sum" for _, op in layout.partial):
             x.copy_(tagged(copy, make_replicated_spec(x.shape)))

@@ -27,12 +27,12 @@ from .tensor_state import ReopenHook, own_state, state_of
 from .watch import HERE
 
 __all__ = [
-    "allowed_gradient",
-    "hold",
     "is_watched",
+    "lay_out_gradient",
     "lay_out_state",
     "mark_settled",
     "settled_spec",
+    "store_gradient",
     "unmark_settled",
     "update_spec",
 ]
@@ -67,7 +67,7 @@ def lay_out_state(x: DTensor, state: dict[str, Any]) -> None:
                 state[name] = tagged(part, update)
 
 
-def hold(x: DTensor, grad: DTensor) -> None:
+def store_gradient(x: DTensor, grad: DTensor) -> None:
     """Make `grad` x's gradient, though its local shape is another than x's."""
     # Modes do not hear of it either: it is no write of the program's.
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -79,7 +79,7 @@ def hold(x: DTensor, grad: DTensor) -> None:
         x.data = whole
 
 
-def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
+def lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
     """`grad` as it may be stored for `x`: pending as autograd leaves it, or settled.
 
     Raises:

@@ -17,12 +17,12 @@ from partita.comm import user_line
 from partita.layout import Fix, Layout, LayoutError
 
 from .autograd import moved
-from .composite import entered
+from .composite import enter_function
 from .dtensor import DTensor, tagged
-from .grad_state import allowed_gradient, hold, is_watched, unmark_settled
+from .grad_state import is_watched, lay_out_gradient, store_gradient, unmark_settled
 from .origin import current
 from .spec import Spec, spec_of
-from .tensor_overrides import find_getter, means
+from .tensor_overrides import find_getter, implements
 from .tensor_state import own_state, state_of
 
 __all__ = ["BROKEN_OFF", "clear_gradients", "gradient_of", "type_hook"]
@@ -38,7 +38,7 @@ def _show_gradient(x: torch.Tensor) -> None:
         rest.owner.show_gradient()
 
 
-@means(find_getter("grad"))
+@implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """The gradient, typed by duality. Typed once: later reads give the same object."""
     _show_gradient(x)
@@ -62,7 +62,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         return typed
 
 
-@means(T.grad.__set__)
+@implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     _show_gradient(x)
     if grad is None:
@@ -82,14 +82,14 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
                 operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
-        grad = allowed_gradient(x, grad)
+        grad = lay_out_gradient(x, grad)
         with Local():
             fits = grad.shape == x.shape
     with Local():
         if fits:
             _grad.__set__(x, grad)
     if not fits:  # ZeRO leaves each rank a shard of it
-        hold(x, grad)  # type: ignore[arg-type]
+        store_gradient(x, grad)  # type: ignore[arg-type]
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
@@ -105,7 +105,7 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
                 x.grad = None
 
 
-@means(T.grad.__delete__)
+@implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
     _show_gradient(x)
     unmark_settled(x)
@@ -156,7 +156,7 @@ def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
 
 
-@means(T.backward)
+@implements(T.backward)
 def _run_backward(
     x: torch.Tensor,
     gradient: torch.Tensor | None = None,
@@ -176,11 +176,11 @@ BROKEN_OFF = _BrokenOff()
 """Whose `reset_after_abort()` is called when a backward pass of this thread raises, which autograd
 tells nobody."""
 
-_plain_backward: Any = entered(torch.autograd.backward)
+_plain_backward: Any = enter_function(torch.autograd.backward)
 assert _plain_backward is not None
 
 
-@means(torch.autograd.backward)
+@implements(torch.autograd.backward)
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward, from DTensors or towards them."""
     roots, seeds = _find_backward_seeds(tensors, grad_tensors)
@@ -209,11 +209,11 @@ def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[
     return roots, given
 
 
-_plain_grad: Any = entered(torch.autograd.grad)
+_plain_grad: Any = enter_function(torch.autograd.grad)
 assert _plain_grad is not None
 
 
-@means(torch.autograd.grad)
+@implements(torch.autograd.grad)
 def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -250,7 +250,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     return call_typed_hook
 
 
-@means(T.register_hook)
+@implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """The hook gets a typed gradient and may return one."""
     typed = type_hook(x, hook)

@@ -20,8 +20,8 @@ __all__ = [
     "OPERAND",
     "REST",
     "UNREAD",
-    "key_in_c",
     "load_extension",
+    "make_key_in_c",
 ]
 
 OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
@@ -52,7 +52,7 @@ IN_C = load_extension()
 """The extension module, or None."""
 
 
-def key_in_c(
+def make_key_in_c(
     key: Callable[..., Any],
     params: Sequence[tuple[str, int, Any]],
     flagged: bool,

@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .dtensor import DTensor
 
-__all__ = ["Operator", "is_collective", "on_pieces", "operator_of", "overloads_of"]
+__all__ = ["Operator", "is_collective", "operator_of", "overloads_of", "wrap_with_plain_pieces"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def operator_of(func: Callable[..., Any]) -> Operator | None:
     return Operator(packet.__name__, packet, overloads[0].namespace == "aten")
 
 
-def on_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` on plain aliases of its operands; called with torch-function disabled."""
 
     def local_view_of(value: Any) -> Any:

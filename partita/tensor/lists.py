@@ -29,7 +29,7 @@ from .dtensor import DTensor, tagged
 from .foreach import run_foreach
 from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .spec import spec_of
-from .tensor_overrides import SPECIAL
+from .tensor_overrides import OVERRIDES
 
 __all__ = ["norms"]
 
@@ -152,8 +152,8 @@ def _check_and_unscale(
         found_inf.copy_(torch.maximum(found_inf, mine))
 
 
-SPECIAL[torch._foreach_norm] = _foreach_norm
-SPECIAL[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
+OVERRIDES[torch._foreach_norm] = _foreach_norm
+OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
 # torch's own DTensor enters itself in the same way.

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement, own_placement
 
-from .arguments import one_wire
+from .arguments import find_wire
 from .dtensor import DTensor, tagged
 from .empty_pieces import tied_to
 from .spec import Spec, spec_on_wire
@@ -71,7 +71,7 @@ def local_map(
         if device_mesh is not None:
             wire = wire_of(device_mesh)
         elif tensors:
-            wire = one_wire("local_map", tensors)
+            wire = find_wire("local_map", tensors)
         else:
             return func(*args, **kwargs)
         wanted = _one_each(in_placements, flat, "in_placements", name)

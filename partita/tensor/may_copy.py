@@ -21,18 +21,18 @@ from .dtensor import DTensor, tagged
 from .one_device import laid_out_alike, without_memory
 from .spec import Spec
 
-__all__ = ["as_on_one_device", "copying_as_one_device", "may_differ"]
+__all__ = ["copy_as_on_one_device", "may_be_denser_than_whole", "wrap_copying_as_on_one_device"]
 
 T = torch.Tensor
 
 
-def may_differ(spec: Spec) -> bool:
+def may_be_denser_than_whole(spec: Spec) -> bool:
     """May a piece of `spec` be in one stretch of memory where the whole is not? It has a dimension
     of one element, or none, that has more in the whole."""
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
 
-def as_on_one_device(
+def copy_as_on_one_device(
     out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
 ) -> tuple[Any, bool]:
     """The result of an op that may copy, with memory of its own where one device copies; and
@@ -77,10 +77,10 @@ def _on_meta(given: Any, out: torch.Tensor) -> Any:
     return without_memory(given)
 
 
-def copying_as_one_device(
+def wrap_copying_as_on_one_device(
     run: Callable[..., Any], func: Callable[..., Any], spec: Spec
 ) -> Callable[..., Any]:
-    """`run`, an op that may copy and moves nothing, on a piece of `spec` that `may_differ`."""
+    """`run`, an op that may copy and moves nothing, on a piece that `may_be_denser_than_whole`."""
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
 
@@ -89,7 +89,7 @@ def copying_as_one_device(
         in_order = x.stride() == dense and x.untyped_storage().nbytes() == held * x.element_size()
         if in_order and "memory_format" not in kwargs and (run is not T.contiguous or not args):
             return out
-        return as_on_one_device(out, func, (x, *args), kwargs, False)[0]
+        return copy_as_on_one_device(out, func, (x, *args), kwargs, False)[0]
 
     return run_and_restride
 

@@ -19,18 +19,18 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
-from .gathered import gathered
+from .gathered import run_gathered
 from .names import form_of
 from .one_device import global_strides, laid_out_alike
 from .origin import current
-from .tensor_overrides import means
+from .tensor_overrides import implements
 
 __all__: list[str] = []
 
 T = torch.Tensor
 
 
-@means(T.stride)
+@implements(T.stride)
 def _global_stride(x: DTensor, dim: int | None = None) -> Any:
     strides = global_strides(current(x))
     if dim is None:
@@ -43,7 +43,7 @@ def _global_stride(x: DTensor, dim: int | None = None) -> Any:
     return strides[dim]
 
 
-@means(T.is_contiguous)
+@implements(T.is_contiguous)
 def _is_contiguous(
     x: DTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
@@ -51,13 +51,13 @@ def _is_contiguous(
         return laid_out_alike(current(x)).is_contiguous(memory_format=memory_format)
 
 
-@means(T.dim_order)
+@implements(T.dim_order)
 def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
     with Local():
         return laid_out_alike(current(x)).dim_order(**options)
 
 
-@means(torch.as_strided, T.as_strided)
+@implements(torch.as_strided, T.as_strided)
 def _as_strided(
     x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
@@ -78,7 +78,7 @@ def _as_strided(
             ),
         )
     args = (x, size, stride) if storage_offset is None else (x, size, stride, storage_offset)
-    return gathered(torch.as_strided, args, {}, form_of(torch.as_strided))
+    return run_gathered(torch.as_strided, args, {}, form_of(torch.as_strided))
 
 
 def _is_part_of_another(x: DTensor) -> bool:
@@ -124,10 +124,10 @@ def _names_a_piece(name: str, x: DTensor, fix: Fix) -> LayoutError:
 _ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
 for _name in _ADDRESSES:
     _fix = Fix(f"x.to_local().{_name}()", "of this rank's piece")
-    means(getattr(T, _name))(_only_of_whole(_name, _fix, getattr(T, _name)))
+    implements(getattr(T, _name))(_only_of_whole(_name, _fix, getattr(T, _name)))
 
 _interface = T.__cuda_array_interface__  # type: ignore[attr-defined]
-means(_interface.__get__)(
+implements(_interface.__get__)(
     _only_of_whole(
         "__cuda_array_interface__",
         Fix("x.to_local().__cuda_array_interface__", "of this rank's piece"),

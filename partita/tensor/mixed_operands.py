@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from partita.comm import TraceWire, Wire, call_site, is_agreed, remember_agreed, user_line
 from partita.layout import Fix, LayoutError
 
-from .agreement import no_strides
+from .agreement import make_no_strides_error
 from .checksum import checksum
 
 __all__ = ["WHOLE", "admit", "refuse_transform"]
@@ -73,7 +73,7 @@ def admit(
             ),
         )
     if value.layout is not torch.strided:
-        raise no_strides(op, value)
+        raise make_no_strides_error(op, value)
     scope = wire.scope
     if scope.strict:
         raise LayoutError(

@@ -17,7 +17,7 @@ import torch
 from partita.rules import RULES, Rule
 
 from .function_facts import OF_ONE_OPERAND, facts_of_function
-from .library import Operator, on_pieces, operator_of, overloads_of
+from .library import Operator, operator_of, overloads_of, wrap_with_plain_pieces
 from .written import Written, written_by
 
 __all__ = ["Form", "form_of", "parameter_names", "rule_named"]
@@ -157,7 +157,7 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     if func is operator.packet:
         same += overloads_of(func)
     rule = next((r for f, r in RULES.items() if getattr(f, "_opoverload", f) in same), None)
-    local, writes = on_pieces(func), written_by(func)
+    local, writes = wrap_with_plain_pieces(func), written_by(func)
     return Form(func, name, rule, local=local, operator=operator, writes=writes)
 
 

@@ -23,7 +23,7 @@ from torch._C import _EnableTorchFunction
 
 from .tensor_state import state_of
 
-__all__ = ["Origin", "current", "writes"]
+__all__ = ["Origin", "count_writes_or_none", "current"]
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Origin:
     def taken_again(self, copy: Any) -> Any:
         """`copy` if it is up to date, else what takes its place."""
         source = current(self.source)
-        count, graded = writes(source), self.graded and torch.is_grad_enabled()
+        count, graded = count_writes_or_none(source), self.graded and torch.is_grad_enabled()
         if count is not None:
             if source is self.source and count == self.seen:
                 return copy
@@ -71,7 +71,7 @@ def current(x: Any) -> Any:
     return x if origin is None else origin.taken_again(x)
 
 
-def writes(x: torch.Tensor) -> int | None:
+def count_writes_or_none(x: torch.Tensor) -> int | None:
     """How often the memory of `x` was written; None where torch does not count."""
     with Local():
         return None if x.is_inference() else x._version

@@ -15,13 +15,13 @@ import torch
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
-from .arguments import tensors_of
+from .arguments import collect_tensors
 from .dtensor import DTensor
 
-__all__ = ["into_out"]
+__all__ = ["run_into_out"]
 
 
-def into_out(
+def run_into_out(
     out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """`func(*args, **kwargs)` written into `out`, a tensor or a tuple of them, which is returned.
@@ -30,15 +30,15 @@ def into_out(
         RuntimeError: a gradient is wanted, or `out` cannot hold the result's dtype.
         LayoutError: `out` has another shape than the result.
     """
-    held = tensors_of(out)
-    operands = [t for a in (*args, *kwargs.values()) for t in tensors_of(a)]
+    held = collect_tensors(out)
+    operands = [t for a in (*args, *kwargs.values()) for t in collect_tensors(a)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *operands)):
         raise RuntimeError(
             f"{func.__name__}(): functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad."
         )
     result = func(*args, **kwargs)
-    for into, value in zip(held, tensors_of(result), strict=True):
+    for into, value in zip(held, collect_tensors(result), strict=True):
         if not torch.can_cast(value.dtype, into.dtype):
             raise RuntimeError(
                 f"result type {value.dtype} can't be cast to the desired output type {into.dtype}"

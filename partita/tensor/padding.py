@@ -1,4 +1,4 @@
-"""Padding: how does an op run on padded shards without seeing the padding?
+"""Padding in ops: how an op runs on padded shards without seeing the padding.
 
 Only while a step is captured are shards padded (`Wire.padded`). An op that keeps the names that are
 split runs as it is. One that reduces such a name gets operands whose padding adds nothing to the
@@ -16,28 +16,29 @@ from partita.comm import Wire, identity_of_reduction, uneven
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, Fill, fills
 
-from .arguments import Path, at_path, path_here, replaced
+from .arguments import Path, get_at_path, locate_in_call, replace_at_paths
 from .choose import Choice
 from .names import Form
 
-__all__ = ["without_padding"]
+__all__ = ["wrap_filling_padding"]
 
 
-def without_padding(
+def wrap_filling_padding(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
     bound: Bound,
     choice: Choice,
     wire: Wire,
-    operands: Sequence[tuple[Path, Any]],
+    paths: Sequence[Path],
     names: Sequence[str],
 ) -> Callable[..., Any] | None:
-    """What to run on a rank's padded shards: `kernel` where the op does not see the padding.
+    """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
+    operands if the op reduces over it.
 
     Args:
         kernel, func: what runs on even ones; where there is no kernel, the function.
-        operands: where each term of the sentence stands in a call.
+        paths: where each term of the sentence stands in a call.
         names: of the arguments that may be given by place or by name.
 
     Raises:
@@ -58,15 +59,15 @@ def without_padding(
     if not found:
         return kernel
     run = kernel or func
-    places = [(operands[fill.operand][0], fill, choice.inputs[fill.operand]) for fill in found]
+    places = [(paths[fill.operand], fill, choice.inputs[fill.operand]) for fill in found]
 
     def run_with_filled_padding(*args: Any, **kwargs: Any) -> Any:
         for path, fill, layout in places:
-            path = path_here(path, names, args, kwargs)
-            x = at_path(args, kwargs, path)
+            path = locate_in_call(path, names, args, kwargs)
+            x = get_at_path(args, kwargs, path)
             if isinstance(x, torch.Tensor) and layout is not None:
                 now = _fill_operand_padding(x, fill, layout, wire, args, kwargs)
-                args, kwargs = replaced(args, kwargs, {path: now})  # type: ignore[assignment]
+                args, kwargs = replace_at_paths(args, kwargs, {path: now})  # type: ignore[assignment]
         return run(*args, **kwargs)
 
     return run_with_filled_padding

@@ -19,19 +19,19 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire
 from partita.layout import Layout
 
-from .arguments import Path, all_tensors, at_path, one_wire, replaced
+from .arguments import Path, all_tensors, find_wire, get_at_path, replace_at_paths
 from .dtensor import PLAIN, DTensor, tagged
 from .mixed_operands import WHOLE, admit
 from .spec import Spec, spec_of
 
-__all__ = ["give_history", "whole_alias", "write_into_plain"]
+__all__ = ["alias_as_invariant", "give_history", "write_into_plain"]
 
 
 def _make_replicated_spec(x: torch.Tensor, wire: Wire) -> Spec:
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
-def whole_alias(x: torch.Tensor, wire: Wire) -> DTensor:
+def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
     """The memory of plain `x`, which every rank holds alike, as a DTensor that may be written."""
     with Local():
         return tagged(x.view_as(x), _make_replicated_spec(x, wire))
@@ -54,12 +54,12 @@ def write_into_plain(
     Raises:
         LayoutError: one of them is not a whole value (see `plain.admit`).
     """
-    wire = one_wire(op, [t for _, t in all_tensors(args, kwargs)])
-    written = {path: at_path(args, kwargs, path) for path in paths}
+    wire = find_wire(op, [t for _, t in all_tensors(args, kwargs)])
+    written = {path: get_at_path(args, kwargs, path) for path in paths}
     for path, x in written.items():
         admit(x, wire, op, path, with_gradient=True)
-    aliases = {path: whole_alias(x, wire) for path, x in written.items()}
-    args, kwargs = replaced(args, kwargs, aliases)
+    aliases = {path: alias_as_invariant(x, wire) for path, x in written.items()}
+    args, kwargs = replace_at_paths(args, kwargs, aliases)
     out = func(*args, **kwargs)
     for path, x in written.items():
         give_history(x, wire)

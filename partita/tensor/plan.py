@@ -13,12 +13,12 @@ from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
 from partita.rules import Bound, Work
 
-from .arguments import Path, at_path, path_here, replaced, tensors_of
+from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .autograd import alias_without_base, moved
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
 from .grad_buckets import pending_gradients, reduce_pending_gradients
-from .may_copy import as_on_one_device
+from .may_copy import copy_as_on_one_device
 from .mixed_operands import admit
 from .origin import current
 from .spec import Spec, spec_of
@@ -97,8 +97,8 @@ class CallPlan:
             args = (kwargs.pop(self.names[0]),)
         if self.renews:
             paths = [self.path_in_call(path, args, kwargs) for path in self.renews]
-            now = {path: current(at_path(args, kwargs, path)) for path in paths}
-            args, kwargs = replaced(args, kwargs, now)
+            now = {path: current(get_at_path(args, kwargs, path)) for path in paths}
+            args, kwargs = replace_at_paths(args, kwargs, now)
         if self.rewrite is not None:
             out = self.rewrite(*args, **kwargs)
             return mark_copies(out, func, args, kwargs) if self.copies else out
@@ -110,7 +110,7 @@ class CallPlan:
         out = self.tag(out)
         copied = self.copies
         if self.may_copy:
-            out, copied = as_on_one_device(out, func, own, named, copied or bool(self.renews))
+            out, copied = copy_as_on_one_device(out, func, own, named, copied or bool(self.renews))
         return mark_copies(out, func, own, named) if copied else out
 
     def _move_operands(
@@ -119,7 +119,7 @@ class CallPlan:
         new = {}
         for target in self.targets:
             path = self.path_in_call(target.path, args, kwargs)
-            value = at_path(args, kwargs, path)
+            value = get_at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
                     reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
@@ -133,11 +133,11 @@ class CallPlan:
                     value = moved(value, whole, target.plain, self.op, "implicit")
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
-        return replaced(args, kwargs, new)
+        return replace_at_paths(args, kwargs, new)
 
     def path_in_call(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
         """Where in this call what stood at `path` stands."""
-        return path_here(path, self.names, args, kwargs)
+        return locate_in_call(path, self.names, args, kwargs)
 
     def tag(self, out: Any) -> Any:
         """Give each new local tensor of a result its spec; raise if a promise is broken."""
@@ -164,7 +164,7 @@ class CallPlan:
                 tagged(t, spec)
             else:
                 return out
-        news = [t for t in tensors_of(out) if type(t) in PLAIN]
+        news = [t for t in collect_tensors(out) if type(t) in PLAIN]
         if not news:
             return out
         if self.fresh is not None:

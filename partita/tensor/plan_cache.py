@@ -28,7 +28,7 @@ import torch
 from partita.rules import NUMBER, parse
 
 from .dtensor import DTensor
-from .hot_path import DECLARED, FLAG, KEYWORD, OPERAND, REST, UNREAD, key_in_c
+from .hot_path import DECLARED, FLAG, KEYWORD, OPERAND, REST, UNREAD, make_key_in_c
 from .names import Form, form_of, parameter_names
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "cache_clear",
     "cache_info",
     "declared_key",
-    "frozen",
+    "freeze_value",
     "note_miss",
     "operand_key",
     "operand_kind",
@@ -118,10 +118,10 @@ def operand_kind(value: Any) -> Any:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
         return NUMBER
-    return frozen(value)
+    return freeze_value(value)
 
 
-def frozen(value: Any) -> Any:
+def freeze_value(value: Any) -> Any:
     """What stands in the key for a declared argument: hashable, and without any float's value."""
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
@@ -129,7 +129,7 @@ def frozen(value: Any) -> Any:
     if t is bool:  # told from int: x[True] is not x[1], nor x.var(True) x.var(1)
         return (bool, value)
     if t is tuple or t is list:
-        return (list, *[frozen(v) for v in value])
+        return (list, *[freeze_value(v) for v in value])
     if t is slice:
         return (slice, value.start, value.stop, value.step)
     if t is DTensor:
@@ -138,9 +138,9 @@ def frozen(value: Any) -> Any:
         spec = getattr(value, "_spec", None)  # of a subclass
         return spec or ("plain", value.dtype is torch.bool, tuple(value.shape))
     if isinstance(value, tuple):
-        return frozen(tuple(value))
+        return freeze_value(tuple(value))
     if t is dict:
-        return (dict, *((k, frozen(v)) for k, v in value.items()))
+        return (dict, *((k, freeze_value(v)) for k, v in value.items()))
     if t is float or t is complex:
         return t
     if issubclass(t, _SYMBOLIC):
@@ -188,7 +188,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
     parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
     key = _compile_key_function(params, parts, False, flagged)
     told = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
-    return key_in_c(key, told, flagged)
+    return make_key_in_c(key, told, flagged)
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
@@ -220,7 +220,7 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
         else:
             unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
     made = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
-    return key_in_c(_compile_key_function(*made), told, flagged)
+    return make_key_in_c(_compile_key_function(*made), told, flagged)
 
 
 def _to_key(p: inspect.Parameter) -> int:
@@ -255,7 +255,7 @@ def _compile_key_function(
         "H": HASHABLE,
         "N": NUMBERS,
         "kind": operand_kind,
-        "freeze": frozen,
+        "freeze": freeze_value,
         "check": _check_rest,
         "harmless": set(),
         "flagged": flagged,

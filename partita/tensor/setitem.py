@@ -18,9 +18,9 @@ from partita.layout import Layout
 from .autograd import moved
 from .dtensor import DTensor
 from .mixed_operands import admit
-from .plain_writes import give_history, whole_alias
-from .spec import Spec, spec_of, taken_by
-from .view_writes import written_through
+from .plain_writes import alias_as_invariant, give_history
+from .spec import Spec, spec_for_write_into, spec_of
+from .view_writes import write_through_copy
 
 __all__ = ["set_item"]
 
@@ -39,7 +39,7 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
         return
     spec = x._spec
     if spec.is_copy:
-        written_through(_write, x, index, value)
+        write_through_copy(_write, x, index, value)
         return
     entries = list(index) if isinstance(index, tuple) else [index]
     if all(op == "sum" for _, op in spec.layout.partial) and all(_is_basic(e) for e in entries):
@@ -54,7 +54,7 @@ def _write_plain(x: torch.Tensor, index: Any, value: Any) -> None:
     if isinstance(value, DTensor):
         wire = value._spec.wire
         admit(x, wire, "setitem", with_gradient=True)
-        set_item(whole_alias(x, wire), index, value)
+        set_item(alias_as_invariant(x, wire), index, value)
         give_history(x, wire)
         return
     entries = index if isinstance(index, tuple) else (index,)
@@ -223,4 +223,4 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
             return
         copy = moved(x, spec, whole, "setitem", "implicit").clone()
         _write(copy, places, value)
-        torch.Tensor.copy_(x, moved(copy, whole, taken_by(spec), "setitem", "implicit"))
+        torch.Tensor.copy_(x, moved(copy, whole, spec_for_write_into(spec), "setitem", "implicit"))

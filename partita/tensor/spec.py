@@ -17,10 +17,10 @@ __all__ = [
     "ON_NEW_SPEC",
     "Spec",
     "make_two_meshes_error",
+    "spec_for_write_into",
     "spec_of",
     "spec_on_mesh",
     "spec_on_wire",
-    "taken_by",
 ]
 
 
@@ -169,7 +169,7 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
         raise error.located(user_line()) from None
 
 
-def taken_by(spec: Spec) -> Spec:
+def spec_for_write_into(spec: Spec) -> Spec:
     """How a value must lie that is written into memory of `spec`: a pending maximum of one value is
     that value, which each rank takes whole."""
     layout = spec.layout

@@ -21,26 +21,33 @@ from .setitem import set_item
 from .spec import spec_of
 from .tensor_state import own_state
 
-__all__ = ["MEMORY", "SPECIAL", "find_getter", "means", "refusal", "runs_as_torch_has_it"]
+__all__ = [
+    "MEMORY",
+    "OVERRIDES",
+    "find_getter",
+    "implements",
+    "make_refusal",
+    "runs_as_torch_has_it",
+]
 
 T: Any = torch.Tensor
-SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
+OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Functions that mean something of their own on a DTensor."""
 
 
 def runs_as_torch_has_it(func: Callable[..., Any]) -> bool:
-    """Is this answered by the shard? Attributes are, unless `SPECIAL` says otherwise."""
+    """Is this answered by the shard? Attributes are, unless `OVERRIDES` says otherwise."""
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
     return name in attributes or facts_of_function(name).answered_by_piece
 
 
-def means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what functions of torch mean where a DTensor is among their arguments."""
 
     def register_override(f: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            SPECIAL[function] = f
+            OVERRIDES[function] = f
         return f
 
     return register_override
@@ -56,7 +63,7 @@ def find_getter(name: str) -> Any:
 _data: Any = torch._C.TensorBase.data
 
 
-@means(find_getter("data"))
+@implements(find_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version: x must not be remembered elsewhere.
     own_state(x).written_unseen = True
@@ -64,7 +71,7 @@ def _get_data(x: DTensor) -> DTensor:
         return tagged(_data.__get__(x), x._spec)
 
 
-@means(T.data.__set__)
+@implements(T.data.__set__)
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
         before, after = value._spec, x._spec
@@ -95,26 +102,26 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     )
 
 
-@means(find_getter("T"))
+@implements(find_getter("T"))
 def _reverse_dims(x: DTensor) -> Any:
     return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
 
 
-@means(find_getter("mT"))
+@implements(find_getter("mT"))
 def _transpose_matrices(x: DTensor) -> Any:
     return x.transpose(-2, -1)
 
 
-@means(find_getter("H"), find_getter("mH"))
+@implements(find_getter("H"), find_getter("mH"))
 def _compute_adjoint(x: DTensor) -> Any:
     return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
 
 
-SPECIAL[find_getter("real")] = lambda x: torch.real(x)
-SPECIAL[find_getter("imag")] = lambda x: torch.imag(x)
+OVERRIDES[find_getter("real")] = lambda x: torch.real(x)
+OVERRIDES[find_getter("imag")] = lambda x: torch.imag(x)
 
 
-@means(torch.numel)
+@implements(torch.numel)
 def _global_numel(x: DTensor) -> int:
     return x._spec.shape.numel()
 
@@ -142,7 +149,7 @@ def _by_value(name: str) -> None:
     def call_on_full_value(x: Any, *args: Any, **kwargs: Any) -> Any:
         return function(_gather_full_value(x, name), *args, **kwargs)
 
-    SPECIAL[function] = call_on_full_value
+    OVERRIDES[function] = call_on_full_value
 
 
 for _name in (
@@ -151,7 +158,7 @@ for _name in (
     _by_value(_name)
 
 
-@means(T.numpy, T.__array__)
+@implements(T.numpy, T.__array__)
 def _convert_to_numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     if x.requires_grad:
         raise RuntimeError(
@@ -160,14 +167,14 @@ def _convert_to_numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     return _gather_full_value(x, "numpy").numpy()
 
 
-@means(T.__format__)
+@implements(T.__format__)
 def _format_dtensor(x: DTensor, spec: str) -> str:
     if x.ndim == 0:
         return format(_gather_full_value(x, "format").item(), spec)
     return object.__format__(x, spec)
 
 
-def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
+def make_refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
     """What a function means that a DTensor must not come to."""
 
     def raise_refusal(*args: Any, **kwargs: Any) -> Any:
@@ -178,7 +185,7 @@ def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
     return raise_refusal
 
 
-SPECIAL[T.__dlpack__] = refusal(
+OVERRIDES[T.__dlpack__] = make_refusal(
     "dlpack",
     "the other side would take this rank's piece for the whole tensor",
     Fix("x.to_local().__dlpack__()", "this rank's piece"),
@@ -187,7 +194,7 @@ SPECIAL[T.__dlpack__] = refusal(
 MEMORY = "it works on memory, of which each rank has another part"
 for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
     _way_out = Fix(f"x.to_local().{_name}(...)", "on this rank's piece")
-    SPECIAL[getattr(T, _name)] = refusal(_name, MEMORY, _way_out)
+    OVERRIDES[getattr(T, _name)] = make_refusal(_name, MEMORY, _way_out)
 
 
-SPECIAL[T.__setitem__] = set_item
+OVERRIDES[T.__setitem__] = set_item

@@ -21,11 +21,11 @@ from .autograd import moved
 from .dtensor import DTensor, tagged
 from .function_facts import facts_of_function
 from .names import Form
-from .origin import Origin, writes
+from .origin import Origin, count_writes_or_none
 from .spec import Spec, spec_of
 from .tensor_state import own_state, state_of
 
-__all__ = ["gives_view", "mark_copies", "reshaped", "written_through"]
+__all__ = ["gives_view", "mark_copies", "reshape_copy", "write_through_copy"]
 
 T = torch.Tensor
 
@@ -52,7 +52,7 @@ def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str,
     """Note of each result that it is a copy of a part of `args[0]`, and which."""
     source = args[0]
     alias = alias_of(source)
-    seen = writes(alias)
+    seen = count_writes_or_none(alias)
 
     def mark_output(t: DTensor, index: int | None) -> DTensor:
         return _mark_copy_of_view(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
@@ -86,7 +86,9 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, origin: Origin) -> DTenso
     return copy
 
 
-def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+def write_through_copy(
+    write: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any
+) -> DTensor:
     """Do `write(copy, ...)`, an op in place, and write the result into the tensor behind `copy`."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
@@ -112,7 +114,7 @@ def written_through(write: Callable[..., Any], copy: DTensor, *args: Any, **kwar
             source[origin.args[0]] = value
         else:
             source.copy_(_replace_viewed_part(source, origin, value))
-    own.seen, own.again = writes(own.source), None
+    own.seen, own.again = count_writes_or_none(own.source), None
     return copy
 
 
@@ -129,7 +131,7 @@ def _before_expand(origin: Origin) -> Origin:
     return _before_expand(part)
 
 
-def reshaped(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+def reshape_copy(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Do `reshape(copy, ...)`, which changes the shape in place: a view of what it was."""
     before, spec = alias_of(copy), copy._spec
     own_state(copy).origin = None
@@ -137,7 +139,7 @@ def reshaped(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: A
     reshape(copy, *args, **kwargs)
     view = getattr(T, reshape.__name__.removesuffix("_"))
     return _mark_copy_of_view(
-        copy, before, Origin(before, view, args, kwargs, None, writes(before))
+        copy, before, Origin(before, view, args, kwargs, None, count_writes_or_none(before))
     )
 
 

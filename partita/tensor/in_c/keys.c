@@ -44,7 +44,7 @@ static PyObject *frozen_all(PyObject *values) {
     return out;
 }
 
-/* As `plan_cache.frozen`. */
+/* As `plan_cache.freeze_value`. */
 static PyObject *frozen(PyObject *value) {
     PyTypeObject *t = Py_TYPE(value);
     if (t == &PyLong_Type || value == Py_None || t == &PyUnicode_Type) return Py_NewRef(value);

@@ -1,9 +1,7 @@
-"""Agreement of local tensors.
+"""Agreement of local tensors: whether those that the ranks bring make up one global tensor.
 
-Do the local tensors that the ranks bring go together as one global tensor?
-
-What one rank finds it can tell only itself. With `run_check` the ranks first tell each other, and
-then all raise the same error, or none.
+What one rank finds only that rank knows. So the ranks first tell each other, and then all raise the
+same error, or none.
 """
 
 from __future__ import annotations
@@ -28,13 +26,14 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial
 from .checksum import checksum
 from .spec import Spec
 
-__all__ = ["agree_pieces", "compare", "does_not_fit", "make_no_strides_error"]
+__all__ = ["agree_pieces", "compare_pieces", "make_misfit_error", "make_no_strides_error"]
 
 
-def does_not_fit(
+def make_misfit_error(
     shape: Sequence[int], layout: Layout, wire: Wire, at: Coordinate, *, told: Fix | None = None
 ) -> LayoutError:
-    """The piece of `shape` that the rank at `at` brings is not the one that `layout` gives it."""
+    """The error to raise where the rank at `at` brings a piece of `shape`, which is not what
+    `layout` has for it."""
     rank, due = wire.mesh.coordinates().index(at), layout.local_shape(wire.mesh, at)
     return LayoutError(
         f"from_local: the piece of rank {rank} does not fit the stated shape {layout.shape}",
@@ -68,11 +67,15 @@ def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
         if fits:
             remember_agreed(wire, key)
     if not fits:
-        raise does_not_fit(local.shape, spec.layout, wire, wire.at)
+        raise make_misfit_error(local.shape, spec.layout, wire, wire.at)
 
 
-def compare(local: torch.Tensor, spec: Spec) -> None:
-    """Compare what the ranks hold, and raise on all of them alike if it does not go together."""
+def compare_pieces(local: torch.Tensor, spec: Spec) -> None:
+    """Compare shapes, dtypes, values and order in memory of the ranks' pieces of one tensor.
+
+    Raises:
+        LayoutError: on all ranks alike, where they do not make up a tensor of `spec`.
+    """
     wire, layout = spec.wire, spec.layout
     fits = local.shape == spec.local_shape
     said = f"{layout} of {local.dtype}"
@@ -81,7 +84,7 @@ def compare(local: torch.Tensor, spec: Spec) -> None:
     if len({digest for digest, *_ in told}) > 1 or not all(ok for _, ok, *_ in told):
         raise _make_disagreement_error(local, layout, said, wire)
     if {1, 2} <= {order for _, _, order, *_ in told}:
-        raise _laid_out_differently([order for _, _, order, *_ in told])
+        raise _make_order_error([order for _, _, order, *_ in told])
     at = {c: tuple(told[i][3:]) for i, c in enumerate(wire.mesh.coordinates())}
     for axis in wire.mesh.names:
         placement = layout.placement(axis)
@@ -115,7 +118,7 @@ def _order_of_memory(local: torch.Tensor, spec: Spec) -> int:
     return 1 if local.is_contiguous() else 2
 
 
-def _laid_out_differently(orders: Sequence[int]) -> LayoutError:
+def _make_order_error(orders: Sequence[int]) -> LayoutError:
     ranks = (orders.index(1), orders.index(2))
     return LayoutError(
         "from_local: the ranks' pieces lie differently in memory",
@@ -150,7 +153,7 @@ def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
 def _make_disagreement_error(
     local: torch.Tensor, layout: Layout, said: str, wire: Wire
 ) -> LayoutError:
-    """What to raise where pieces do not fit; every rank comes here."""
+    """The error to raise where pieces do not fit. Every rank calls this: texts are gathered."""
     mine = [said, f"{layout.shards} {local.dtype}", list(local.shape)]
     told = [json.loads(t) for t in gather_texts(json.dumps(mine), wire)]
     texts = [text for text, _, _ in told]
@@ -158,15 +161,15 @@ def _make_disagreement_error(
     at = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
     # Only where the ranks agree on all but the shape can the pieces say which it is.
     cut_alike = len({cut for _, cut, _ in told}) == 1
-    true = _made_by(at, layout, wire) if cut_alike else None
+    true = _find_shape_of_pieces(at, layout, wire) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
         return differing("from_local", texts, fixes=[fix] if fix else [])
     wrong = next(c for c, s in at.items() if s != layout.local_shape(wire.mesh, c))
-    return does_not_fit(at[wrong], layout, wire, wrong, told=fix)
+    return make_misfit_error(at[wrong], layout, wire, wrong, told=fix)
 
 
-def _made_by(
+def _find_shape_of_pieces(
     at: dict[Coordinate, tuple[int, ...]], layout: Layout, wire: Wire
 ) -> tuple[int, ...] | None:
     """The shape of the tensor that is cut into just these pieces, if there is one."""

@@ -1,7 +1,12 @@
-"""Autograd across layouts: how does a gradient cross a change of layout?
+"""Autograd across layouts: how a gradient crosses a change of layout.
 
-The only Python that runs in a backward pass: the transposed moves of each redistribution. All else
-is plain local autograd, whose gradients are laid out by `Placement.dual` and so need no handling.
+`moved` redistributes a local tensor. Where it needs a gradient this is a node of autograd, whose
+backward runs the transposed moves in reverse order: the only Python in a backward pass. All else is
+plain local autograd, whose gradients are laid out by `Placement.dual` and need no handling.
+
+    forward   Partial -> Replicate  (all-reduce)        backward   Partial -> Replicate
+    (all-reduce) forward   Shard(0) -> Replicate (all-gather)        backward   Partial -> Shard(0)
+    (reduce-scatter)
 """
 
 from __future__ import annotations
@@ -109,7 +114,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
 
 
 class _NoView(torch.autograd.Function):
-    """The identity, whose result is no view to autograd."""
+    """The identity, whose result autograd does not take for a view."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +158,8 @@ def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> tor
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Each rank has the gradient of what it has: a gradient that is split otherwise cannot be."""
+    """The error to raise where `grad_placements` shard the gradient otherwise than the value is
+    sharded: each rank has the gradient of the piece that it has."""
     return LayoutError(
         f"{op}: grad_placements cut the gradient otherwise than the value is",
         place=line,
@@ -167,7 +173,7 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
 
 
 class _AskGradient(torch.autograd.Function):
-    """The identity, whose gradient may mean two things: it raises and says which."""
+    """The identity, whose backward raises, since the gradient may mean two things."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: Spec, op: str, line: str) -> torch.Tensor:
@@ -232,5 +238,5 @@ def _make_two_meanings_error(spec: Spec, op: str, line: str) -> LayoutError:
 
 
 def _format_placement(p: Placement) -> str:
-    """As a user writes it: repr names the fields."""
+    """The placement as a user writes it; `repr` names the fields, too."""
     return f"Shard({p.dim})" if isinstance(p, Shard) else f"{type(p).__name__}()"

@@ -1,4 +1,4 @@
-"""How is a DTensor copied: into another, in memory, and into a file?"""
+"""Copies of DTensors: `copy_`, `copy.deepcopy`, and pickling of this rank's piece."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from partita.comm import saved_as, user_line, wire_saved_as
 from partita.comm.device import is_seen_by_processes
 from partita.layout import Fix, Layout, LayoutError
 
+from .aliasing import write_through_copy
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .gradient_overrides import gradient_of
-from .mixed_operands import admit
+from .mixed_operands import admit, alias_as_invariant, give_history
 from .padded_storage import copy_with_room, find_padded, with_room
-from .plain_writes import alias_as_invariant, give_history
 from .spec import Spec, spec_for_write_into, spec_of
 from .tensor_overrides import implements
 from .tensor_state import OURS
-from .view_writes import write_through_copy
 
 __all__: list[str] = []
 
@@ -30,7 +29,7 @@ T = torch.Tensor
 
 @implements(T.copy_)
 def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
+    """`x.copy_(src)`: src is moved into x's layout."""
     if not isinstance(x, DTensor):
         wire = src._spec.wire  # type: ignore[attr-defined]
         _copy_into(alias_as_invariant(x, wire), src, non_blocking)
@@ -52,7 +51,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
 
 
 def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
-    """Where `src`, which torch broadcasts, must lie to be copied into a tensor of `spec`.
+    """The spec in which `src`, which is broadcast, is copied into a tensor of `spec`.
 
     Raises:
         RuntimeError: it cannot be broadcast.
@@ -104,7 +103,7 @@ def _rebuild(
     at: tuple[int, ...],
     names: dict[str, Any],
 ) -> DTensor:
-    """What pickle calls; at module level, so that `weights_only=True` can allow it.
+    """Make the DTensor that was pickled. At module level, so that `weights_only=True` can allow it.
 
     Raises:
         LayoutError: this rank has no such mesh, or `local` is another rank's piece.

@@ -1,11 +1,10 @@
 """Dynamo: what `torch.compile` does where it meets a DTensor, and where it meets partita itself.
 
-Dynamo knows of a tensor only what its class lets it see: of a DTensor the shard's sizes beside the
-global ones. It must not trace one. Before anything else it asks a tensor for an attribute of its
-own (is the tensor's address static?); of a DTensor that is answered by a refusal, after which the
-frame, with all that it calls, runs as it would without `torch.compile`, with one warning. Where a
-whole graph was asked for, the refusal is the error. Of partita's own code Dynamo enters only what
-`_ENTERED` names.
+Dynamo knows of a tensor only what its class lets it see: of a DTensor the piece's sizes beside the
+global ones. It must not trace one. Before anything else it reads an attribute of its own from a
+tensor (is its address static?); of a DTensor that raises, after which the frame, with all that it
+calls, runs as it would without `torch.compile`, with one warning. Where a whole graph was asked
+for, that is the error. Of partita's own code Dynamo enters only what `_ENTERED` names.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ _SAID = (
 _ENTERED = (
     *(
         f"tensor/{name}.py"
-        for name in (
-            "torch_patches checkpoint_in_graph checkpoint_inputs constructors flex module_hooks"
-        ).split()
+        for name in ("torch_patches torch_checkpoint constructors flex module_hooks").split()
     ),
     "parallel/optimizer.py",
     "remat/",
@@ -72,11 +69,11 @@ def _skip_files(rules: Any) -> None:
 
 
 TOLD: list[str] = []
-"""What was said in this process, to be said once."""
+"""The warning, once this process has given it."""
 
 
 def _refuse_dynamo(x: DTensor) -> Any:
-    """What Dynamo hears where it asks a DTensor for its own attribute."""
+    """The attribute that Dynamo reads first: it raises what makes Dynamo skip the frame."""
     if torch._guards.TracingContext.try_get() is None:  # somebody else asks
         raise AttributeError("_dynamo_static_input_type")
     from torch._dynamo.exc import Unsupported

@@ -1,12 +1,11 @@
-"""Pieces without elements: a rank that has no rows takes part in backward as the others do.
+"""Empty pieces: how a rank whose piece has no elements runs an op, and takes part in backward.
 
 Which collectives backward makes must not depend on a rank's own autograd graph, and torch's kernels
 may leave an operand out of the graph where there is nothing to compute, or fail there. So an op
-whose piece is empty on this rank is also run on tensors without storage that are as large as the
-first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
-zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have, it is
-asked for here, too: else this rank would go on alone. Ranks whose pieces have elements do none of
-this.
+whose piece is empty on this rank is also run on tensors on "meta" as large as the first rank's
+pieces: what is differentiable there is tied to the result here, with a gradient of zeros. And what
+torch refuses where there are elements, as dtypes that a kernel does not have, is refused here, too:
+else this rank would go on alone. Ranks whose pieces have elements do none of this.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .choose import Choice
 from .function_facts import facts_of_function
 from .names import Form
 
-__all__ = ["tied_to", "wrap_for_empty_pieces"]
+__all__ = ["tie_to_operands", "wrap_for_empty_pieces"]
 
 Shape = tuple[int, ...]
 
@@ -170,8 +169,8 @@ def _run_on_meta(
     metas: dict[Path, torch.Tensor],
     is_users: bool,
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
-    """What pieces with elements give, and which operands it is differentiable in; None where it
-    cannot be told without values."""
+    """The outputs for pieces with elements, and the paths of the operands that they are
+    differentiable in; None where it takes values to tell."""
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
         # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
@@ -238,12 +237,12 @@ def _make_empty_output(
 def _tie_outputs_to_operands(
     out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]
 ) -> Any:
-    """`out`, each of whose tensors has all `operands` behind it that it would have elsewhere."""
+    """`out`, with all `operands` in its autograd graph that are in it on ranks with elements."""
     outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
     new = [
-        tied_to_lost(t, operands) if there.requires_grad else t
+        tie_to_lost_operands(t, operands) if there.requires_grad else t
         for t, there in zip(outs, like, strict=True)
     ]
     if isinstance(out, torch.Tensor):
@@ -251,18 +250,18 @@ def _tie_outputs_to_operands(
     return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
 
 
-def tied_to(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with all of `operands`, which require grad, behind it, where a gradient of zeros comes to
-    each."""
+def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`t` with all of `operands`, which require grad, in its autograd graph; each gets a gradient
+    of zeros."""
     tied: torch.Tensor = _Tie.apply(t, *operands)
     return tied
 
 
-def tied_to_lost(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with those of `operands` behind it that are not."""
+def tie_to_lost_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`t` with those of `operands` tied to it that are not in its autograd graph."""
     reached = _nodes_behind([t], operands)
     lost = [o for o in operands if _node_of_tensor(o) not in reached]
-    return tied_to(t, lost) if lost else t
+    return tie_to_operands(t, lost) if lost else t
 
 
 class _Tie(torch.autograd.Function):

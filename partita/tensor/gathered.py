@@ -1,6 +1,7 @@
-"""Gathered calls.
+"""Gathered calls: how a function runs that no rule speaks of.
 
-What happens to a call of which no rule speaks? Its operands are whole, and so is its result.
+Its operands are gathered, so that each is whole on every rank, and so is its result. This is right
+whatever the function does, and the ledger shows what it costs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Layout
 
 from .agreement import make_no_strides_error
+from .aliasing import gives_view, write_through_copy
 from .arguments import (
     all_tensors,
     find_view_copies,
@@ -26,15 +28,14 @@ from .arguments import (
     writes_view_copy,
 )
 from .autograd import moved
-from .draws import with_generator_check
 from .dtensor import DTensor, tagged
 from .function_facts import facts_of_function
 from .grad_buckets import pending_gradients, reduce_pending_gradients
+from .mixed_operands import write_into_plain
 from .names import Form
-from .plain_writes import write_into_plain
 from .plan import CallPlan, Target
+from .random import with_generator_check
 from .spec import Spec, spec_of
-from .view_writes import gives_view, write_through_copy
 
 __all__ = ["run_gathered"]
 
@@ -42,14 +43,14 @@ __all__ = ["run_gathered"]
 def run_gathered(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
 ) -> Any:
-    """Run an op of which no rule speaks: operands whole, result whole.
+    """Run a call on whole operands; its result is whole.
 
-    In place the result is moved back into the operand's layout, since others may hold it too: where
-    that is pending, the first rank keeps the result and the others hold zeros; of a pending maximum
-    or minimum each keeps it.
+    An operand that is written keeps its layout, since others may hold it too: it is written as a
+    gathered copy, which is then moved back. Where that layout is pending, the first rank keeps the
+    result and the others hold zeros; of a pending maximum or minimum each keeps it.
 
     Raises:
-        LayoutError: in place, and the result has another shape.
+        LayoutError: what is written would have another shape.
     """
     tensors = all_tensors(args, kwargs)
     numbers = read_numbers_of_other_meshes(form.name, tensors)
@@ -61,7 +62,7 @@ def run_gathered(
     if plain:
         return write_into_plain(func, form.name, plain, args, kwargs)
     waiting = pending_gradients(t for _, t in tensors)
-    if waiting:  # who needs a gradient whole settles it for good
+    if waiting:  # a pending gradient that is needed whole is reduced for good
         reduce_pending_gradients(waiting)
         return func(*args, **kwargs)
     wire = find_wire(form.name, [t for _, t in tensors])
@@ -99,9 +100,9 @@ def run_gathered(
         targets=tuple(targets),
         kernel=(with_generator_check(form.local or func, form, wire) if draws else None)
         or form.local,
-        fresh=make_output_spec,
-        copies=bool(targets) and gives_view(form, args),
-        renews=find_view_copies(tensors),
+        make_output_spec=make_output_spec,
+        result_is_view_copy=bool(targets) and gives_view(form, args),
+        view_copies=find_view_copies(tensors),
     )
     if not copies:
         return plan.run(func, args, kwargs)

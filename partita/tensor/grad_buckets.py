@@ -1,8 +1,7 @@
-"""Gradient buckets.
+"""Gradient buckets: how pending gradients are reduced, in as few collectives as their buckets
+allow.
 
-How do pending gradients become whole? Together, in as few collectives as their buckets allow.
-
-A gradient object that is settled keeps its identity, not its memory: what else looks at that memory
+A gradient object that is reduced keeps its identity, not its memory: what else looks at that memory
 (a view that somebody took before) goes on holding shares, which are right as shares.
 """
 
@@ -28,14 +27,14 @@ from .watch import HERE
 __all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "reduce_pending_gradients"]
 
 BUCKET_BYTES = 64 << 20
-"""One all-reduce settles at most about this many bytes of gradients."""
+"""Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
 
 _base: Any = torch._C.TensorBase
 _data, _grad = _base.data, _base.grad.__get__
 
 
 def owner_of(grad: torch.Tensor) -> DTensor | None:
-    """The tensor whose gradient this object is at present, if it is one's."""
+    """The tensor whose `.grad` this object is now, or None."""
     known = state_of(grad).gradient_of
     owner: DTensor | None = None if known is None else known()
     return owner if owner is not None and owner.grad is grad else None
@@ -53,10 +52,10 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
 
 
 def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
-    """Reduce the pending gradients of `params`: each then lies where it rests, as its parameter.
+    """Reduce the pending gradients of `params`; each is then in the layout of `settled_spec`.
 
     One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".
-    Gradients that are not pending are left alone; for those that are under way it waits.
+    Gradients that are not pending are left alone. Waits for those that ZeRO is reducing already.
     """
     params = list({id(p): p for p in params}.values())
     rests = [state_of(p).rest for p in params]
@@ -72,19 +71,19 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         if not grad._spec.is_pending:
             continue
         if settled_spec(p) is not p._spec:
-            _settle_into_shard(p, grad)
+            _reduce_scatter_gradient(p, grad)
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
         groups.setdefault(key, []).append(p)
-    _agree_on(params, groups)
+    _agree_on_gradients(params, groups)
     for (wire, partial, _, _), group in groups.items():
         for bucket in _split_into_buckets(group):
             _reduce_bucket(bucket, wire, partial)
 
 
-def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
-    """Raise on all ranks unless they have gradients of the same parameters, where these are some
-    for the first time: of what else they have, buckets would be cut that do not go together."""
+def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
+    """Raise on all ranks unless they have gradients of the same parameters, else their buckets
+    would differ. Compared the first time that these parameters have gradients."""
     wires: dict[Wire, list[DTensor]] = {}
     for key, group in groups.items():
         wires.setdefault(key[0], []).extend(group)
@@ -109,8 +108,8 @@ def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
         remember_agreed(wire, key)
 
 
-def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
-    """Where ZeRO leaves each rank a shard of the gradient."""
+def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
+    """Reduce-scatter a gradient of which ZeRO leaves each rank a shard."""
     wanted = settled_spec(p)
     with torch.no_grad():
         rest = state_of(p).rest

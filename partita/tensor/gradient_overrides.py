@@ -1,6 +1,8 @@
 """Gradients of DTensors: what `.grad`, `backward`, `torch.autograd.grad` and hooks mean.
 
-Autograd computes on pieces. What goes in and what comes out is typed here, by duality.
+Autograd computes on pieces. What goes in is made a piece, and what comes out is tagged as a
+DTensor, whose layout is the dual of its value's: Partial for Replicate, Replicate for Partial, and
+itself for Shard and Invariant.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .autograd import moved
 from .composite import enter_function
 from .dtensor import DTensor, tagged
 from .grad_state import is_watched, lay_out_gradient, store_gradient, unmark_settled
+from .mixed_operands import admit
 from .origin import current
 from .spec import Spec, spec_of
 from .tensor_overrides import find_getter, implements
@@ -32,7 +35,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def _show_gradient(x: torch.Tensor) -> None:
-    """What ZeRO keeps of x's gradient becomes a part of it: it is to be read, or cleared."""
+    """Have ZeRO add what it keeps of x's gradient to it, before it is read or cleared."""
     rest = state_of(x).rest
     if rest is not None:
         rest.owner.show_gradient()
@@ -40,7 +43,7 @@ def _show_gradient(x: torch.Tensor) -> None:
 
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """The gradient, typed by duality. Typed once: later reads give the same object."""
+    """`x.grad` as a DTensor. It is tagged once: later reads give the same object."""
     _show_gradient(x)
     with Local():
         grad = _grad.__get__(x)
@@ -93,7 +96,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """`x.grad = None` of each, which takes longer to say than to find that most have none."""
+    """`x.grad = None` for each, quickly where there is none."""
     shown = None
     with Local():
         for x in tensors:
@@ -113,11 +116,13 @@ def _del_grad(x: DTensor) -> None:
         _grad.__delete__(x)
 
 
-def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plain alias of a root of backward, and the local gradient to start from.
+def make_backward_seed(
+    root: DTensor, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain alias of a root of backward, and the local gradient that backward starts from.
 
-    A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
-    it whole, which needs no communication.
+    Of a Replicate root it is Partial: the first rank has the gradient, the others zeros. Of a
+    Partial root it is Replicate. Neither needs communication.
     """
     root = current(root)
     spec = root._spec
@@ -137,7 +142,7 @@ def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Te
     elif isinstance(gradient, DTensor):
         before, seed = gradient._spec, gradient
     else:
-        before, seed = _whole_gradient(gradient, spec, "backward"), gradient
+        before, seed = _spec_of_plain_gradient(gradient, spec, "backward"), gradient
     if before.shape != spec.shape:
         raise RuntimeError(
             f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
@@ -147,10 +152,8 @@ def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Te
     return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
 
 
-def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+def _spec_of_plain_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
     """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
-    from .mixed_operands import admit
-
     if not gradient.requires_grad:
         admit(gradient, spec.wire, op)
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
@@ -173,8 +176,8 @@ class _BrokenOff(threading.local):
 
 
 BROKEN_OFF = _BrokenOff()
-"""Whose `reset_after_abort()` is called when a backward pass of this thread raises, which autograd
-tells nobody."""
+"""Its `watchers` have their `reset_after_abort()` called when a backward pass of this thread
+raises: autograd has no hook for that."""
 
 _plain_backward: Any = enter_function(torch.autograd.backward)
 assert _plain_backward is not None
@@ -193,13 +196,14 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 
 
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    """The roots of a backward pass as plain tensors, and for each where it starts."""
+    """The roots of a backward pass as plain tensors, and the local gradient that each starts
+    from."""
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     given += [None] * (len(roots) - len(given))
     for i, root in enumerate(roots):
         if isinstance(root, DTensor):
-            roots[i], given[i] = seed_of_root(root, given[i])
+            roots[i], given[i] = make_backward_seed(root, given[i])
         elif isinstance(given[i], DTensor):
             raise LayoutError(
                 "backward of a plain tensor with a DTensor as its gradient",
@@ -217,7 +221,7 @@ assert _plain_grad is not None
 def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """torch.autograd.grad with typed results."""
+    """torch.autograd.grad, whose results are DTensors for inputs that are."""
     outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
     grads = _plain_grad(outs, wanted, given, *args, **kwargs)
@@ -230,7 +234,8 @@ def _autograd_grad(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """`hook` as it is hung on the DTensor `x`: it gets a typed gradient and may return one."""
+    """What is registered on `x` for the user's `hook`, which gets the gradient as a DTensor and may
+    return one."""
     # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
     known = weakref.ref(x) if x.is_leaf else None
     spec: Spec | None = getattr(x, "_spec", None)
@@ -241,7 +246,11 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
         wanted = now.gradient
         out = hook(tagged(grad.view_as(grad), wanted))
         if isinstance(out, torch.Tensor):
-            before = out._spec if isinstance(out, DTensor) else _whole_gradient(out, wanted, "hook")
+            before = (
+                out._spec
+                if isinstance(out, DTensor)
+                else _spec_of_plain_gradient(out, wanted, "hook")
+            )
             grad = moved(out, before, wanted, "hook", "gradient")
             return now.wire.fill_padding(grad, wanted.layout, 0)
         return out
@@ -252,7 +261,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
 
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
-    """The hook gets a typed gradient and may return one."""
+    """`x.register_hook`."""
     typed = type_hook(x, hook)
     with Local():
         return x.register_hook(typed)

@@ -1,7 +1,7 @@
-"""What is known of an operator of torch.library: `torch.ops.aten.add.Tensor`, or one of your own?
+"""Operators of torch.library: `torch.ops.aten.add.Tensor`, or one of the user's own.
 
-The backward of one of your own may be Python that reads what forward saved: it must find this
-rank's pieces there, not DTensors beside pieces of gradients.
+The backward of a user's operator may be Python that reads what forward saved. It must find this
+rank's pieces there, not DTensors beside pieces of gradients: `wrap_with_plain_pieces`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def operator_of(func: Callable[..., Any]) -> Operator | None:
 
 
 def wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` on plain aliases of its operands; called with torch-function disabled."""
+    """A function that calls `func` with plain aliases of its operands. It is itself called with
+    torch-function disabled."""
 
     def local_view_of(value: Any) -> Any:
         if isinstance(value, DTensor):

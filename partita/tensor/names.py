@@ -1,24 +1,33 @@
-"""Names of functions: which rule speaks of a function, and in which form is the function called?
+"""Forms of functions: which op a torch function is a form of, which rule it has, and what it
+writes.
 
-One op has one home: `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and
-`torch._foreach_add_` are forms of one op and share its rule.
+One op has one rule, given for one of its functions. The others are found by their names:
+`torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`, `torch._foreach_add_` and
+`torch.ops.aten.add.Tensor` are forms of one op.
+
+    form_of(torch.Tensor.add_)  ->  Form(name="add", rule=RULES[torch.add], inplace=True, ...)
+
+What a function writes besides, and besides `out`, must be the user's own tensor, not what that
+became when it was moved (`Written`). Torch's schemas say it of operators, except the running
+statistics of the older normalisations.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from partita.rules import RULES, Rule
 
 from .function_facts import OF_ONE_OPERAND, facts_of_function
 from .library import Operator, operator_of, overloads_of, wrap_with_plain_pieces
-from .written import Written, written_by
 
 __all__ = ["Form", "form_of", "parameter_names", "rule_named"]
 
@@ -37,7 +46,7 @@ _DUNDERS = {
 }
 _COMMUTING = {"add", "mul", "and", "or", "xor"}
 
-_SAME = {
+_SYNONYMS = {
     "multiply": "mul",
     "subtract": "sub",
     "divide": "div",
@@ -65,11 +74,11 @@ _SAME = {
     "concatenate": "cat",
 }
 
-_BARE: dict[Any, Callable[..., Any]] = {
+_BARE_CALLS: dict[Any, Callable[..., Any]] = {
     getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
     for op in OF_ONE_OPERAND
 } | {torch.nn.functional.embedding: lambda input, weight: torch.embedding(weight, input)}
-"""What functions of torch.nn.functional are of their operands where each flag is None or False."""
+"""What functions of torch.nn.functional call on their operands where each flag is None or False."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,10 @@ class Form:
         name: the op's name.
         rule: what is known of it, or None.
         inplace: the first operand is written and returned.
-        reshapes: in place, and the first operand's shape changes.
-        foreach: lists of operands, one call of the op for each place.
-        local: what runs on the shard; the function itself where None.
-        bare: what the function is of its operands alone, where its flags ask for nothing.
+        reshapes: the first operand's shape is changed in place.
+        foreach: it takes lists, and is one call of the op for each place in them.
+        local: what runs on the pieces; the function itself where None.
+        bare: what runs on the operands alone, where the other arguments ask for nothing.
         operator: what is known of an operator of torch.library; None of other functions.
         writes: operands that are written besides the first of one in place.
     """
@@ -103,7 +112,7 @@ class Form:
 
 @cache
 def form_of(func: Callable[..., Any]) -> Form:
-    """Find a function's rule: its own if it has one, else its op's by name.
+    """The form that a function is. Its rule is its own if it has one, else its op's by name.
 
     A function written in Python has only a rule of its own; without one it is entered.
     """
@@ -129,14 +138,14 @@ def form_of(func: Callable[..., Any]) -> Form:
         elif op.startswith("r") and bare in _COMMUTING:
             op = bare
         op = _DUNDERS.get(op, op)
-    op = _SAME.get(op, op)
+    op = _SYNONYMS.get(op, op)
     reshapes, writes = facts_of_function(name).reshapes, written_by(func)
     if own is not None:
-        name, bare = own.name.removeprefix("__").rstrip("_") or op, _BARE.get(func)
+        name, bare = own.name.removeprefix("__").rstrip("_") or op, _BARE_CALLS.get(func)
         return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
     if isinstance(func, types.FunctionType):
         if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):
-            twin, bare = _builtin_twin(op), _BARE.get(func)
+            twin, bare = _builtin_twin(op), _BARE_CALLS.get(func)
             return Form(func, op, rule_named(op), local=twin, bare=bare)
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
@@ -162,7 +171,8 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
 
 
 def _builtin_twin(op: str) -> Callable[..., Any] | None:
-    """The builtin that a twin ends in, where it takes the twin's arguments; else None."""
+    """The builtin that a function of torch.nn.functional passes its arguments on to, if it takes
+    them as they are; else None."""
     builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
     if op in ("layer_norm", "rms_norm"):
         return builtin
@@ -184,8 +194,6 @@ def rule_named(name: str) -> Rule | None:
 def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
     """The names of a function's first `count` parameters, as torch's own table of overrides has
     them; `operand0`, ... where it has none (then they can only be given by position)."""
-    import inspect
-
     stand_in = torch.overrides.get_testing_overrides().get(func)
     names: list[str] = []
     if stand_in is not None:
@@ -194,3 +202,66 @@ def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
                 names.append(p.name)
     names = names[:count]
     return tuple(names) + tuple(f"operand{i}" for i in range(len(names), count))
+
+
+# -- what a function writes ------------------------------------------------------------------------
+
+_STATISTICS = ("running_mean", "running_var")
+_UPDATING = ("training", "use_input_stats")
+
+
+@dataclass(frozen=True)
+class Written:
+    """An operand that a function writes.
+
+    Attributes:
+        place, name: of its parameter.
+        flag: place and name of the parameter that must be true for it to be written, if there is
+            one.
+    """
+
+    place: int
+    name: str
+    flag: tuple[int, str] | None = None
+
+    def path(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int | str] | None:
+        """Its path in a call; None if this call does not write it."""
+        if self.flag is not None:
+            i, name = self.flag
+            if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
+                return None
+        return (self.place,) if self.place < len(args) else (self.name,)
+
+
+def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
+    """The operands that `func` writes, as far as can be known."""
+    if isinstance(func, types.FunctionType):
+        # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
+        return _find_written_statistics(
+            list(inspect.signature(func, follow_wrapped=False).parameters)
+        )
+    overloads = overloads_of(func)
+    if not overloads:  # a builtin, or a method: known as the operator of its name
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+        overloads = overloads_of(packet) if packet is not None else []
+    found: dict[Written, None] = {}
+    for overload in overloads:
+        arguments = overload._schema.arguments
+        for i, a in enumerate(arguments):
+            if a.is_write and not a.is_out and _holds_tensors(overload, a.type):
+                found[Written(i, a.name)] = None
+        if not found:
+            found |= dict.fromkeys(_find_written_statistics([a.name for a in arguments]))
+    return tuple(found)
+
+
+def _holds_tensors(overload: OpOverload, type: torch.JitType) -> bool:
+    # TorchScript has operators on Python's lists, `aten::sort` among them: no tensor is written.
+    if isinstance(type, torch.ListType):
+        return overload._opname.endswith("_")
+    return "Tensor" in str(type)
+
+
+def _find_written_statistics(names: list[str]) -> tuple[Written, ...]:
+    flag = next(((i, n) for i, n in enumerate(names) if n in _UPDATING), None)
+    return tuple(Written(i, n, flag) for i, n in enumerate(names) if n in _STATISTICS)

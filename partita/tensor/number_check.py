@@ -1,6 +1,7 @@
-"""Numbers that a program gives to ops: compared between ranks at each call under `check_ranks()`.
+"""The check of numbers: what a program gives to ops besides tensors is compared between ranks.
 
-`D * (1 + rank)` makes no move, so nothing else would tell that the ranks have parted.
+Under `check_ranks()`, at each call. `D * (1 + rank)` makes no move, so nothing else would tell that
+the ranks have parted.
 """
 
 from __future__ import annotations

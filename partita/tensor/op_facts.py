@@ -1,4 +1,4 @@
-"""Facts of operators: does a call show memory, write it, draw, or only put elements elsewhere?
+"""Facts of operators: whether a call is a view, writes, draws, or only moves elements.
 
 Read off an operator's schema and tags, and for what these do not say off one table of corrections.
 """

@@ -1,8 +1,7 @@
-"""`out=`: how is a result written into the tensor, or tensors, given as `out=`?
+"""`out=`: how a result is written into the tensor, or tensors, given as `out=`.
 
-The op runs without it, and what comes out is moved into the layout of `out` and copied. The
-refusals are torch's own: no gradient goes through `out`, and its dtype must be able to take the
-result.
+The op runs without it, and its result is moved into the layout of `out` and copied. The refusals
+are torch's own: no gradient goes through `out`, and its dtype must be able to take the result.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def run_into_out(
         if into.shape != value.shape and not isinstance(into, DTensor) and not into.numel():
             into.resize_(value.shape)  # as torch does with memory for nothing
         if into.shape != value.shape:
-            raise _other_shape(func.__name__, into, value)
+            raise _make_other_shape_error(func.__name__, into, value)
         into.copy_(value)
     return out if isinstance(result, torch.Tensor) else type(result)(held)
 
 
-def _other_shape(name: str, into: torch.Tensor, value: torch.Tensor) -> LayoutError:
+def _make_other_shape_error(name: str, into: torch.Tensor, value: torch.Tensor) -> LayoutError:
     def describe_operand(t: torch.Tensor) -> str:
         return t._spec.layout.brief() if isinstance(t, DTensor) else f"plain {tuple(t.shape)}"
 

@@ -40,6 +40,13 @@ from partita.rules import (
     work_of,
 )
 
+from .aliasing import (
+    gives_view,
+    may_be_denser_than_whole,
+    reshape_copy,
+    wrap_copying_as_on_one_device,
+    write_through_copy,
+)
 from .arguments import (
     Path,
     all_tensors,
@@ -56,17 +63,15 @@ from .arguments import (
 )
 from .autocast import as_autocast_casts
 from .choose import Choice, Considered, choose
-from .draws import with_generator_check
 from .dtensor import DTensor
 from .empty_pieces import wrap_for_empty_pieces
 from .function_facts import facts_of_function
-from .may_copy import may_be_denser_than_whole, wrap_copying_as_on_one_device
+from .mixed_operands import write_into_plain
 from .names import Form
 from .padding import wrap_filling_padding
-from .plain_writes import write_into_plain
 from .plan import CallPlan, Target, work_of_plan
+from .random import with_generator_check
 from .spec import spec_of
-from .view_writes import gives_view, reshape_copy, write_through_copy
 from .watch import HERE
 
 __all__ = ["make_plan"]
@@ -75,7 +80,7 @@ _NUMBERS = (int, float, bool, complex)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _UnplannedCall:
     """A call that is planned.
 
     Attributes:
@@ -100,7 +105,8 @@ class _Call:
     @property
     def is_view(self) -> bool:
         """Is the result a view of the first operand on one device?"""
-        return gives_view(self.form, self.args)
+        is_view = facts_of_function(self.form.name).is_view
+        return is_view and gives_view(self.form, self.args)
 
     @property
     def keeps_layout(self) -> bool:
@@ -139,7 +145,7 @@ def make_plan(
     if writes_view_copy(form, args):
         way = reshape_copy if form.reshapes else write_through_copy
         return CallPlan(form.name, wire, rewrite=partial(way, func))
-    call = _Call(form, func, args, kwargs, tensors, wire)
+    call = _UnplannedCall(form, func, args, kwargs, tensors, wire)
     answer, operands = _ask_rule(call)
     if answer is None:
         return None
@@ -150,7 +156,7 @@ def make_plan(
     return _plan_sentence(call, answer, operands)
 
 
-def _ask_rule(call: _Call) -> tuple[Said | Rewrite | Like | None, list[tuple[Path, Any]]]:
+def _ask_rule(call: _UnplannedCall) -> tuple[Said | Rewrite | Like | None, list[tuple[Path, Any]]]:
     """What the rule says of the call, and the operands in the order of the sentence's terms."""
     rule = call.form.rule
     assert rule is not None
@@ -171,7 +177,7 @@ def _ask_rule(call: _Call) -> tuple[Said | Rewrite | Like | None, list[tuple[Pat
 # -- an op that is written as others ---------------------------------------------------------------
 
 
-def _plan_rewrite(call: _Call, answer: Rewrite) -> CallPlan:
+def _plan_rewrite(call: _UnplannedCall, answer: Rewrite) -> CallPlan:
     form = call.form
     rewrite = as_autocast_casts(answer.run, form.name, form.inplace)
     rewrite = _wrap_writing_into_first(rewrite, form) if form.inplace else rewrite
@@ -184,8 +190,8 @@ def _plan_rewrite(call: _Call, answer: Rewrite) -> CallPlan:
         form.name,
         call.wire,
         rewrite=rewrite,
-        copies=copies,
-        renews=find_view_copies(call.tensors),
+        result_is_view_copy=copies,
+        view_copies=find_view_copies(call.tensors),
         names=rule_parameters(form),
     )
 
@@ -193,7 +199,7 @@ def _plan_rewrite(call: _Call, answer: Rewrite) -> CallPlan:
 # -- a new tensor in the layout of another ---------------------------------------------------------
 
 
-def _plan_like_call(call: _Call, answer: Like) -> CallPlan:
+def _plan_like_call(call: _UnplannedCall, answer: Like) -> CallPlan:
     """A tensor of its own in the operand's layout; whole if its shape is another."""
     form, wire, spec = call.form, call.wire, call.args[0]._spec
     if answer.shape == spec.layout.shape:
@@ -224,7 +230,7 @@ def _plan_like_call(call: _Call, answer: Like) -> CallPlan:
 
 
 def _plan_sentence(
-    call: _Call, answer: Said, operands: Sequence[tuple[Path, Any]]
+    call: _UnplannedCall, answer: Said, operands: Sequence[tuple[Path, Any]]
 ) -> CallPlan | None:
     form, wire = call.form, call.wire
     paths = [path for path, _ in operands]
@@ -262,10 +268,10 @@ def _plan_sentence(
         bare=_find_bare_call(call, paths) if kernel is None else None,
         bound=bound,
         choice=choice,
-        retags=form.reshapes,
-        copies=copies,
+        retags_operand=form.reshapes,
+        result_is_view_copy=copies,
         may_copy=may_copy,
-        renews=find_view_copies(call.tensors),
+        view_copies=find_view_copies(call.tensors),
         names=rule_parameters(form),
     )
     if work:
@@ -274,7 +280,7 @@ def _plan_sentence(
     return plan
 
 
-def _bind_sentence(call: _Call, text: str, values: Sequence[Any]) -> Bound | None:
+def _bind_sentence(call: _UnplannedCall, text: str, values: Sequence[Any]) -> Bound | None:
     """The sentence bound to the operands' shapes; None if they do not fit it."""
     try:
         sentence = parse(text)
@@ -289,7 +295,7 @@ def _bind_sentence(call: _Call, text: str, values: Sequence[Any]) -> Bound | Non
 
 
 def _choose_rows(
-    call: _Call,
+    call: _UnplannedCall,
     bound: Bound,
     operands: Sequence[tuple[Path, Any]],
     layouts: Sequence[Layout | None],
@@ -321,7 +327,7 @@ def _choose_rows(
 
 
 def _find_targets(
-    call: _Call,
+    call: _UnplannedCall,
     operands: Sequence[tuple[Path, Any]],
     layouts: Sequence[Layout | None],
     choice: Choice,
@@ -341,7 +347,7 @@ def _find_targets(
 
 
 def _make_kernel(
-    call: _Call, answer: Said, bound: Bound, choice: Choice, paths: Sequence[Path]
+    call: _UnplannedCall, answer: Said, bound: Bound, choice: Choice, paths: Sequence[Path]
 ) -> Callable[..., Any] | None:
     """What runs on the rank in place of the function; None where the function itself does."""
     form, func, wire, names = call.form, call.func, call.wire, rule_parameters(call.form)
@@ -364,7 +370,9 @@ def _make_kernel(
     return kernel
 
 
-def _find_bare_call(call: _Call, paths: Sequence[Path]) -> tuple[Callable[..., Any], int] | None:
+def _find_bare_call(
+    call: _UnplannedCall, paths: Sequence[Path]
+) -> tuple[Callable[..., Any], int] | None:
     """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
     number may differ, and is one that counts only where a flag says so."""
     form, others = call.form, [*call.args[len(paths) :], *call.kwargs.values()]

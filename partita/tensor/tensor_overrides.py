@@ -1,6 +1,8 @@
-"""What of a tensor is no op: attributes, ways out to Python (and gradients: `gradient_overrides`).
+"""Overrides: what attributes and methods mean on a DTensor that are no ops.
 
-Each entry says what a name means for a DTensor; all other functions are ops and go by their rules.
+`OVERRIDES` has them by torch's function: `x.data`, `x.T`, the ways out to Python (`item`, `numpy`,
+...) here; `.grad` and `backward` in `gradient_overrides`, memory in `memory_view`, copies in
+`copies`. All other functions are ops and have rules, or are gathered.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ __all__ = [
 
 T: Any = torch.Tensor
 OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Functions that mean something of their own on a DTensor."""
+"""What is called in place of a function of torch, with its arguments, if a DTensor is among
+them."""
 
 
 def runs_as_torch_has_it(func: Callable[..., Any]) -> bool:
-    """Is this answered by the shard? Attributes are, unless `OVERRIDES` says otherwise."""
+    """Is this function answered by the piece? Attributes are, unless `OVERRIDES` has them."""
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
     return name in attributes or facts_of_function(name).answered_by_piece
 
 
 def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what functions of torch mean where a DTensor is among their arguments."""
+    """A decorator that puts a function into `OVERRIDES` for functions of torch."""
 
     def register_override(f: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
@@ -54,7 +57,7 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def find_getter(name: str) -> Any:
-    """How torch names the reading of an attribute."""
+    """The function that reads an attribute of a tensor, as `__torch_function__` gets it."""
     return getattr(T, name).__get__
 
 
@@ -175,7 +178,7 @@ def _format_dtensor(x: DTensor, spec: str) -> str:
 
 
 def make_refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
-    """What a function means that a DTensor must not come to."""
+    """An override that raises LayoutError: the function cannot take a DTensor."""
 
     def raise_refusal(*args: Any, **kwargs: Any) -> Any:
         raise LayoutError(

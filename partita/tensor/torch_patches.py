@@ -1,11 +1,9 @@
-"""Patches of torch.
+"""Patches of torch: functions that take a DTensor without asking it.
 
-Which functions of torch take a DTensor without asking it, and what do they get?
-
-Most of torch asks a tensor's class what a function means for it. These do not: left alone they
-would take this rank's piece for the whole tensor and say nothing. Each is exchanged, under its
-public name, for one that asks: what can mean the right thing does (see `constructors`, too), the
-others refuse.
+Most of torch asks a tensor's class what a function means for it (`__torch_function__`). These do
+not: they would take this rank's piece for the whole tensor and say nothing. Each is replaced, under
+its public name, by one that asks: where it can mean the right thing it does (see `constructors`,
+too), and the others raise.
 """
 
 from __future__ import annotations

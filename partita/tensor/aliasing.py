@@ -120,8 +120,7 @@ def write_through_copy(
         copy._spec = held
         write(copy, *args, **kwargs)
         return copy
-    layout = spec.layout
-    settled = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)
+    settled = spec.reduced
     with Local():
         value = moved(copy, spec, settled, "write", "implicit").clone()
     value = tagged(value, settled)

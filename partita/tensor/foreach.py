@@ -16,7 +16,6 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 
 from partita.comm import Wire
-from partita.layout import Layout
 
 from .arguments import replace_at_paths
 from .autograd import moved
@@ -27,7 +26,7 @@ from .names import form_of
 from .plan import CallPlan
 from .plan_cache import Op, note_miss, operand_kind
 from .plan_call import make_plan
-from .spec import Spec, spec_of
+from .spec import Spec
 
 __all__ = ["run_foreach"]
 
@@ -250,8 +249,5 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _drop_partial(spec: Spec) -> Spec:
-    """`spec` without what is pending."""
-    layout = spec.layout
-    if not layout.partial:
-        return spec
-    return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)
+    """`spec`, or that of the reduced value where it is pending."""
+    return spec.reduced if spec.is_pending else spec

@@ -116,7 +116,8 @@ def run_gathered(
             x.copy_(tagged(copy, make_replicated_spec(x.shape)))
             continue
         # A pending maximum of one value is that value: each rank keeps it whole.
-        after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), wire)
         with Local():
-            x.copy_(moved(copy, make_replicated_spec(x.shape), after, form.name, "implicit"))
+            x.copy_(
+                moved(copy, make_replicated_spec(x.shape), x._spec.reduced, form.name, "implicit")
+            )
     return args[0] if form.inplace else out

@@ -127,8 +127,7 @@ def make_backward_seed(
     root = current(root)
     spec = root._spec
     if any(op != "sum" for _, op in spec.layout.partial):
-        layout = Layout(spec.layout.shape, spec.layout.shards, (), spec.layout.invariant)
-        after = spec_of(layout, spec.wire)
+        after = spec.reduced
         root = tagged(moved(root, spec, after, "backward", "implicit"), after)
         spec = after
     with torch.enable_grad(), Local():

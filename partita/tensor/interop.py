@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from partita.comm import local_of_torch, made_of_torch, taken_from_torch, torch_mesh, user_line
-from partita.layout import Fix, Layout, LayoutError, Partial, split_factors
+from partita.layout import Fix, LayoutError, Partial, split_factors
 
 from .aliasing import global_strides
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .spec import Spec, spec_of, spec_on_mesh, spec_on_wire
+from .spec import Spec, spec_on_mesh, spec_on_wire
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -97,8 +97,7 @@ def from_torch(x: Any) -> DTensor:
             p = Partial()
         summed.append(p)
     spec = spec_on_mesh(mesh, shape, summed)
-    layout = spec.layout
-    given = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)
+    given = spec.reduced
 
     def gradient(local: torch.Tensor) -> torch.Tensor:
         return moved(local, spec.gradient, given, "from_torch", "gradient")

@@ -130,8 +130,7 @@ def _reduce_partial(t: torch.Tensor) -> torch.Tensor:
     """`t`, reduced if it is Partial."""
     if not isinstance(t, DTensor) or not t._spec.is_pending:
         return t
-    layout = t._spec.layout
-    after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), t._spec.wire)
+    after = t._spec.reduced
     return tagged(moved(t, t._spec, after, "norms", "implicit"), after)
 
 

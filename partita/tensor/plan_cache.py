@@ -1,19 +1,22 @@
-"""The plan cache: which plans does each function have, under which keys, and how many are kept?
+"""The plan cache: the plans of each function, the keys that they are found by, and how many are
+kept.
 
-An `Op` stands for one function that was called with DTensors. It has the function's key function
+An `Op` stands for one function that was called with DTensors: it has the function's key function
 and its plans.
 
-The key of a call is exactly what the op's rule declares that it reads. The key function is
-generated from the rule's parameters, so Python's own binding of positional and keyword arguments
-normalises the call, and an argument that the rule does not declare has no way into the key. A
-tensor enters as its spec, a plain tensor as its shape, a float as nothing but its type, a number in
-an operand's place not at all.
+    torch.sum(x, dim=0)    key (spec of x, 0)    ->    CallPlan
 
-Each op keeps its plans in a dictionary of its own, which dispatch reads directly. A second, older
-generation stands behind it: when the young generations of all ops together reach half of the limit,
-they become the old ones, and the old ones are dropped. A hit costs no bookkeeping; what is used
-survives (it is found among the old and moved back); what is not used is gone after at most two
-turns. So this is LRU, with the age of an entry known to a generation.
+**Keys.** The key of a call is exactly what the op's rule declares that it reads. The key function
+is generated from the rule's parameters, so Python's own binding of positional and keyword arguments
+normalises the call, and an argument that the rule does not declare has no way into the key. A
+DTensor enters as its spec, a plain tensor as its shape, a float as nothing but its type, a number
+in an operand's place not at all.
+
+**Memory.** Each op keeps its plans in a dictionary of its own, which dispatch reads directly. A
+second, older generation stands behind it: when the young generations of all ops together reach half
+of the limit, they become the old ones, and the old ones are dropped. A hit costs no bookkeeping;
+what is used survives (it is found among the old and moved back); what is not used is gone after at
+most two turns. So this is LRU, with the age of an entry known to a generation.
 """
 
 from __future__ import annotations
@@ -52,11 +55,11 @@ class Op:
     """One function and the plans of its calls.
 
     Attributes:
-        func, form: the function, and what it is called and known as.
-        base: what runs on the shard.
-        key: from a call's arguments, the key of its plan.
+        func, form: the function, and the form of an op that it is.
+        base: what runs on the pieces where a plan has no kernel.
+        key: makes the key of a call from its arguments; raises TypeError where they do not fit.
         plans: the young generation of plans, by key; `find` gives one, or None.
-        run: what to do instead of looking a plan up, for what is no op or has no rule.
+        run: what is called in place of all plans, where the function is no op or has no rule.
     """
 
     __slots__ = ("base", "find", "form", "func", "key", "plans", "run")
@@ -68,7 +71,7 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Take the function for `form`, and forget the plans made when it was another."""
+        """Set the form, after a rule was given, and forget the plans that were made by another."""
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name
@@ -109,11 +112,11 @@ RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", 
 
 
 class Unkeyed(TypeError):
-    """A call whose arguments have to be put in order before a key can be computed."""
+    """A call has no key: its arguments have to be normalised first, or nothing is known of it."""
 
 
 def operand_kind(value: Any) -> Any:
-    """What stands in the key for something in an operand's place that is no DTensor."""
+    """The part of a key for an operand that is no DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -122,7 +125,7 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """What stands in the key for a declared argument: hashable, and without any float's value."""
+    """The part of a key for a declared argument: hashable, and without any float's value."""
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
@@ -156,8 +159,8 @@ def freeze_value(value: Any) -> Any:
 def _check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
-    """Let nothing pass unseen that could matter: unknown names, tensors in undeclared places, and
-    `inplace=True` of a function that is `flagged` to have it."""
+    """Raise Unkeyed if an argument that the rule does not declare could matter: another name of a
+    parameter, a tensor, or `inplace=True` of a function that is `flagged` to have it."""
     for name, value in named.items():
         if name not in harmless:
             if name in RENAMED:
@@ -187,17 +190,17 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
     params = ", ".join(n if i == 0 else f"{n}=None" for i, n in enumerate(names))
     parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
     key = _compile_key_function(params, parts, False, flagged)
-    told = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
-    return make_key_in_c(key, told, flagged)
+    described = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
+    return make_key_in_c(key, described, flagged)
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
     """The key of a rule that derives its sentence: the arguments that it declares."""
     signature, parts, unread, variadic = [], [], [], False
     defaults: dict[str, Any] = {}
-    told: list[tuple[str, int, Any]] = []
+    described: list[tuple[str, int, Any]] = []
     for p in params:
-        told.append((p.name, _to_key(p), p.default))
+        described.append((p.name, _classify_parameter(p), p.default))
         if p.kind is inspect.Parameter.VAR_POSITIONAL:
             signature.append(f"*{p.name}")
             variadic = True
@@ -219,11 +222,11 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
             parts.append(f"{n}._spec if type({n}) is D else {kept}")
         else:
             unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
-    made = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
-    return make_key_in_c(_compile_key_function(*made), told, flagged)
+    generated = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
+    return make_key_in_c(_compile_key_function(*generated), described, flagged)
 
 
-def _to_key(p: inspect.Parameter) -> int:
+def _classify_parameter(p: inspect.Parameter) -> int:
     """What a derived rule's parameter is to the key."""
     if p.kind is inspect.Parameter.VAR_POSITIONAL:
         return REST
@@ -283,7 +286,7 @@ class CacheInfo(NamedTuple):
 
 
 class Plans(dict[Any, Any]):
-    """One op's young plans; a miss looks among the old ones before anybody plans anew."""
+    """One op's young plans by their keys, and behind them its old ones."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -340,6 +343,7 @@ _CACHE = _Cache()
 
 
 def note_miss() -> None:
+    """Count a call for which there was no plan."""
     _CACHE.misses += 1
 
 

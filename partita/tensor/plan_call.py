@@ -203,9 +203,7 @@ def _plan_like_call(call: _UnplannedCall, answer: Like) -> CallPlan:
     """A tensor of its own in the operand's layout; whole if its shape is another."""
     form, wire, spec = call.form, call.wire, call.args[0]._spec
     if answer.shape == spec.layout.shape:
-        layout = spec.layout
-        if not answer.pending:
-            layout = Layout(layout.shape, layout.shards, (), layout.invariant)
+        layout = spec.layout if answer.pending else spec.reduced.layout
     else:
         layout = Layout(answer.shape)
     out = spec_of(layout, wire)

@@ -67,6 +67,12 @@ class Spec:
         return spec_of(Layout(self.layout.shape, invariant=self.wire.mesh.names), self.wire)
 
     @cached_property
+    def reduced(self) -> Spec:
+        """The spec of the same value once it is reduced: Replicate where this one is Partial."""
+        layout = self.layout
+        return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
+
+    @cached_property
     def is_pending(self) -> bool:
         """Is it Partial on any axis?"""
         return bool(self.layout.partial)

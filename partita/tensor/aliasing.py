@@ -1,4 +1,4 @@
-"""Aliasing: which results share memory on one device, and how the same is so of DTensors.
+"""Aliasing: which results share memory on one device, and how the same holds for DTensors.
 
 On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory, so that what is
 written into one of them is read from the other. Here it may have memory of its own: a layout had to
@@ -6,11 +6,13 @@ change to make it, or a rank holds shares of it. Such a result is a *view copy*.
 (`Spec.as_copy`: the same layout, another identity), so that no other call pays for asking, and its
 `Origin` says what it is a view of.
 
-- x is written: the view copy is taken again when it is next read (`origin.current`). - The view
-copy is written: it is written as a value, and then its place in x (`write_through_copy`). - An op
-copies only where it must (`contiguous`, `reshape`, `to`): one device's strides decide, on all
-ranks. A piece of one row is contiguous whatever the whole is, so a rank could hand on the memory of
-its operand where others, and one device, copy. What one device would copy is copied here.
+- x is written: the view copy is taken again when it is next read (`origin.current`).
+- The view copy is written: it is written as a value, and then its place in x
+  (`write_through_copy`).
+- An op copies only where it must (`contiguous`, `reshape`, `to`): one device's strides decide, on
+  all ranks. A piece of one row is contiguous whatever the whole is, so a rank could hand on the
+  memory of its operand where others, and one device, copy. What one device would copy is copied
+  here.
 """
 
 from __future__ import annotations
@@ -36,9 +38,7 @@ from .spec import Spec, spec_of
 from .tensor_state import own_state, state_of
 
 __all__ = [
-    "convert_to_meta",
     "copy_as_on_one_device",
-    "fills_memory",
     "gives_view",
     "global_strides",
     "make_meta_twin",
@@ -224,7 +224,7 @@ def copy_as_on_one_device(
         alike = make_meta_twin(source)
         asked: Any = (tuple(args[1:]), kwargs)
         of_type = func is T.to or func is T.type
-        others, named = _convert_options_to_meta(asked, out) if of_type else convert_to_meta(asked)
+        others, named = _convert_options_to_meta(asked, out) if of_type else _convert_to_meta(asked)
         there = func(alike, *others, **named)
         if _share_memory(there, alike):
             return out, moved or not shared
@@ -247,7 +247,7 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
         return torch.device("meta")
     if isinstance(given, str):  # a device, or a type of tensors
         return out.dtype if given.startswith("torch.") else torch.device("meta")
-    return convert_to_meta(given)
+    return _convert_to_meta(given)
 
 
 def wrap_copying_as_on_one_device(
@@ -301,7 +301,7 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
         if sizes == tuple(shape):
             return local
         short = any(n < whole and n == 1 for n, whole in zip(sizes, shape, strict=True))
-        dense = short and fills_memory(x)
+        dense = short and _fills_memory(x)
     strides = [0] * len(shape)
     inner_local = inner_global = 1
     # From the innermost out. Of two equal strides a dimension of one element is the inner one:
@@ -315,7 +315,7 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def fills_memory(x: torch.Tensor) -> bool:
+def _fills_memory(x: torch.Tensor) -> bool:
     """Does the storage hold the elements of this rank's piece and nothing else?"""
     with Local():
         held = math.prod(n for n, stride in zip(x.size(), _stride(x), strict=True) if stride)
@@ -328,17 +328,17 @@ def make_meta_twin(x: DTensor) -> torch.Tensor:
     with Local():
         if origin is None:
             return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
-        args, kwargs = convert_to_meta(origin.args), convert_to_meta(origin.kwargs)
+        args, kwargs = _convert_to_meta(origin.args), _convert_to_meta(origin.kwargs)
         part = origin.view(make_meta_twin(origin.source), *args, **kwargs)
     return part if origin.index is None else part[origin.index]
 
 
-def convert_to_meta(value: Any) -> Any:
+def _convert_to_meta(value: Any) -> Any:
     """The arguments of a call, with tensors on "meta" of the global shapes in place of tensors."""
     if isinstance(value, torch.Tensor):
         with Local():
             shape = value._spec.shape if isinstance(value, DTensor) else value.shape
             return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
-        return {key: convert_to_meta(v) for key, v in value.items()}
-    return type(value)(map(convert_to_meta, value)) if type(value) in (tuple, list) else value
+        return {key: _convert_to_meta(v) for key, v in value.items()}
+    return type(value)(map(_convert_to_meta, value)) if type(value) in (tuple, list) else value

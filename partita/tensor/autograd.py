@@ -4,9 +4,8 @@
 backward runs the transposed moves in reverse order: the only Python in a backward pass. All else is
 plain local autograd, whose gradients are laid out by `Placement.dual` and need no handling.
 
-    forward   Partial -> Replicate  (all-reduce)        backward   Partial -> Replicate
-    (all-reduce) forward   Shard(0) -> Replicate (all-gather)        backward   Partial -> Shard(0)
-    (reduce-scatter)
+    forward   Partial  -> Replicate  all-reduce     backward  Partial -> Replicate  all-reduce
+    forward   Shard(0) -> Replicate  all-gather     backward  Partial -> Shard(0)   reduce-scatter
 """
 
 from __future__ import annotations

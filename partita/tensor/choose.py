@@ -305,10 +305,10 @@ class RowPrice:
     def _count_parts(self, names: set[str] | frozenset[str]) -> int:
         """The number of parts into which other axes split these names: the axes before by their
         rows; of an axis behind, each that shards an operand is counted."""
-        known = dict(zip(self.mesh.names, self.before, strict=False))
-        parts = [self.mesh.size(a) for a, row in known.items() if row.split in names]
+        rows_by_axis = dict(zip(self.mesh.names, self.before, strict=False))
+        parts = [self.mesh.size(a) for a, row in rows_by_axis.items() if row.split in names]
         ahead = {a for x in self.layouts if x is not None for axes in x.shards for a in axes}
-        parts += [self.mesh.size(a) for a in ahead - {self.axis, *known}]
+        parts += [self.mesh.size(a) for a in ahead - {self.axis, *rows_by_axis}]
         return math.prod(parts)
 
 

@@ -1,5 +1,4 @@
-"""Composite functions: Python functions of torch that are entered, so that their ops find their
-rules.
+"""Composite functions: Python functions of torch that are entered, so that their ops are found.
 
 `torch.nn.functional` is full of functions that ask `has_torch_function(...)` and, if so, hand
 themselves over whole. To enter one is to run its body as if that question were answered no: a copy

@@ -324,8 +324,8 @@ class DTensor(torch.Tensor):
         picture = html_of(draw(self.layout_over_mesh, self._spec.wire.mesh))
         with Local():
             piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
-        said = f"rank {self._spec.wire.rank} holds {piece}"
-        return f"{picture}<pre>{escape(said)}</pre>"
+        text = f"rank {self._spec.wire.rank} holds {piece}"
+        return f"{picture}<pre>{escape(text)}</pre>"
 
 
 # -- attributes of the piece, read without __torch_function__ ------------------------------------

@@ -1,5 +1,4 @@
-"""Gradient buckets: how pending gradients are reduced, in as few collectives as their buckets
-allow.
+"""Gradient buckets: how pending gradients are reduced, many in one collective.
 
 A gradient object that is reduced keeps its identity, not its memory: what else looks at that memory
 (a view that somebody took before) goes on holding shares, which are right as shares.
@@ -24,7 +23,7 @@ from .grad_state import mark_settled, settled_spec
 from .tensor_state import state_of
 from .watch import HERE
 
-__all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "reduce_pending_gradients"]
+__all__ = ["BUCKET_BYTES", "pending_gradients", "reduce_pending_gradients"]
 
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
@@ -33,10 +32,10 @@ _base: Any = torch._C.TensorBase
 _data, _grad = _base.data, _base.grad.__get__
 
 
-def owner_of(grad: torch.Tensor) -> DTensor | None:
+def _find_owner(grad: torch.Tensor) -> DTensor | None:
     """The tensor whose `.grad` this object is now, or None."""
-    known = state_of(grad).gradient_of
-    owner: DTensor | None = None if known is None else known()
+    reference = state_of(grad).gradient_of
+    owner: DTensor | None = None if reference is None else reference()
     return owner if owner is not None and owner.grad is grad else None
 
 
@@ -45,7 +44,7 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
     owners: dict[int, DTensor] = {}
     for value in values:
         if isinstance(value, DTensor) and value._spec.is_pending:
-            owner = owner_of(value)
+            owner = _find_owner(value)
             if owner is not None:
                 owners[id(owner)] = owner
     return list(owners.values())
@@ -63,9 +62,9 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
     with Local():
-        held = [_grad(p) for p in params]
-    for p, known in zip(params, held, strict=True):
-        if known is None or (isinstance(known, DTensor) and not known._spec.is_pending):
+        stored = [_grad(p) for p in params]
+    for p, g in zip(params, stored, strict=True):
+        if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
             continue
         grad: Any = p.grad  # which types it
         if not grad._spec.is_pending:
@@ -93,10 +92,10 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
         key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
         if is_agreed(wire, key):
             continue
-        said = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
+        descriptions = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
         agree(
             "gradients",
-            f"of {len(said)} of {len(params)} parameters: {', '.join(said)}",
+            f"of {len(descriptions)} of {len(params)} parameters: {', '.join(descriptions)}",
             wire,
             fact="the ranks have them for other parameters",
             reason="a parameter's gradient is a sum over ranks, each of which must have its share",

@@ -147,13 +147,13 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
     # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
     stays = not (torch.is_grad_enabled() or HERE.capturing)
     with Local(), torch.no_grad():
-        held = _grad.__get__(x)
-        if isinstance(held, DTensor) and held._spec is not x._spec.gradient:
-            wire, wanted = held._spec.wire, x._spec.gradient
-            moves = plan(held._spec.layout, wanted.layout, wire.mesh, held.element_size())
-            shares = carry_all(moves, held, wire, "grad", "gradient")
-            if stays and shares.shape == held.shape:
-                held.copy_(shares)
-                tagged(held, wanted)
+        grad_now = _grad.__get__(x)
+        if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
+            wire, wanted = grad_now._spec.wire, x._spec.gradient
+            moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
+            shares = carry_all(moves, grad_now, wire, "grad", "gradient")
+            if stays and shares.shape == grad_now.shape:
+                grad_now.copy_(shares)
+                tagged(grad_now, wanted)
             else:
                 _grad.__set__(x, tagged(shares.detach(), wanted))

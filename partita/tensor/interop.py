@@ -66,16 +66,16 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
                 reason="torch cuts such a dimension in other places",
                 fixes=(Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),),
             )
-    said: list[tuple[str, Any]] = []
+    placements_of_axes: list[tuple[str, Any]] = []
     for axis, p in spec.by_axis():
         if p.is_shard():
             dim, factor = p.dim, factors[axis]  # type: ignore[attr-defined]
-            said.append(("Shard", dim) if factor == 1 else ("Strided", (dim, factor)))
+            placements_of_axes.append(("Shard", dim) if factor == 1 else ("Strided", (dim, factor)))
         elif isinstance(p, Partial):
-            said.append(("Partial", p.reduce_op))
+            placements_of_axes.append(("Partial", p.reduce_op))
         else:
-            said.append(("Replicate", None))
-    return said
+            placements_of_axes.append(("Replicate", None))
+    return placements_of_axes
 
 
 def from_torch(x: Any) -> DTensor:

@@ -66,8 +66,8 @@ def local_map(
     @functools.wraps(func)
     def run_local_map(*args: Any, **kwargs: Any) -> Any:
         flat, shape_of_args = pytree.tree_flatten(args)
-        named, shape_of_kwargs = pytree.tree_flatten(kwargs)
-        tensors = [t for t in (*flat, *named) if isinstance(t, DTensor)]
+        flat_kwargs, shape_of_kwargs = pytree.tree_flatten(kwargs)
+        tensors = [t for t in (*flat, *flat_kwargs) if isinstance(t, DTensor)]
         if device_mesh is not None:
             wire = wire_of(device_mesh)
         elif tensors:
@@ -80,19 +80,21 @@ def local_map(
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
                 flat[i] = _convert_to_local(x, grads[i])
-        named = [_convert_to_local(x, None) if isinstance(x, DTensor) else x for x in named]
+        flat_kwargs = [
+            _convert_to_local(x, None) if isinstance(x, DTensor) else x for x in flat_kwargs
+        ]
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
         out = func(
             *pytree.tree_unflatten(flat, shape_of_args),
-            **pytree.tree_unflatten(named, shape_of_kwargs),
+            **pytree.tree_unflatten(flat_kwargs, shape_of_kwargs),
         )
         results, shape_of_results = pytree.tree_flatten(out)
         if lacks_elements:
-            results = _tie_lost_operands(results, [*flat, *named])
+            results = _tie_lost_operands(results, [*flat, *flat_kwargs])
         given = _match_placements(_list_per_result(out_placements), results, "out_placements", name)
         even = all(_is_even(t._spec) for t in tensors)
-        made = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
-        return pytree.tree_unflatten(made, shape_of_results)
+        wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
+        return pytree.tree_unflatten(wrapped, shape_of_results)
 
     return run_local_map
 
@@ -135,8 +137,8 @@ def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Se
 def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
     if wanted is None:
         return x
-    asked = spec_on_wire(x._spec.wire, x._spec.layout.shape, wanted)
-    if asked.layout == x._spec.layout:
+    wanted_spec = spec_on_wire(x._spec.wire, x._spec.layout.shape, wanted)
+    if wanted_spec.layout == x._spec.layout:
         return x
     if not move:
         raise LayoutError(
@@ -144,11 +146,11 @@ def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move:
             place=user_line(),
             operands=(
                 f"has     {', '.join(map(str, x.placements))}",
-                f"wanted  {', '.join(map(str, asked.placements))}",
+                f"wanted  {', '.join(map(str, wanted_spec.placements))}",
             ),
             fixes=(
                 Fix("local_map(..., redistribute_inputs=True)"),
-                Fix(f"x.redistribute(placements={list(asked.placements)})"),
+                Fix(f"x.redistribute(placements={list(wanted_spec.placements)})"),
             ),
         )
     return x.redistribute(placements=wanted)
@@ -177,11 +179,13 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
     if not even and probe.is_sharded:
-        told = dict(zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True))
+        sizes_by_coordinate = dict(
+            zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True)
+        )
         shape = [
             sum(
                 sizes[dim]
-                for at, sizes in told.items()
+                for at, sizes in sizes_by_coordinate.items()
                 if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
             )
             for dim, axes in enumerate(probe.layout.shards)

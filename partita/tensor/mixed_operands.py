@@ -111,14 +111,14 @@ def admit(
     site = (call_site(), "plain", op, *where)
     if is_agreed(wire, site):
         return
-    told = wire.gather_ints(checksum(value))
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    checksums = wire.gather_ints(checksum(value))
+    for rank, theirs in enumerate(checksums):
+        if theirs != checksums[0]:
             raise LayoutError(
                 f"{op}: a plain tensor next to a DTensor differs between ranks",
                 place=user_line(),
                 operands=(
-                    f"rank 0  {told[0][0]} dimensions, checksum {told[0][-1]:x}",
+                    f"rank 0  {checksums[0][0]} dimensions, checksum {checksums[0][-1]:x}",
                     f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
                 ),
                 reason="a plain tensor is taken as one whole value, the same on every rank",

@@ -1,5 +1,4 @@
-"""Forms of functions: which op a torch function is a form of, which rule it has, and what it
-writes.
+"""Forms of functions: which op a torch function is a form of, its rule, and what it writes.
 
 One op has one rule, given for one of its functions. The others are found by their names:
 `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`, `torch._foreach_add_` and
@@ -29,7 +28,11 @@ from partita.rules import RULES, Rule
 from .function_facts import OF_ONE_OPERAND, facts_of_function
 from .library import Operator, operator_of, overloads_of, wrap_with_plain_pieces
 
-__all__ = ["Form", "form_of", "parameter_names", "rule_named"]
+__all__ = [
+    "Form",
+    "form_of",
+    "parameter_names",
+]
 
 _DUNDERS = {
     "and": "bitwise_and",
@@ -124,7 +127,7 @@ def form_of(func: Callable[..., Any]) -> Form:
     if name.startswith("_foreach_"):
         base = name.removeprefix("_foreach_")
         op = base.removesuffix("_")
-        rule = rule_named(op) or rule_named(base)
+        rule = _find_rule_named(op) or _find_rule_named(base)
         return Form(func, op, rule, inplace=base.endswith("_"), foreach=True)
     inplace = name.endswith("_") and not name.endswith("__")
     op = name.rstrip("_") if inplace else name
@@ -146,10 +149,10 @@ def form_of(func: Callable[..., Any]) -> Form:
     if isinstance(func, types.FunctionType):
         if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):
             twin, bare = _builtin_twin(op), _BARE_CALLS.get(func)
-            return Form(func, op, rule_named(op), local=twin, bare=bare)
+            return Form(func, op, _find_rule_named(op), local=twin, bare=bare)
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
-    rule = rule_named(op) or rule_named(name)
+    rule = _find_rule_named(op) or _find_rule_named(name)
     return Form(func, op, rule, inplace, reshapes, writes=writes)
 
 
@@ -159,7 +162,7 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     name = operator.name
     if operator.is_torchs:
         op = name.rstrip("_")
-        rule = rule_named(op) or rule_named(name)
+        rule = _find_rule_named(op) or _find_rule_named(name)
         reshapes, writes = facts_of_function(name).reshapes, written_by(func)
         return Form(func, op, rule, op != name, reshapes, operator=operator, writes=writes)
     same = [func, operator.packet]
@@ -181,7 +184,7 @@ def _builtin_twin(op: str) -> Callable[..., Any] | None:
     return None
 
 
-def rule_named(name: str) -> Rule | None:
+def _find_rule_named(name: str) -> Rule | None:
     """The rule that a torch function of this name has, in whichever namespace it was given."""
     for home in (torch, torch.Tensor, torch._C._nn, torch.nn.functional, torch.special):
         f = getattr(home, name, None)

@@ -53,9 +53,9 @@ class Origin:
         if count is not None:
             if source is self.source and count == self.source_writes:
                 return copy
-            kept = self.retaken
-            if kept is not None and kept[0] is source and kept[1:3] == (count, graded):
-                return kept[3]
+            retaken = self.retaken
+            if retaken is not None and retaken[0] is source and retaken[1:3] == (count, graded):
+                return retaken[3]
         with _EnableTorchFunction(), torch.set_grad_enabled(graded):
             part = self.view(source, *self.args, **self.kwargs)
             if self.index is not None:

@@ -1,5 +1,4 @@
-"""Parameters: how one gets a new value, on a mesh, and stays the object that optimizers and users
-hold.
+"""Parameters: how one gets a value on a mesh and stays the object that optimizers hold.
 
 A model's parameter is known by identity: to the optimizer that was made for it, to its hooks, to
 whoever tied it to another module. So it is never exchanged for another; its value is.

@@ -111,12 +111,12 @@ class CallPlan:
             args = (kwargs.pop(self.names[0]),)
         if self.view_copies:
             paths = [self.path_in_call(path, args, kwargs) for path in self.view_copies]
-            now = {path: current(get_at_path(args, kwargs, path)) for path in paths}
-            args, kwargs = replace_at_paths(args, kwargs, now)
+            renewed = {path: current(get_at_path(args, kwargs, path)) for path in paths}
+            args, kwargs = replace_at_paths(args, kwargs, renewed)
         if self.rewrite is not None:
             out = self.rewrite(*args, **kwargs)
             return mark_copies(out, func, args, kwargs) if self.result_is_view_copy else out
-        own, named = args, kwargs
+        given_args, given_kwargs = args, kwargs
         if self.targets:
             args, kwargs = self._move_operands(args, kwargs)
         with Local():
@@ -125,9 +125,9 @@ class CallPlan:
         copied = self.result_is_view_copy
         if self.may_copy:
             out, copied = copy_as_on_one_device(
-                out, func, own, named, copied or bool(self.view_copies)
+                out, func, given_args, given_kwargs, copied or bool(self.view_copies)
             )
-        return mark_copies(out, func, own, named) if copied else out
+        return mark_copies(out, func, given_args, given_kwargs) if copied else out
 
     def _move_operands(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -244,11 +244,11 @@ class CallPlan:
         promise = (
             "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
         )
-        said = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
+        by_rule = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
         return LayoutError(
             f"the plan for {self.op} does not hold: it made {tuple(out.shape)}{promise}",
             place=user_line(),
-            reason=f"planned{said}: the rule reads too little or says something wrong",
+            reason=f"planned{by_rule}: the rule reads too little or says something wrong",
         )
 
 
@@ -266,10 +266,14 @@ def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     if after.largest > before.largest or state_of(x).written_unseen:
         return moved(x, before, after, op, "implicit")
     graded = torch.is_grad_enabled()
-    kept, version = state_of(x).moved, (_version_of_tensor(x), graded)
-    fits = kept is not None and kept.spec is after and kept.version == version
-    if kept is not None and fits and _version_of_tensor(kept.value) == kept.value_version:
-        return kept.value
+    remembered, version = state_of(x).moved, (_version_of_tensor(x), graded)
+    fits = remembered is not None and remembered.spec is after and remembered.version == version
+    if (
+        remembered is not None
+        and fits
+        and _version_of_tensor(remembered.value) == remembered.value_version
+    ):
+        return remembered.value
     # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
     with Local():

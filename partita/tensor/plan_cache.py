@@ -1,5 +1,4 @@
-"""The plan cache: the plans of each function, the keys that they are found by, and how many are
-kept.
+"""The plan cache: the plans of each function, and the keys that they are found by.
 
 An `Op` stands for one function that was called with DTensors: it has the function's key function
 and its plans.

@@ -319,8 +319,8 @@ def _choose_rows(
         considered=considered,
     )
     if considered is not None:
-        known = [(path, rule_parameters(call.form)) for path, _ in operands]
-        HERE.explainer.hear_rows(known, bound, layouts, sizes, work, considered, mesh)
+        described = [(path, rule_parameters(call.form)) for path, _ in operands]
+        HERE.explainer.hear_rows(described, bound, layouts, sizes, work, considered, mesh)
     return choice
 
 

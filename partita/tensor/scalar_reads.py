@@ -1,5 +1,4 @@
-"""Numbers that torch reads in C++ of DTensors: `torch.add(a, b, alpha=s)`, where only `s` is a
-DTensor.
+"""Numbers that torch reads from DTensors in C++: `s` in `torch.add(a, b, alpha=s)`, a, b plain.
 
 torch takes a tensor of no dimensions for a number, and where no operand is a DTensor no
 `__torch_function__` is called. What reads the number is one operator of ATen,

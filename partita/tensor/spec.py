@@ -150,12 +150,12 @@ ON_NEW_SPEC: list[Callable[[Spec], None]] = []
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:
     """The one Spec of `layout` on `wire`."""
-    found = _INTERNED.get((layout, wire))
-    if found is None:
-        found = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
+    spec = _INTERNED.get((layout, wire))
+    if spec is None:
+        spec = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
         for on_new_spec in list(ON_NEW_SPEC):
-            on_new_spec(found)
-    return found
+            on_new_spec(spec)
+    return spec
 
 
 def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:

@@ -29,8 +29,8 @@ from partita.rules import Bound, Row, Work
 from partita.tensor.arguments import Path
 from partita.tensor.choose import Considered
 from partita.tensor.dtensor import DTensor, short_dtype
+from partita.tensor.forms import Form
 from partita.tensor.gathered import run_gathered
-from partita.tensor.names import Form
 from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import make_plan
 from partita.tensor.watch import HERE

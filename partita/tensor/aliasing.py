@@ -31,8 +31,8 @@ from partita.layout import Layout
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .forms import Form
 from .function_facts import facts_of_function
-from .names import Form
 from .origin import Origin, count_writes_or_none
 from .spec import Spec, spec_of
 from .tensor_state import own_state, state_of

@@ -27,8 +27,7 @@ from partita.rules import parse
 
 from .autograd import moved
 from .dtensor import DTensor
-from .library import overloads_of
-from .names import Form, parameter_names
+from .forms import Form, overloads_of, parameter_names
 from .spec import Spec, make_two_meshes_error, spec_of
 
 __all__ = [

@@ -17,8 +17,8 @@ from torch.utils._device import _device_constructors
 
 from .arguments import read_number
 from .dtensor import DTensor
+from .forms import form_of
 from .gathered import run_gathered
-from .names import form_of
 from .tensor_overrides import OVERRIDES
 from .torch_patches import holds_dtensor, put_in_place_of, refuse_piece
 

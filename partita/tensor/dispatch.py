@@ -32,10 +32,9 @@ from .composite import enter_function
 from .dtensor import DTensor
 from .engine import in_backward
 from .foreach import run_foreach, run_fused
+from .forms import form_of, is_collective
 from .gathered import run_gathered
 from .hot_path import IN_C
-from .library import is_collective
-from .names import form_of
 from .out import run_into_out
 from .plan import CallPlan
 from .plan_cache import HASHABLE, NUMBERS, Op, Run, freeze_value, note_miss, operand_kind

@@ -20,9 +20,9 @@ from partita.comm import Wire
 from .arguments import replace_at_paths
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .forms import form_of
 from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .mixed_operands import admit
-from .names import form_of
 from .plan import CallPlan
 from .plan_cache import Op, note_miss, operand_kind
 from .plan_call import make_plan

@@ -29,10 +29,10 @@ from .arguments import (
 )
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .forms import Form
 from .function_facts import facts_of_function
 from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .mixed_operands import write_into_plain
-from .names import Form
 from .plan import CallPlan, Target
 from .random import with_generator_check
 from .spec import Spec, spec_of

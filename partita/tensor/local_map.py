@@ -16,8 +16,8 @@ from partita.layout import Fix, LayoutError, Placement, own_placement
 
 from .arguments import find_wire
 from .dtensor import DTensor, tagged
-from .empty_pieces import tie_to_operands
 from .spec import Spec, spec_on_wire
+from .uneven_pieces import tie_to_operands
 
 __all__ = ["local_map"]
 

@@ -20,9 +20,9 @@ from partita.layout import Fix, LayoutError
 
 from .aliasing import global_strides, make_meta_twin
 from .dtensor import DTensor
+from .forms import form_of
 from .function_facts import ADDRESSES
 from .gathered import run_gathered
-from .names import form_of
 from .origin import current
 from .tensor_overrides import implements
 

@@ -30,8 +30,8 @@ import torch
 from partita.rules import NUMBER, parse
 
 from .dtensor import DTensor
+from .forms import Form, form_of, parameter_names
 from .hot_path import DECLARED, FLAG, KEYWORD, OPERAND, REST, UNREAD, make_key_in_c
-from .names import Form, form_of, parameter_names
 
 __all__ = [
     "HASHABLE",

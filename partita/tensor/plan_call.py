@@ -64,14 +64,13 @@ from .arguments import (
 from .autocast import as_autocast_casts
 from .choose import Choice, Considered, choose
 from .dtensor import DTensor
-from .empty_pieces import wrap_for_empty_pieces
+from .forms import Form
 from .function_facts import facts_of_function
 from .mixed_operands import write_into_plain
-from .names import Form
-from .padding import wrap_filling_padding
 from .plan import CallPlan, Target, work_of_plan
 from .random import with_generator_check
 from .spec import spec_of
+from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 from .watch import HERE
 
 __all__ = ["make_plan"]

@@ -34,8 +34,8 @@ from partita.rules import Kernel, KernelCall, Like, Said, rule
 from partita.rules.pieces import part
 
 from .aliasing import strides_of_whole
+from .forms import Form
 from .function_facts import FILLS
-from .names import Form
 
 __all__ = ["random_mode", "run_with_generator_check", "with_generator_check"]
 

@@ -25,9 +25,9 @@ from partita.comm import look_before_collectives, user_line
 from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
+from .forms import Form
 from .gathered import run_gathered
 from .mixed_operands import refuse_transform
-from .names import Form
 from .tensor_overrides import MEMORY, OVERRIDES, make_refusal
 
 __all__ = ["TRANSFORMS", "holds_dtensor", "put_in_place_of", "refuse_piece"]

@@ -1,11 +1,17 @@
-"""Empty pieces: how a rank whose piece has no elements runs an op, and takes part in backward.
+"""Uneven pieces: what an op runs where pieces are padded, or empty on this rank.
 
-Which collectives backward makes must not depend on a rank's own autograd graph, and torch's kernels
-may leave an operand out of the graph where there is nothing to compute, or fail there. So an op
-whose piece is empty on this rank is also run on tensors on "meta" as large as the first rank's
-pieces: what is differentiable there is tied to the result here, with a gradient of zeros. And what
-torch refuses where there are elements, as dtypes that a kernel does not have, is refused here, too:
-else this rank would go on alone. Ranks whose pieces have elements do none of this.
+**Padded.** Only while a step is captured are pieces padded (`Wire.padded`). An op that keeps the
+names that are split runs as it is. One that reduces such a name gets operands whose padding adds
+nothing to the result; and since its gradient does not flow into what it did not see, what padding
+got is 0 there.
+
+**Empty.** Which collectives backward makes must not depend on a rank's own autograd graph, and
+torch's kernels may leave an operand out of the graph where there is nothing to compute, or fail
+there. So an op whose piece is empty on this rank is also run on tensors on "meta" as large as the
+first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
+zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have, is
+refused here, too: else this rank would go on alone. Ranks whose pieces have elements do none of
+this.
 """
 
 from __future__ import annotations
@@ -18,18 +24,85 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.comm import Wire
+from partita.comm import Wire, identity_of_reduction, uneven
 from partita.layout import Layout
-from partita.rules import Bound
+from partita.rules import EXTREME, Bound, Fill, fills
 
 from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .choose import Choice
+from .forms import Form
 from .function_facts import facts_of_function
-from .names import Form
 
-__all__ = ["tie_to_operands", "wrap_for_empty_pieces"]
+__all__ = ["tie_to_operands", "wrap_filling_padding", "wrap_for_empty_pieces"]
 
 Shape = tuple[int, ...]
+
+
+# -- padded pieces ---------------------------------------------------------------------------------
+
+
+def wrap_filling_padding(
+    kernel: Callable[..., Any] | None,
+    func: Callable[..., Any],
+    form: Form,
+    bound: Bound,
+    choice: Choice,
+    wire: Wire,
+    paths: Sequence[Path],
+    names: Sequence[str],
+) -> Callable[..., Any] | None:
+    """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
+    operands if the op reduces over it.
+
+    Args:
+        kernel, func: what runs on even ones; where there is no kernel, the function.
+        paths: where each term of the sentence stands in a call.
+        names: of the arguments that may be given by place or by name.
+
+    Raises:
+        LayoutError: the op reduces what is padded, and nothing is known of how to hide it.
+    """
+    padded = [
+        name
+        for name, axes in choice.splits.items()
+        if name in bound.sizes and bound.sizes[name] % wire.mesh_size(axes)
+    ]
+    if not padded:
+        return kernel
+    assert form.rule is not None
+    found = fills(form.rule, bound, padded)
+    if found is None:
+        given = [x for x in choice.inputs if x is not None]
+        raise uneven(f"{form.name} of {', '.join(x.brief() for x in given)} reduces uneven pieces")
+    if not found:
+        return kernel
+    run = kernel or func
+    places = [(paths[fill.operand], fill, choice.inputs[fill.operand]) for fill in found]
+
+    def run_with_filled_padding(*args: Any, **kwargs: Any) -> Any:
+        for path, fill, layout in places:
+            path = locate_in_call(path, names, args, kwargs)
+            x = get_at_path(args, kwargs, path)
+            if isinstance(x, torch.Tensor) and layout is not None:
+                now = _fill_operand_padding(x, fill, layout, wire, args, kwargs)
+                args, kwargs = replace_at_paths(args, kwargs, {path: now})  # type: ignore[assignment]
+        return run(*args, **kwargs)
+
+    return run_with_filled_padding
+
+
+def _fill_operand_padding(
+    x: torch.Tensor, fill: Fill, layout: Layout, wire: Wire, args: Any, kwargs: Any
+) -> torch.Tensor:
+    value = fill.value
+    if value is EXTREME:
+        value = identity_of_reduction(fill.reduce, x.dtype)
+    elif callable(value):
+        value = value(args, kwargs)
+    return wire.fill_padding(x, layout, value, fill.dims)
+
+
+# -- empty pieces ----------------------------------------------------------------------------------
 
 
 def wrap_for_empty_pieces(

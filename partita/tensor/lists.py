@@ -52,8 +52,9 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
             if not math.isinf(ord):
                 # Of the ranks that hold the same piece, only the first counts it.
                 copied = [[a for a in axes if not x.placement(a).is_shard()] for x in layouts]
-                values = torch.where(wire.is_first_along(copied, values.device), values, 0)
+                # The power comes first: 0 is what adds nothing, and 0 ** ord is not.
                 values = values if ord in (0, 1) else values**ord
+                values = torch.where(wire.is_first_along(copied, values.device), values, 0)
             whole = _reduce_norms(values, wire, axes, ord, "norms")
             whole = whole if math.isinf(ord) or ord in (0, 1) else whole ** (1 / ord)
             for i, value in zip(places, whole, strict=True):
@@ -79,8 +80,8 @@ def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tens
         found: Sequence[torch.Tensor]
         real = torch.empty((), dtype=dtype).abs().dtype  # of complex numbers, too
         wide = real if real in (torch.float32, torch.float64) else torch.float32
-        if not filled:  # no element is the largest, or the smallest
-            nothing = math.inf if ord == -math.inf else 0.0
+        if not filled:  # a norm that changes no sum of powers, no maximum and no minimum
+            nothing = math.inf if ord < 0 else 0.0
             found = [torch.full((), nothing, dtype=wide, device=device) for _ in places]
         elif real is dtype:
             found = torch._foreach_norm([tensors[i] for i in places], ord, wide)

@@ -26,8 +26,8 @@ from partita.comm import Wire, user_line
 from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.cost import bytes_sent
+from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
-from partita.tensor.numbers import read_number
 from partita.tensor.scalar_reads import is_read_in_part
 from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE

@@ -26,11 +26,12 @@ from partita.layout import Layout, LayoutError, Mesh
 from partita.redistribute import Move, plan
 from partita.redistribute.cost import bytes_sent
 from partita.rules import Bound, Row, Work
+from partita.tensor.arguments import Path
 from partita.tensor.choose import Considered
 from partita.tensor.dtensor import DTensor, short_dtype
-from partita.tensor.gathered import gathered
-from partita.tensor.names import Form
-from partita.tensor.plan import CallPlan, Path
+from partita.tensor.forms import Form
+from partita.tensor.gathered import run_gathered
+from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import make_plan
 from partita.tensor.watch import HERE
 
@@ -174,7 +175,7 @@ class Explainer:
         def run() -> tuple[Any, CallPlan | None]:
             made = make_plan(form, func, args, kwargs)
             if made is None:
-                return gathered(func, args, kwargs, form), None
+                return run_gathered(func, args, kwargs, form), None
             return made.run(func, args, kwargs), made
 
         return self._run_and_note(form.name, args, kwargs, run)
@@ -184,7 +185,7 @@ class Explainer:
     ) -> Any:
         """As `explain_call`, of an op that has no rule."""
         return self._run_and_note(
-            form.name, args, kwargs, lambda: (gathered(func, args, kwargs, form), None)
+            form.name, args, kwargs, lambda: (run_gathered(func, args, kwargs, form), None)
         )
 
     def _run_and_note(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from partita.tensor.composite import entered
+from partita.tensor.composite import enter_function
 from partita.tensor.dispatch import op_of
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 from partita.tensor.op_facts import facts_of
-from partita.tensor.tensor_overrides import SPECIAL, runs_as_torch_has_it
+from partita.tensor.tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from partita.tensor.watch import HERE
 
 __all__ = ["Kind", "Listening", "is_plumbing", "listening"]
@@ -45,7 +45,7 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return Kind(attribute, func, is_call=name == "__get__" and attribute in VIEW_ATTRIBUTES)
     if facts_of_function(name).computes_nothing or (
-        runs_as_torch_has_it(func) and func not in SPECIAL
+        runs_as_torch_has_it(func) and func not in OVERRIDES
     ):
         return Kind(name, func, is_call=False)
     form = op_of(func).form
@@ -54,9 +54,9 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
         isinstance(func, types.FunctionType)
         and func.__module__ in ("torch.nn.functional", "torch.functional")
         and form.rule is None
-        and func not in SPECIAL
+        and func not in OVERRIDES
     ):
-        body = entered(func)  # as DTensors enter it too
+        body = enter_function(func)  # as DTensors enter it too
     writes = tuple((one.place, one.name) for one in form.writes)
     if form.inplace or name == "__setitem__":
         writes = ((0, "input"),)

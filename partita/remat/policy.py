@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from partita.compile import CompiledStep
-from partita.tensor.names import form_of
+from partita.tensor.forms import form_of
 from partita.tensor.watch import HERE
 
 from .call_key import Key, line_of

@@ -1,25 +1,28 @@
-"""What users hold: the tensor, its dispatch, its random numbers.
+"""What users hold: the DTensor, the dispatch of functions on it, its gradients, its random numbers.
 
-In reading order: `spec` and `dtensor` (the class), `dispatch` (the way of a call; in C: `hot_path`,
-`keys`, `methods`), `cache` and `plan` (a call that was seen before), `plan_call` (one that was not)
-with `op`, `names`, `library`, `arguments`, `choose`, `row_price` and `work`, `autograd` (a change
-of layout, and its gradient), `gathered`, `composite` and `lists` (calls without a rule of their
-own), `tensor_overrides` (what is no op) with `gradient_overrides` (`.grad`, `backward`),
-`construct`, `copies`, `setitem`, `random` with `draws`,
-`padding` with `padded_storage`, `op_facts` and `function_facts` (what is so of every call),
-`written`, `view_writes` and `origin` (memory), `tensor_state`, `mixed_operands`, `grad_state` and
-`grad_buckets` (gradients), `torch_patches` (functions of torch that ask no tensor); calls of torch
-with ways of their own: `constructors`, `may_copy`, `out`, `foreach`, `flex`, `local_map`,
-`custom_function`, `module_hooks`, `parameter`, `scalar_reads`, `checkpoint_inputs`,
-`checkpoint_in_graph`, `dynamo`, `torch_doors`; what ranks compare: `agreement`, `number_check`,
-`checksum`; and small parts: `autocast`, `pieces`, `empty_pieces`, `one_device`, `memory_view`,
-`plain_writes`, `engine`, `watch`.
+In reading order:
+
+- the class: `spec`, `dtensor`, `tensor_state`, `origin`
+- a call: `dispatch` (its twin in C is loaded by `hot_path`), `plan_cache`, `plan`; the first of its
+  kind: `plan_call` with `forms`, `function_facts`, `op_facts`, `arguments`, `choose`
+- a change of layout and its gradient: `autograd`
+- calls that need more than a rule: `gathered` (no rule), `composite` (Python functions of torch),
+  `foreach` and `lists` (lists of tensors), `tensor_overrides` (what is no op), `memory_view`,
+  `setitem`, `copies`, `out`, `mixed_operands` (plain tensors), `custom_function`, `flex`
+- shared memory: `aliasing`
+- gradients: `gradient_overrides` (`.grad`, `backward`), `grad_state`, `grad_buckets`,
+  `module_hooks`
+- making tensors: `construct`, `constructors`, `parameter`, `local_map`, `interop`
+- uneven pieces: `uneven_pieces`, `padded_storage`
+- numbers: `random`, `scalar_reads`, `autocast`
+- what ranks compare: `agreement`, `checksum`, `number_check`
+- functions of torch that ask no tensor: `torch_patches`, `torch_checkpoint`, `dynamo`
+- small parts: `pieces` (for checkpoints), `engine` (is this backward?), `watch` (what watches a
+  thread)
 """
 
-# They take their places in torch.
+# Imported for what they put in place: methods of DTensor, overrides, patches of torch.
 from . import (  # noqa: F401
-    checkpoint_in_graph,
-    checkpoint_inputs,
     constructors,
     copies,
     custom_function,
@@ -28,18 +31,18 @@ from . import (  # noqa: F401
     gradient_overrides,
     lists,
     memory_view,
-    methods,
     module_hooks,
     number_check,
     scalar_reads,
+    torch_checkpoint,
     torch_patches,
 )
-from .cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .construct import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from .dtensor import DTensor
+from .interop import from_torch, to_torch
 from .local_map import local_map
+from .plan_cache import CacheInfo, cache_clear, cache_info, set_cache_limit
 from .random import random_mode
-from .torch_doors import from_torch, to_torch
 
 __all__ = [
     "CacheInfo",

@@ -1,9 +1,7 @@
-"""Agreement of local tensors.
+"""Agreement of local tensors: whether those that the ranks bring make up one global tensor.
 
-Do the local tensors that the ranks bring go together as one global tensor?
-
-What one rank finds it can tell only itself. With `run_check` the ranks first tell each other, and
-then all raise the same error, or none.
+What one rank finds only that rank knows. So the ranks first tell each other, and then all raise the
+same error, or none.
 """
 
 from __future__ import annotations
@@ -28,13 +26,14 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial
 from .checksum import checksum
 from .spec import Spec
 
-__all__ = ["agree_pieces", "compare", "does_not_fit", "no_strides"]
+__all__ = ["agree_pieces", "compare_pieces", "make_no_strides_error"]
 
 
-def does_not_fit(
-    shape: Sequence[int], layout: Layout, wire: Wire, at: Coordinate, *, told: Fix | None = None
+def _make_misfit_error(
+    shape: Sequence[int], layout: Layout, wire: Wire, at: Coordinate, *, fix: Fix | None = None
 ) -> LayoutError:
-    """The piece of `shape` that the rank at `at` brings is not the one that `layout` gives it."""
+    """The error to raise where the rank at `at` brings a piece of `shape`, which is not what
+    `layout` has for it."""
     rank, due = wire.mesh.coordinates().index(at), layout.local_shape(wire.mesh, at)
     return LayoutError(
         f"from_local: the piece of rank {rank} does not fit the stated shape {layout.shape}",
@@ -44,7 +43,7 @@ def does_not_fit(
             f"layout {layout.brief()} on {wire.mesh} gives rank {rank} {due}",
         ),
         reason="pieces are cut as torch.chunk cuts: equal ones first, then the rest",
-        fixes=(told or Fix(f"a piece of shape {due}", f"on rank {rank}"),),
+        fixes=(fix or Fix(f"a piece of shape {due}", f"on rank {rank}"),),
     )
 
 
@@ -61,43 +60,47 @@ def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
     graded = local.requires_grad and torch.is_grad_enabled()
     key = (call_site(), "from_local", spec, local.dtype, graded)
     if not is_agreed(wire, key):
-        said = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
-        told = wire.gather_ints((digest_of_text(said), int(fits)))
-        if len(set(told)) > 1:
-            raise _make_disagreement_error(local, spec.layout, said, wire)
+        description = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
+        gathered = wire.gather_ints((digest_of_text(description), int(fits)))
+        if len(set(gathered)) > 1:
+            raise _make_disagreement_error(local, spec.layout, description, wire)
         if fits:
             remember_agreed(wire, key)
     if not fits:
-        raise does_not_fit(local.shape, spec.layout, wire, wire.at)
+        raise _make_misfit_error(local.shape, spec.layout, wire, wire.at)
 
 
-def compare(local: torch.Tensor, spec: Spec) -> None:
-    """Compare what the ranks hold, and raise on all of them alike if it does not go together."""
+def compare_pieces(local: torch.Tensor, spec: Spec) -> None:
+    """Compare shapes, dtypes, values and order in memory of the ranks' pieces of one tensor.
+
+    Raises:
+        LayoutError: on all ranks alike, where they do not make up a tensor of `spec`.
+    """
     wire, layout = spec.wire, spec.layout
     fits = local.shape == spec.local_shape
-    said = f"{layout} of {local.dtype}"
+    description = f"{layout} of {local.dtype}"
     order = _order_of_memory(local, spec)
-    told = wire.gather_ints((digest_of_text(said), int(fits), order, *checksum(local)))
-    if len({digest for digest, *_ in told}) > 1 or not all(ok for _, ok, *_ in told):
-        raise _make_disagreement_error(local, layout, said, wire)
-    if {1, 2} <= {order for _, _, order, *_ in told}:
-        raise _laid_out_differently([order for _, _, order, *_ in told])
-    at = {c: tuple(told[i][3:]) for i, c in enumerate(wire.mesh.coordinates())}
+    gathered = wire.gather_ints((digest_of_text(description), int(fits), order, *checksum(local)))
+    if len({digest for digest, *_ in gathered}) > 1 or not all(ok for _, ok, *_ in gathered):
+        raise _make_disagreement_error(local, layout, description, wire)
+    if {1, 2} <= {order for _, _, order, *_ in gathered}:
+        raise _make_order_error([order for _, _, order, *_ in gathered])
+    by_coordinate = {c: tuple(gathered[i][3:]) for i, c in enumerate(wire.mesh.coordinates())}
     for axis in wire.mesh.names:
         placement = layout.placement(axis)
         if placement.is_shard() or placement.is_partial():
             continue
         i = wire.mesh.index(axis)
-        for c, mine in at.items():
-            first = at[c[:i] + (0,) + c[i + 1 :]]
-            if mine != first:
+        for c, summary in by_coordinate.items():
+            first = by_coordinate[c[:i] + (0,) + c[i + 1 :]]
+            if summary != first:
                 shares = [Partial() if a == axis else layout.placement(a) for a in wire.mesh.names]
                 raise LayoutError(
                     f"from_local: the ranks along {axis} do not hold the same value",
                     place=user_line(),
                     operands=(
                         f"layout {layout.brief()} on {wire.mesh}",
-                        f"at {c} the checksum is {mine[-1]:x}, of the first along {axis} "
+                        f"at {c} the checksum is {summary[-1]:x}, of the first along {axis} "
                         f"{first[-1]:x}",
                     ),
                     reason=f"{placement} on {axis} says that they do; nothing was changed",
@@ -115,7 +118,7 @@ def _order_of_memory(local: torch.Tensor, spec: Spec) -> int:
     return 1 if local.is_contiguous() else 2
 
 
-def _laid_out_differently(orders: Sequence[int]) -> LayoutError:
+def _make_order_error(orders: Sequence[int]) -> LayoutError:
     ranks = (orders.index(1), orders.index(2))
     return LayoutError(
         "from_local: the ranks' pieces lie differently in memory",
@@ -129,7 +132,7 @@ def _laid_out_differently(orders: Sequence[int]) -> LayoutError:
     )
 
 
-def no_strides(what: str, t: torch.Tensor) -> LayoutError:
+def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
     """What to raise where `t`, which is sparse (or has another layout of its own), is to be global.
 
     Args:
@@ -148,36 +151,40 @@ def no_strides(what: str, t: torch.Tensor) -> LayoutError:
 
 
 def _make_disagreement_error(
-    local: torch.Tensor, layout: Layout, said: str, wire: Wire
+    local: torch.Tensor, layout: Layout, description: str, wire: Wire
 ) -> LayoutError:
-    """What to raise where pieces do not fit; every rank comes here."""
-    mine = [said, f"{layout.shards} {local.dtype}", list(local.shape)]
-    told = [json.loads(t) for t in gather_texts(json.dumps(mine), wire)]
-    texts = [text for text, _, _ in told]
-    shapes = [tuple(shape) for _, _, shape in told]
-    at = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
+    """The error to raise where pieces do not fit. Every rank calls this: texts are gathered."""
+    own_answer = [description, f"{layout.shards} {local.dtype}", list(local.shape)]
+    gathered = [json.loads(t) for t in gather_texts(json.dumps(own_answer), wire)]
+    texts = [text for text, _, _ in gathered]
+    shapes = [tuple(shape) for _, _, shape in gathered]
+    by_coordinate = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
     # Only where the ranks agree on all but the shape can the pieces say which it is.
-    cut_alike = len({cut for _, cut, _ in told}) == 1
-    true = _made_by(at, layout, wire) if cut_alike else None
+    cut_alike = len({cut for _, cut, _ in gathered}) == 1
+    true = _find_shape_of_pieces(by_coordinate, layout, wire) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
         return differing("from_local", texts, fixes=[fix] if fix else [])
-    wrong = next(c for c, s in at.items() if s != layout.local_shape(wire.mesh, c))
-    return does_not_fit(at[wrong], layout, wire, wrong, told=fix)
+    wrong = next(c for c, s in by_coordinate.items() if s != layout.local_shape(wire.mesh, c))
+    return _make_misfit_error(by_coordinate[wrong], layout, wire, wrong, fix=fix)
 
 
-def _made_by(
-    at: dict[Coordinate, tuple[int, ...]], layout: Layout, wire: Wire
+def _find_shape_of_pieces(
+    by_coordinate: dict[Coordinate, tuple[int, ...]], layout: Layout, wire: Wire
 ) -> tuple[int, ...] | None:
     """The shape of the tensor that is cut into just these pieces, if there is one."""
-    if any(len(shape) != len(layout.shape) for shape in at.values()):
+    if any(len(shape) != len(layout.shape) for shape in by_coordinate.values()):
         return None
     shape = []
     for dim, axes in enumerate(layout.shards):
-        first = [c for c in at if all(i == 0 or a in axes for a, i in _name_coordinates(c, wire))]
-        shape.append(sum(at[c][dim] for c in first))
+        first = [
+            c
+            for c in by_coordinate
+            if all(i == 0 or a in axes for a, i in _name_coordinates(c, wire))
+        ]
+        shape.append(sum(by_coordinate[c][dim] for c in first))
     whole = Layout(tuple(shape), layout.shards)
-    fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in at.items())
+    fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in by_coordinate.items())
     return tuple(shape) if fits and 0 not in shape else None
 
 

@@ -1,12 +1,22 @@
-"""Arguments of a call.
+"""Arguments of a call: where its tensors stand, and which of them its rule reads or the op writes.
 
-Which of a call's arguments are the operands of its rule, and where do its tensors stand?
-Which of them does it write, and which are copies of what would be views?
+A `Path` says where in a call a tensor stands. What is decided for one call (`plan`) is so applied
+to another of the same key, which may give by name what the first gave by place.
+
+A number may be given as a DTensor: torch takes a tensor of no dimensions for a number (`x.topk(k)`,
+`x[:n]`, `x.view(n, -1)`) and reads it in C++, which finds this rank's share or piece. So it is read
+before a rule or a kernel sees the call, as `int(k)` would read it. Torch's schemas say which
+arguments are numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import operator
+import re
+import types
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,34 +27,50 @@ from partita.rules import parse
 
 from .autograd import moved
 from .dtensor import DTensor
-from .names import Form, parameter_names
-from .plan import Path
+from .forms import Form, overloads_of, parameter_names
 from .spec import Spec, make_two_meshes_error, spec_of
 
 __all__ = [
+    "Path",
     "all_tensors",
-    "changes_layout",
-    "copies_among",
-    "declared",
-    "in_order",
-    "numbers_elsewhere",
-    "one_wire",
+    "bind_declared_arguments",
+    "collect_tensors",
+    "find_view_copies",
+    "find_wire",
+    "find_written_operands",
+    "get_at_path",
+    "locate_in_call",
+    "make_changed_layout_error",
+    "may_have_numbers",
+    "normalize_call",
     "operands_of_call",
-    "parameters",
-    "writes_copy",
-    "written_places",
+    "read_number",
+    "read_numbers",
+    "read_numbers_of_other_meshes",
+    "replace_at_paths",
+    "rule_parameters",
+    "takes_numbers",
+    "writes_view_copy",
 ]
 
 
-def in_order(
+Path = tuple[int | str, ...]
+"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
+
+A plan has it from the call that it was made for; others of the same key may give by name what that
+gave by place (`CallPlan.path_in_call`)."""
+
+
+def normalize_call(
     form: Form, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], torch.Tensor | None]:
-    """The call under its rule's own names, and the tensor given as `out=`, taken off."""
+    """The call with its rule's parameter names in place of torch's other names for them (`axis`,
+    `input`, ...), without `out=`; and what was given as `out=`."""
     if not kwargs:
         return args, kwargs, None
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
-    names = parameters(form)
+    names = rule_parameters(form)
     for numpy_name, name in (("axis", "dim"), ("keepdims", "keepdim")):
         if numpy_name in kwargs and numpy_name not in names and name in names:
             kwargs[name] = kwargs.pop(numpy_name)
@@ -58,7 +84,8 @@ def in_order(
     return args, kwargs, out
 
 
-def parameters(form: Form) -> tuple[str, ...]:
+def rule_parameters(form: Form) -> tuple[str, ...]:
+    """The names of the parameters that the rule of `form` speaks of, in order."""
     rule = form.rule
     assert rule is not None
     if rule.derive is not None:
@@ -69,9 +96,9 @@ def parameters(form: Form) -> tuple[str, ...]:
 def operands_of_call(
     form: Form, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[tuple[Path, Any]]:
-    """The values in the places of a fixed sentence's terms."""
+    """The value and the path of each term of a fixed sentence; None for one that is not given."""
     found: list[tuple[Path, Any]] = []
-    for i, name in enumerate(parameters(form)):
+    for i, name in enumerate(rule_parameters(form)):
         if i < len(args):
             found.append(((i,), args[i]))
         else:
@@ -79,10 +106,11 @@ def operands_of_call(
     return found
 
 
-def declared(
+def bind_declared_arguments(
     form: Form, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], list[tuple[Path, Any]]]:
-    """A derived rule's arguments, and the tensors among them in order."""
+    """The arguments that a derived rule declares, by place and by name, and the tensors among them
+    with their paths, in order."""
     rule = form.rule
     assert rule is not None
     positional: list[Any] = []
@@ -120,11 +148,14 @@ def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path
 
 
 def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path, Any]]:
+    """The tensors of a call with their paths, those in lists and tuples too."""
     found = _tensors_at(tuple(range(len(args))), args)
     return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
 
 
-def numbers_elsewhere(op: str, tensors: Sequence[tuple[Path, Any]]) -> dict[Path, torch.Tensor]:
+def read_numbers_of_other_meshes(
+    op: str, tensors: Sequence[tuple[Path, Any]]
+) -> dict[Path, torch.Tensor]:
     """The 0-d DTensors that live on another mesh than the others, as plain tensors; by path.
 
     A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
@@ -153,7 +184,7 @@ def _make_replicated_spec(spec: Spec) -> Spec:
     return spec_of(Layout(layout.shape, invariant=layout.invariant), spec.wire)
 
 
-def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
+def find_wire(op: str, tensors: Sequence[Any]) -> Wire:
     """The wire of all DTensors among `tensors`. Raises LayoutError if they are on two meshes."""
     wire: Wire | None = None
     for t in tensors:
@@ -166,25 +197,25 @@ def one_wire(op: str, tensors: Sequence[Any]) -> Wire:
     return wire
 
 
-def copies_among(tensors: Sequence[tuple[Path, Any]]) -> tuple[Path, ...]:
-    """Where the operands stand that are copies of what would be views on one device."""
+def find_view_copies(tensors: Sequence[tuple[Path, Any]]) -> tuple[Path, ...]:
+    """The paths of the operands that are copies of what would be views on one device."""
     return tuple(path for path, t in tensors if isinstance(t, DTensor) and t._spec.is_copy)
 
 
-def writes_copy(form: Form, args: Sequence[Any]) -> bool:
+def writes_view_copy(form: Form, args: Sequence[Any]) -> bool:
     """Is this an op in place on a copy of what would be a view on one device?"""
     first = args[0] if args else None
     return form.inplace and isinstance(first, DTensor) and first._spec.is_copy
 
 
-def written_places(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Path]:
-    """Where the operands stand that the op writes."""
+def find_written_operands(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Path]:
+    """The paths of the tensors that this call writes."""
     places = {w.path(args, kwargs) for w in form.writes} | ({(0,)} if form.inplace else set())
     return {path for path, _ in all_tensors(args, kwargs) if path[:1] in places}
 
 
-def changes_layout(name: str, x: DTensor) -> LayoutError:
-    """The error of op `name` in place, which would need `x` in another layout."""
+def make_changed_layout_error(name: str, x: DTensor) -> LayoutError:
+    """The error to raise where op `name` in place would need `x` in another layout."""
     return LayoutError(
         f"{name} in place: its operand would have to change its layout",
         place=user_line(),
@@ -192,3 +223,179 @@ def changes_layout(name: str, x: DTensor) -> LayoutError:
         reason="a tensor that is written in place keeps its layout, since others may hold it too",
         fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
     )
+
+
+def locate_in_call(
+    path: Path, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Path:
+    """Where in this call stands what stood at `path` in another of the same key: one may give by
+    place what the other gave by name. `names` are of the parameters, in order."""
+    head = path[0]
+    if isinstance(head, str):
+        return path if head in kwargs else (names.index(head), *path[1:])
+    return path if head < len(args) else (names[head], *path[1:])
+
+
+def get_at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
+    """The value at `path` of a call."""
+    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+    return value if len(path) == 1 else value[path[1]]
+
+
+def replace_at_paths(
+    args: Sequence[Any], kwargs: dict[str, Any], new: dict[Path, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call with the values at the paths of `new` replaced; lists are copied, not changed."""
+    args, kwargs = list(args), dict(kwargs)
+    for path, value in new.items():
+        home: Any = kwargs if isinstance(path[0], str) else args
+        if len(path) == 1:
+            home[path[0]] = value
+        else:
+            inner = list(home[path[0]])
+            inner[path[1]] = value  # type: ignore[index]
+            home[path[0]] = inner
+    return args, kwargs
+
+
+def collect_tensors(out: Any) -> list[torch.Tensor]:
+    """The tensors of a result, through tuples and lists, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [t for o in out for t in collect_tensors(o)]
+    return []
+
+
+# -- numbers given as DTensors ---------------------------------------------------------------------
+
+_INTEGERS = frozenset(("int", "List[int]", "Optional[int]", "Optional[List[int]]"))
+_NUMBERS = _INTEGERS | frozenset(
+    ("float", "number", "bool", "List[float]", "Optional[float]", "Optional[number]")
+    + ("Optional[bool]", "Optional[List[float]]")
+)
+
+
+def may_have_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Is an argument a DTensor of one element, or a slice or list with such?"""
+    return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
+
+
+def _may_be_number(value: Any) -> bool:
+    kind = type(value)
+    if kind is DTensor:
+        return value._spec.shape.numel() == 1  # type: ignore[no-any-return]
+    if kind is slice:
+        return any(type(v) is DTensor for v in (value.start, value.stop, value.step))
+    return (kind is tuple or kind is list) and any(map(_may_be_number, value))
+
+
+def read_numbers(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call of `func` with Python's numbers in place of the DTensors that torch
+    would read as numbers, in slices too."""
+    by_place, by_name = _numbers_of(func)
+    new: list[Any] = []
+    sizes: frozenset[str] = frozenset()
+    for i, value in enumerate(args):
+        kinds = sizes or (by_place[i] if i < len(by_place) else frozenset())
+        if _in_lists(kinds) and _are_numbers(kinds) and not isinstance(value, (tuple, list)):
+            sizes = kinds  # one by one, to the end
+        new.append(_read_numbers_in(value, kinds))
+    return new, {
+        key: _read_numbers_in(v, by_name.get(key, frozenset())) for key, v in kwargs.items()
+    }
+
+
+def _read_numbers_in(value: Any, kinds: frozenset[str]) -> Any:
+    """`value` read where a tensor in its place would be a number; `kinds` are what may stand there
+    in one form of the op or another."""
+    if type(value) is slice:
+        return slice(
+            *(_read_numbers_in(v, _INTEGERS) for v in (value.start, value.stop, value.step))
+        )
+    if type(value) is tuple or type(value) is list:
+        return type(value)(_read_numbers_in(v, _in_lists(kinds) or kinds) for v in value)
+    if type(value) is not DTensor or not _are_numbers(kinds) or value.requires_grad:
+        return value
+    # A float that this rank has whole may be an input of a step that is captured: it stays one.
+    return read_number(value) if kinds & _INTEGERS or not value._spec.is_whole else value
+
+
+def _are_numbers(kinds: frozenset[str]) -> bool:
+    return not kinds.isdisjoint(_NUMBERS) and not any("Tensor" in kind for kind in kinds)
+
+
+def _in_lists(kinds: frozenset[str]) -> frozenset[str]:
+    return frozenset(kind for kind in kinds if "List" in kind)
+
+
+def takes_numbers(func: Callable[..., Any]) -> bool:
+    """Has any argument of `func`, in any of its overloads, to be a number?"""
+    return any(map(_are_numbers, _numbers_of(func)[1].values()))
+
+
+def read_number(x: DTensor) -> Any:
+    """The value of a tensor of one element as a Python number."""
+    has_index = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
+
+
+Kinds = frozenset[str]
+
+
+@cache
+def _numbers_of(func: Callable[..., Any]) -> tuple[list[Kinds], dict[str, Kinds]]:
+    """The types that an op's arguments may have in any of its overloads, by place and by name."""
+    by_place: list[set[str]] = []
+    by_name: dict[str, set[str]] = {}
+    for arguments in _forms_of(func):
+        by_place += [set() for _ in arguments[len(by_place) :]]
+        for place, (name, kind, has_place) in enumerate(arguments):
+            by_name.setdefault(name, set()).add(kind)
+            if has_place:
+                by_place[place].add(kind)
+    return list(map(frozenset, by_place)), {name: frozenset(k) for name, k in by_name.items()}
+
+
+Parameters = list[tuple[str, str, bool]]
+"""Of each argument: its name, its type as a schema writes it ("" where it is not known), and
+whether it may be given by place."""
+
+
+def _forms_of(func: Callable[..., Any]) -> list[Parameters]:
+    """The parameters of an op's overloads, by their schemas; of one written in Python, by its
+    hints."""
+    forms = []
+    for overload in overloads_of(getattr(torch.ops.aten, getattr(func, "__name__", ""), None)):
+        arguments = [a for a in overload._schema.arguments if not a.is_out]
+        if isinstance(func, types.MethodDescriptorType):  # x.polygamma(n)
+            arguments.sort(key=lambda a: a.name != "self")
+        # TorchScript has operators on Python's own lists and texts.
+        if any("Tensor" in str(a.type) for a in arguments):
+            forms.append([(a.name, str(a.type), not a.kwarg_only) for a in arguments])
+    if not isinstance(func, types.FunctionType):
+        return forms
+    try:
+        own = list(inspect.signature(func).parameters.values())
+    except ValueError:  # it stands for a builtin
+        return forms
+    if all(p.annotation is p.empty for p in own):
+        return forms
+    hints = [{p.name: _hint_of(p) for p in own if p.annotation is not p.empty}]
+    hints += [{name: kind for name, kind, _ in form if name not in hints[0]} for form in forms]
+    return [
+        [(p.name, hint.get(p.name, ""), p.kind is not p.KEYWORD_ONLY) for p in own]
+        for hint in hints
+    ]
+
+
+def _hint_of(parameter: inspect.Parameter) -> str:
+    """The annotation of a parameter as a schema would write it."""
+    if parameter.annotation in (None, type(None)):  # a BroadcastingList[int] of TorchScript
+        return "List[int]"
+    text = str(parameter.annotation)
+    if "Tensor" in text or not re.search(r"\b(int|float|bool)\b", text):
+        return text
+    return "int" if re.search(r"\bint\b", text) else "number"

@@ -117,8 +117,8 @@ def _choose_cast_dtype(
     if cast is Cast.FLOAT32:
         return torch.float32
     if cast is Cast.FLOAT32_UNLESS_TOLD:
-        told = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
-        return None if told else torch.float32
+        has_dtype = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+        return None if has_dtype else torch.float32
     if cast is Cast.LOWER:
         return torch.get_autocast_dtype(device_type)
     if cast is Cast.WIDEST:

@@ -1,7 +1,11 @@
-"""Autograd across layouts: how does a gradient cross a change of layout?
+"""Autograd across layouts: how a gradient crosses a change of layout.
 
-The only Python that runs in a backward pass: the transposed moves of each redistribution. All else
-is plain local autograd, whose gradients are laid out by `Placement.dual` and so need no handling.
+`moved` redistributes a local tensor. Where it needs a gradient this is a node of autograd, whose
+backward runs the transposed moves in reverse order: the only Python in a backward pass. All else is
+plain local autograd, whose gradients are laid out by `Placement.dual` and need no handling.
+
+    forward   Partial  -> Replicate  all-reduce     backward  Partial -> Replicate  all-reduce
+    forward   Shard(0) -> Replicate  all-gather     backward  Partial -> Shard(0)   reduce-scatter
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ __all__ = [
     "ask_gradient",
     "carry_all",
     "convert_gradient",
-    "cut_otherwise",
     "keep_missing_gradients",
+    "make_other_cut_error",
     "moved",
 ]
 
@@ -109,7 +113,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
 
 
 class _NoView(torch.autograd.Function):
-    """The identity, whose result is no view to autograd."""
+    """The identity, whose result autograd does not take for a view."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +146,7 @@ class _ConvertGradient(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         if ctx.given.layout.shards != ctx.wanted.layout.shards:
-            raise cut_otherwise(ctx.wanted, ctx.given, ctx.op, ctx.line)
+            raise make_other_cut_error(ctx.wanted, ctx.given, ctx.op, ctx.line)
         return moved(grad, ctx.given, ctx.wanted, ctx.op, "gradient"), None, None, None
 
 
@@ -152,8 +156,9 @@ def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> tor
         return _ConvertGradient.apply(x, given, wanted, op)
 
 
-def cut_otherwise(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Each rank has the gradient of what it has: a gradient that is split otherwise cannot be."""
+def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
+    """The error to raise where `grad_placements` shard the gradient otherwise than the value is
+    sharded: each rank has the gradient of the piece that it has."""
     return LayoutError(
         f"{op}: grad_placements cut the gradient otherwise than the value is",
         place=line,
@@ -167,7 +172,7 @@ def cut_otherwise(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
 
 
 class _AskGradient(torch.autograd.Function):
-    """The identity, whose gradient may mean two things: it raises and says which."""
+    """The identity, whose backward raises, since the gradient may mean two things."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: Spec, op: str, line: str) -> torch.Tensor:
@@ -179,7 +184,7 @@ class _AskGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None
-        raise _two_meanings(ctx.spec, ctx.op, ctx.line)
+        raise _make_two_meanings_error(ctx.spec, ctx.op, ctx.line)
 
 
 def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
@@ -195,7 +200,7 @@ def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
         return _AskGradient.apply(x, spec, op, user_line())
 
 
-def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
+def _make_two_meanings_error(spec: Spec, op: str, line: str) -> LayoutError:
     def format_call(gradient: Placement) -> str:
         asked = spec.used_differently
         given = [gradient if a in asked else p.dual() for a, p in spec.by_axis()]
@@ -232,5 +237,5 @@ def _two_meanings(spec: Spec, op: str, line: str) -> LayoutError:
 
 
 def _format_placement(p: Placement) -> str:
-    """As a user writes it: repr names the fields."""
+    """The placement as a user writes it; `repr` names the fields, too."""
     return f"Shard({p.dim})" if isinstance(p, Shard) else f"{type(p).__name__}()"

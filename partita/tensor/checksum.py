@@ -1,4 +1,4 @@
-"""Checksums of tensors: by which few numbers do ranks tell whether they hold the same tensor?"""
+"""Checksums of tensors: three numbers by which ranks tell whether they hold the same tensor."""
 
 from __future__ import annotations
 

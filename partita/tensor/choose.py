@@ -1,24 +1,35 @@
-"""The choice of an op's row: the cheapest of the legal ones, axis by axis.
+"""The choice of rows: for each axis of the mesh, the cheapest legal way to spread an op over it.
 
-Pure: layouts in, layouts out. The cache stands around it and decides nothing.
+A pure function of layouts, which gives layouts; the plan cache stands around it.
+
+A row's price is in seconds: of its moves, forward and backward, and of the work that a rank then
+does. Work counts only where an operand is sharded, for then somebody wanted it spread: a row which
+gathers all and has each rank do everything loses against one which gathers less and has each rank
+do a part. What is whole on all ranks stays so.
+
+    x[8, 16@tp] @ w[16@tp, 4] on tp    S(1), S(0) -> P    moves nothing    is taken
+                                       R,    R    -> R    gathers both
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partita.layout import Layout, Mesh, Partial, Placement
+from partita.layout import Layout, Mesh, Partial, Placement, Replicate
+from partita.redistribute import price, seconds_of_work
+from partita.redistribute.cost import LATENCY, local_numel, seconds
 from partita.rules import Bound, Row, Work
-
-from .row_price import RowPrice
+from partita.rules.sentence import Dim
 
 __all__ = ["Choice", "Considered", "choose"]
 
 
 @dataclass(frozen=True)
 class Considered:
-    """A row of one axis and its price in seconds, forward and backward together."""
+    """A row that was looked at for an axis, with its price in seconds, forward and backward
+    together, and whether it was taken."""
 
     axis: str
     row: Row
@@ -28,7 +39,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class Choice:
-    """How an op is run.
+    """How an op is spread over the mesh.
 
     Attributes:
         inputs: the layout that each operand must have; None where it is absent or a number.
@@ -103,7 +114,7 @@ def choose(
 
 
 def _find_rows_splitting(bound: Bound, first: Layout | None, name: str, axis: str) -> list[Row]:
-    """The rows that split `name`, where `axis` splits it in the first operand; else none."""
+    """The rows that split `name`, if `axis` splits it in the first operand; else none."""
     dims = bound.inputs[0]
     if not name or first is None or dims is None:
         return []
@@ -180,3 +191,126 @@ def _find_partial_axes(held: dict[str, Placement | None]) -> tuple[tuple[str, st
 
 def _find_invariant_axes(held: dict[str, Placement | None]) -> tuple[str, ...]:
     return tuple(a for a, p in held.items() if p is not None and p.is_invariant())
+
+
+# -- the price of a row ----------------------------------------------------------------------------
+
+_SECONDS_TO_CUT_PLAIN = 1e-8
+"""Seconds for a plain tensor that is cut: of two rows that cost the same otherwise, the one that
+leaves it whole is taken."""
+_SECONDS_OF_REPEATED_WORK = 4 * LATENCY
+"""Seconds for work that each rank repeats although a factor is sharded: what follows from its
+result is repeated as well, which is not known here. As long as two collectives with their
+transposes take to start, so that small products, whose work costs less than that, are spread
+too."""
+
+
+@dataclass(frozen=True)
+class RowPrice:
+    """The price of rows on `axis`.
+
+    Attributes:
+        before: the rows that were taken for the axes before it.
+        layouts, plain, itemsizes: of each operand, as for `choose`.
+        work: the op's matrix products.
+    """
+
+    axis: str
+    before: Sequence[Row]
+    bound: Bound
+    layouts: Sequence[Layout | None]
+    plain: Sequence[bool]
+    itemsizes: Sequence[int]
+    mesh: Mesh
+    work: Sequence[Work]
+
+    def __call__(self, row: Row) -> float:
+        """The price of a row in seconds, forward and backward."""
+        moves = self._price_moves(row)
+        if not self.work or not self._is_spread():
+            return moves
+        if self._has_exchanges(row) and not self._is_pending():
+            moves += self._price_reductions(row)
+        work = sum(self._operations_on_rank(work, row) for work in self.work)
+        repeated = sum(work.operations for work in self.work if row.split not in work.names)
+        whole = _SECONDS_OF_REPEATED_WORK * repeated / sum(work.operations for work in self.work)
+        return moves + seconds_of_work(work) + whole
+
+    # -- moves -------------------------------------------------------------------------------------
+
+    def _price_moves(self, row: Row) -> float:
+        total = 0.0
+        for i, (layout, wanted) in enumerate(zip(self.layouts, row.inputs, strict=False)):
+            held = self._placement_of_layout(layout)
+            if layout is None or wanted is None or wanted == held:
+                continue
+            if self.plain[i]:
+                total += _SECONDS_TO_CUT_PLAIN
+                continue
+            moved = layout.put(self.axis, wanted)
+            total += price(layout, moved, self.mesh, self.itemsizes[i])
+            if isinstance(wanted, Partial) and _is_split(held) and not self._is_pending():
+                # A piece among zeros is a share of what nobody had to reduce before: somebody has
+                # to now, and sends twice what a gather of the pieces sends.
+                whole = layout.put(self.axis, Replicate())
+                total += price(moved, whole, self.mesh, self.itemsizes[i])
+        return total
+
+    def _has_exchanges(self, row: Row) -> bool:
+        """Does the row move an operand from one sharded dimension to another (all-to-all)?"""
+        held = [self._placement_of_layout(x) for x in self.layouts]
+        return any(
+            _is_split(before) and _is_split(after) and before != after
+            for before, after in zip(held, row.inputs, strict=False)
+        )
+
+    def _price_reductions(self, row: Row) -> float:
+        """Seconds to reduce the row's Partial results, at the least by a reduce-scatter: who takes
+        them has to."""
+        n, total = self.mesh.size(self.axis), 0.0
+        for out, placed in zip(self.bound.outputs, row.outputs, strict=True):
+            if isinstance(placed, Partial):
+                size = max(self.itemsizes) * self._local_numel_of_dims(out) / n
+                total += seconds("PS", n, n * size, size, placed.reduce_op)
+        return total
+
+    def _local_numel_of_dims(self, dims: Sequence[Dim]) -> float:
+        """Elements of a result on a rank; of the largest operand, if only the kernel tells a
+        size."""
+        names = {name for dim in dims for name in dim.names}
+        if not names <= self.bound.sizes.keys():
+            return max(local_numel(x.shape, x.shards, self.mesh) for x in self.layouts if x)
+        return math.prod([self.bound.sizes[name] for name in names]) / self._count_parts(names)
+
+    def _placement_of_layout(self, layout: Layout | None) -> Placement | None:
+        return None if layout is None else layout.placement(self.axis)
+
+    def _is_pending(self) -> bool:
+        return any(isinstance(self._placement_of_layout(x), Partial) for x in self.layouts)
+
+    def _is_spread(self) -> bool:
+        """Does this axis shard a factor of a product that is a DTensor?"""
+        factors = {i for work in self.work for i in work.factors if not self.plain[i]}
+        return self.mesh.size(self.axis) > 1 and any(
+            _is_split(self._placement_of_layout(self.layouts[i])) for i in factors
+        )
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def _operations_on_rank(self, work: Work, row: Row) -> float:
+        """Operations on one rank."""
+        n = self.mesh.size(self.axis) if row.split in work.names else 1
+        return work.operations / (n * self._count_parts(work.names))
+
+    def _count_parts(self, names: set[str] | frozenset[str]) -> int:
+        """The number of parts into which other axes split these names: the axes before by their
+        rows; of an axis behind, each that shards an operand is counted."""
+        rows_by_axis = dict(zip(self.mesh.names, self.before, strict=False))
+        parts = [self.mesh.size(a) for a, row in rows_by_axis.items() if row.split in names]
+        ahead = {a for x in self.layouts if x is not None for axes in x.shards for a in axes}
+        parts += [self.mesh.size(a) for a in ahead - {self.axis, *rows_by_axis}]
+        return math.prod(parts)
+
+
+def _is_split(placement: Placement | None) -> bool:
+    return placement is not None and placement.is_shard()

@@ -1,10 +1,8 @@
-"""Composite functions.
-
-How is a Python function of torch entered, so that the ops inside find their own rules?
+"""Composite functions: Python functions of torch that are entered, so that their ops are found.
 
 `torch.nn.functional` is full of functions that ask `has_torch_function(...)` and, if so, hand
-themselves over whole. Entering one means running its body as if that question were answered no: a
-copy of the function whose globals say so. The ops inside ask again, and are dispatched one by one.
+themselves over whole. To enter one is to run its body as if that question were answered no: a copy
+of the function whose globals say so. The ops inside ask again, and are dispatched one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["entered"]
+__all__ = ["enter_function"]
 
 # An init function hands itself over by its name in its module, where transformers puts functions of
 # its own while it initialises a model; these call torch's. To enter one of them would not end.
@@ -52,7 +50,7 @@ class _Torch(types.ModuleType):
 _entered_globals: dict[tuple[int, bool], dict[str, Any]] = {}
 
 
-def _answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
+def _make_globals_answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
     """A copy of a module's globals in which nothing has a torch function. One per module."""
     key = (id(space), through_torch)
     if key not in _entered_globals:
@@ -95,20 +93,24 @@ def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellT
         return cell
     again = isinstance(held, types.FunctionType) and held.__code__ is func.__code__
     if again and held is not func:
-        return types.CellType(entered(held))
-    return types.CellType(_copy_function(held, _space_of(held))) if _has_questions(held) else cell
+        return types.CellType(enter_function(held))
+    return (
+        types.CellType(_copy_function(held, _globals_to_enter(held)))
+        if _has_questions(held)
+        else cell
+    )
 
 
-def _space_of(func: types.FunctionType) -> dict[str, Any]:
-    return _answering_no(func.__globals__, "overrides" in func.__code__.co_names)
+def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
+    return _make_globals_answering_no(func.__globals__, "overrides" in func.__code__.co_names)
 
 
 @cache
-def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def enter_function(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python."""
     if not isinstance(func, types.FunctionType):
         return None
     if func.__module__ != torch.nn.init.__name__:
         func = _INITS.get(func.__name__, func)
     closure = func.__closure__ and tuple(_entered_cell(c, func) for c in func.__closure__)
-    return _copy_function(func, _space_of(func), closure)
+    return _copy_function(func, _globals_to_enter(func), closure)

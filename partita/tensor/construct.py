@@ -1,4 +1,4 @@
-"""Construction: how does a DTensor come to be?"""
+"""Construction: functions that make DTensors, of plain tensors, of modules and from nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from partita.comm import Wire, agree, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
 from partita.rules.pieces import part as cut
 
-from .agreement import no_strides
-from .draws import draw_alike
+from .agreement import make_no_strides_error
 from .dtensor import DTensor, tagged
 from .padded_storage import copy_with_room, with_room
 from .parameter import can_hold, hold_value, refuse_lazy
+from .random import run_with_generator_check
 from .spec import Spec, spec_on_mesh
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's part of a `whole` value under `spec`, in memory of its own.
+    """This rank's piece of a `whole` value in the layout of `spec`, in memory of its own.
 
     Of a pending axis the first rank takes the value and the others hold zeros.
     """
@@ -99,7 +99,7 @@ def distribute_tensor(
             ),
         )
     if tensor.layout is not torch.strided:
-        raise no_strides("distribute_tensor", tensor)
+        raise make_no_strides_error("distribute_tensor", tensor)
     spec = spec_on_mesh(device_mesh, tensor.shape, placements)
     if src_data_rank is not None:
         agree("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
@@ -157,7 +157,8 @@ def distribute_module(
 
 
 def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:
-    """Let the parameter that `part` had `before` be the one it has, as a DTensor."""
+    """Put the value of parameter `key` into the parameter that `part` had `before`, as a DTensor:
+    others know that by identity."""
     now: Any = part._parameters[key]
     value = now if isinstance(now, DTensor) else distribute_tensor(now.detach(), device_mesh)
     if now is before and value is now:
@@ -264,11 +265,11 @@ def _make_drawn(
     requires_grad: bool,
     dtype: torch.dtype | None,
 ) -> DTensor:
-    """One device's numbers: all are drawn on every rank, which keeps its piece."""
+    """A tensor of random numbers: every rank draws all of one device's, and keeps its piece."""
     wire: Wire = wire_of(device_mesh)
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     draw = partial(make, _normalize_size(size), dtype=dtype, device=wire.device)
-    whole = draw_alike(draw, make.__name__, wire)
+    whole = run_with_generator_check(draw, make.__name__, wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 

@@ -15,11 +15,11 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 
+from .arguments import read_number
 from .dtensor import DTensor
-from .gathered import gathered
-from .names import form_of
-from .numbers import read_number
-from .tensor_overrides import SPECIAL
+from .forms import form_of
+from .gathered import run_gathered
+from .tensor_overrides import OVERRIDES
 from .torch_patches import holds_dtensor, put_in_place_of, refuse_piece
 
 __all__: list[str] = []
@@ -174,7 +174,7 @@ def _look_at_arguments(
         return plain(self, *args, **options)
 
     setattr(torch.Tensor, name, method)
-    SPECIAL[method] = lambda *args, **options: gathered(plain, args, options, form_of(plain))
+    OVERRIDES[method] = lambda *args, **options: run_gathered(plain, args, options, form_of(plain))
 
 
 _look_at_arguments("new", _legacy_arguments)

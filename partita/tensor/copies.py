@@ -1,4 +1,4 @@
-"""How is a DTensor copied: into another, in memory, and into a file?"""
+"""Copies of DTensors: `copy_`, `copy.deepcopy`, and pickling of this rank's piece."""
 
 from __future__ import annotations
 
@@ -12,39 +12,38 @@ from partita.comm import saved_as, user_line, wire_saved_as
 from partita.comm.device import is_seen_by_processes
 from partita.layout import Fix, Layout, LayoutError
 
+from .aliasing import write_through_copy
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .gradient_overrides import gradient_of
-from .mixed_operands import admit
+from .mixed_operands import admit, alias_as_invariant, give_history
 from .padded_storage import copy_with_room, find_padded, with_room
-from .plain_writes import give_history, whole_alias
-from .spec import Spec, spec_of, taken_by
-from .tensor_overrides import means
+from .spec import Spec, spec_for_write_into, spec_of
+from .tensor_overrides import implements
 from .tensor_state import OURS
-from .view_writes import written_through
 
 __all__: list[str] = []
 
 T = torch.Tensor
 
 
-@means(T.copy_)
+@implements(T.copy_)
 def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """`x.copy_(src)`: src is moved into x's layout, whatever x held."""
+    """`x.copy_(src)`: src is moved into x's layout."""
     if not isinstance(x, DTensor):
         wire = src._spec.wire  # type: ignore[attr-defined]
-        _copy_into(whole_alias(x, wire), src, non_blocking)
+        _copy_into(alias_as_invariant(x, wire), src, non_blocking)
         give_history(x, wire)
         return x
     spec = x._spec
     if spec.is_copy:
-        return written_through(T.copy_, x, src, non_blocking)
+        return write_through_copy(T.copy_, x, src, non_blocking)
     if not isinstance(src, DTensor):
         admit(src, spec.wire, "copy_")
         src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
     fitting = _fit_broadcast_spec(src, spec)
     if src._spec is not fitting:
-        fitting = taken_by(fitting)
+        fitting = spec_for_write_into(fitting)
     with Local():
         local = src if src._spec is fitting else moved(src, src._spec, fitting, "copy_", "implicit")
         torch._C.TensorBase.copy_(x, local, non_blocking)
@@ -52,7 +51,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
 
 
 def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
-    """Where `src`, which torch broadcasts, must lie to be copied into a tensor of `spec`.
+    """The spec in which `src`, which is broadcast, is copied into a tensor of `spec`.
 
     Raises:
         RuntimeError: it cannot be broadcast.
@@ -67,7 +66,7 @@ def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
     return spec_of(Layout(shape, shards, wanted.partial, wanted.invariant), spec.wire)
 
 
-@means(T.__deepcopy__)
+@implements(T.__deepcopy__)
 def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
     if id(x) in memo:
         return memo[id(x)]  # type: ignore[no-any-return]
@@ -104,7 +103,7 @@ def _rebuild(
     at: tuple[int, ...],
     names: dict[str, Any],
 ) -> DTensor:
-    """What pickle calls; at module level, so that `weights_only=True` can allow it.
+    """Make the DTensor that was pickled. At module level, so that `weights_only=True` can allow it.
 
     Raises:
         LayoutError: this rank has no such mesh, or `local` is another rank's piece.
@@ -142,7 +141,7 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-@means(T.__reduce_ex__)
+@implements(T.__reduce_ex__)
 def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
     with Local():
         local = x.detach().requires_grad_(x.requires_grad)

@@ -1,11 +1,10 @@
-"""Custom autograd functions.
+"""Custom autograd functions: an `autograd.Function` of the user's, called with DTensors.
 
-What does an `autograd.Function` of the user's see when it is called with DTensors?
-
-Its forward sees DTensors anyway, as any Python does. Its backward must too: autograd hands it the
-local pieces of gradients, and of outputs that were saved. So it runs as a subclass of itself that
-types what comes in by duality, and lays out what goes back as the inputs' gradients have to be.
-A function that is meant for the pieces themselves (a kernel of one's own) goes by `local_map`.
+Its forward sees DTensors, as any Python does. Its backward must too, but autograd gives it the
+local pieces of gradients, and of outputs that were saved. So it runs as a subclass of itself, which
+tags what comes in by duality, and redistributes what goes back to the layouts of the inputs'
+gradients. A function that is meant for the pieces themselves (a kernel of one's own) is called by
+`local_map`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .mixed_operands import admit
 from .spec import Spec, spec_of
 from .watch import HERE
 
-__all__ = ["typed_function"]
+__all__ = ["make_typed_function"]
 
 _bound_apply = vars(Function)["apply"].__get__  # of Python, or from torch 2.14 on of C
 _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
@@ -47,12 +46,12 @@ def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if _global_view():
         for a in (*args, *kwargs.values()):
             if isinstance(a, DTensor):
-                return _bound_apply(None, typed_function(cls))(*args, **kwargs)
+                return _bound_apply(None, make_typed_function(cls))(*args, **kwargs)
     return _bound_apply(None, cls)(*args, **kwargs)
 
 
 @cache
-def typed_function(cls: type[Function]) -> type[Function]:
+def make_typed_function(cls: type[Function]) -> type[Function]:
     """`cls` with a backward that sees DTensors where its forward did."""
     body: dict[str, Any] = {}
     if _is_setup_context_defined(cls.setup_context):
@@ -75,15 +74,17 @@ def typed_function(cls: type[Function]) -> type[Function]:
     user_backward: Callable[..., Any] = getattr(cls, name)
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        out = user_backward(ctx, *map(_typed_gradient, grads, ctx._output_specs))
+        out = user_backward(ctx, *map(_type_gradient, grads, ctx._output_specs))
         outs = out if isinstance(out, (tuple, list)) else (out,)
         # A backward may return fewer gradients than there were arguments, or None more.
         specs = (*ctx._input_specs, *[None] * len(outs))
-        return tuple(_laid_out(g, spec, cls.__name__) for g, spec in zip(outs, specs, strict=False))
+        return tuple(
+            _lay_out_gradient(g, spec, cls.__name__) for g, spec in zip(outs, specs, strict=False)
+        )
 
     body[name] = staticmethod(backward)
     typed = type(cls.__name__, (cls,), body)
-    typed._backward_cls.saved_tensors = property(_typed_saved)  # type: ignore[attr-defined]
+    typed._backward_cls.saved_tensors = property(_get_saved_tensors)  # type: ignore[attr-defined]
     return typed
 
 
@@ -97,22 +98,24 @@ def _specs_of_values(values: Any) -> tuple[Spec | None, ...]:
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
-def _typed_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+def _type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
     if grad is None or spec is None:
         return grad
     return tagged(grad.view_as(grad), spec.gradient)
 
 
-def _typed_saved(ctx: Any) -> tuple[Any, ...]:
-    """A saved input comes back as it was; a saved output as a plain piece."""
+def _get_saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """`ctx.saved_tensors` with DTensors: autograd gives a saved input back as it was, and a saved
+    output as a plain piece."""
     return tuple(
         t if t is None or spec is None or isinstance(t, DTensor) else tagged(t.view_as(t), spec)
         for t, spec in zip(_saved(ctx), ctx._saved_specs, strict=True)
     )
 
 
-def _laid_out(grad: Any, spec: Spec | None, name: str) -> Any:
-    """The piece of a gradient that autograd goes on with, for an input of `spec`."""
+def _lay_out_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
+    """The local gradient of an input of `spec`, of the gradient that the user's backward
+    returned."""
     if not isinstance(grad, torch.Tensor):
         return grad
     if spec is None:

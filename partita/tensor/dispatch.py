@@ -1,7 +1,16 @@
-"""Dispatch: how does a torch function run on DTensors?
+"""Dispatch: how a torch function runs on DTensors.
 
-`handle` is the hot path: look the plan up by the key that the op's rule declares, run the local
-kernel with torch-function disabled, tag the result. Everything else happens once per key.
+`handle` is `DTensor.__torch_function__`, and the hot path: it looks up the plan of the call, runs
+the local kernel with torch-function disabled, and tags the result with its layout. A call without a
+plan goes on to `run_unplanned`, which makes one (`plan_call`) and remembers it (`plan_cache`).
+
+    torch.add(x, y)  ->  handle  ->  Op of torch.add  ->  key (spec of x, spec of y)  ->  CallPlan
+
+Frequent operators and methods skip `handle`. `x + y` on a subclass goes through C++ that parses the
+arguments, builds tuples and calls `__torch_function__`, which costs more than the kernel. So these
+are methods of DTensor itself, generated from one template that does what `handle` does.
+
+`in_c` has both in C, for calls that run as they are; where it was built it replaces what is here.
 """
 
 from __future__ import annotations
@@ -13,39 +22,36 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
-from . import cache
-from .arguments import in_order
-from .composite import entered
+from .arguments import may_have_numbers, normalize_call, read_numbers, takes_numbers
+from .composite import enter_function
 from .dtensor import DTensor
 from .engine import in_backward
 from .foreach import run_foreach, run_fused
-from .gathered import gathered
+from .forms import form_of, is_collective
+from .gathered import run_gathered
 from .hot_path import IN_C
-from .keys import HASHABLE, NUMBERS, frozen, operand_kind
-from .library import is_collective
-from .names import form_of
-from .numbers import may_have_numbers, takes_numbers, with_numbers
-from .op import Op, Run
-from .out import into_out
+from .out import run_into_out
 from .plan import CallPlan
+from .plan_cache import HASHABLE, NUMBERS, Op, Run, freeze_value, note_miss, operand_kind
 from .plan_call import make_plan
-from .tensor_overrides import SPECIAL, runs_as_torch_has_it
+from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from .torch_patches import holds_dtensor, operands_of_collective
 from .watch import HERE
 
-__all__ = ["OPS", "call", "handle", "op_of"]
+__all__ = ["OPS", "handle", "op_of", "run_unplanned"]
 
 _Tensor = torch.Tensor
 
 
-def _run_of(op: Op) -> Run | None:
-    """What to do with a function instead of looking a plan up; None for an op with a rule."""
-    if op.func in SPECIAL or runs_as_torch_has_it(op.func):
-        return _make_special_run(SPECIAL.get(op.func), takes_numbers(op.func))
+def _choose_run(op: Op) -> Run | None:
+    """What runs a function's calls in place of plans; None for an op with a rule."""
+    if op.func in OVERRIDES or runs_as_torch_has_it(op.func):
+        return _make_override_run(OVERRIDES.get(op.func), takes_numbers(op.func))
     if is_collective(op.func):
         return _run_collective
     if op.form.name.startswith("_fused_"):
@@ -53,7 +59,7 @@ def _run_of(op: Op) -> Run | None:
     if op.form.operator is not None and op.form.operator.is_torchs:
         return _run_operator
     if op.form.rule is None:
-        return _without_rule(op.func)
+        return _choose_run_without_rule(op.func)
     return run_foreach if op.form.foreach else None
 
 
@@ -63,20 +69,20 @@ def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any
         return func(*args, **kwargs)
 
 
-def _make_special_run(special: Callable[..., Any] | None, takes_numbers: bool) -> Run:
+def _make_override_run(override: Callable[..., Any] | None, takes_numbers: bool) -> Run:
     def run_with_numbers(
         func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op
     ) -> Any:
         if may_have_numbers(args[1:], kwargs):
-            args, kwargs = with_numbers(func, args, kwargs)
+            args, kwargs = read_numbers(func, args, kwargs)
             if not holds_dtensor((args, kwargs)):
                 return func(*args, **kwargs)
-        return special(*args, **kwargs)  # type: ignore[misc]
+        return override(*args, **kwargs)  # type: ignore[misc]
 
-    if special is not None and takes_numbers:
+    if override is not None and takes_numbers:
         return run_with_numbers
-    if special is not None:
-        return lambda func, args, kwargs, op: special(*args, **kwargs)
+    if override is not None:
+        return lambda func, args, kwargs, op: override(*args, **kwargs)
 
     def run_locally(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
         with Local():
@@ -85,44 +91,47 @@ def _make_special_run(special: Callable[..., Any] | None, takes_numbers: bool) -
     return run_locally
 
 
-def _without_rule(func: Callable[..., Any]) -> Run:
-    body = entered(func)
+def _choose_run_without_rule(func: Callable[..., Any]) -> Run:
+    body = enter_function(func)
     if body is not None:
         return lambda func, args, kwargs, op: body(*args, **kwargs)
-    return _run_gathered
+    return _gather_and_run
 
 
-def _run_gathered(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _gather_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
     if kwargs.get("out") is not None:
         return _into_out(op, args, kwargs, kwargs["out"])
     if may_have_numbers(args, kwargs):
-        args, kwargs = with_numbers(func, args, kwargs)
+        args, kwargs = read_numbers(func, args, kwargs)
         if not holds_dtensor((args, kwargs)):
             return func(*args, **kwargs)
     if HERE.explainer is not None:
         return HERE.explainer.explain_gathered(func, args, kwargs, op.form)
-    return gathered(func, args, kwargs, op.form)
+    return run_gathered(func, args, kwargs, op.form)
 
 
 def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    """One of torch's own operators. In backward, which is local, a TorchDispatchMode may call it:
-    on pieces of gradients, and on DTensors that forward saved."""
+    """Run one of torch's own operators.
+
+    In backward, which is local, a TorchDispatchMode may call it with pieces of gradients beside
+    DTensors that forward saved: it runs on the pieces of all of them.
+    """
     if in_backward():
         with Local():
             return func(*args, **kwargs)
     if op.form.rule is None:
-        return _run_gathered(func, args, kwargs, op)
-    return _run_planned(func, args, kwargs, op)
+        return _gather_and_run(func, args, kwargs, op)
+    return _plan_and_run(func, args, kwargs, op)
 
 
 def _into_out(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     func = op.func if op.form.operator is None else op.form.operator.packet
-    return into_out(out, func, args, kwargs)
+    return run_into_out(out, func, args, kwargs)
 
 
 OPS: dict[Callable[..., Any], Op] = {}
-"""Every function met so far."""
+"""The Op of each function that was called with a DTensor so far."""
 
 
 def handle(
@@ -132,7 +141,7 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """`DTensor.__torch_function__`: `func` on the shards by its plan, or the long way (`call`)."""
+    """`DTensor.__torch_function__`: run `func` on the shards by its plan, if there is one."""
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)
@@ -141,7 +150,7 @@ def handle(
     except TypeError:
         plan = None
     if plan is None:
-        return call(func, args, kwargs or {})
+        return run_unplanned(func, args, kwargs or {})
     plan.hits += 1
     if not plan.direct:
         return plan.run(func, args, kwargs or {})
@@ -159,20 +168,21 @@ def handle(
     return plan.tag(out)
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` where the hot path found no plan: the long way, which ends in a plan."""
+def run_unplanned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call for which the hot path found no plan."""
     op = op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs, op)
-    return _run_planned(func, args, kwargs, op)
+    return _plan_and_run(func, args, kwargs, op)
 
 
-def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _plan_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    """Put the arguments in order, find or make the call's plan, and run it."""
     if may_have_numbers(args, kwargs):
-        args, kwargs = with_numbers(func, args, kwargs)
+        args, kwargs = read_numbers(func, args, kwargs)
         if not holds_dtensor((args, kwargs)):
             return func(*args, **kwargs)
-    args, kwargs, out = in_order(op.form, args, kwargs)
+    args, kwargs, out = normalize_call(op.form, args, kwargs)
     if out is not None:
         return _into_out(op, args, kwargs, out)
     if HERE.explainer is not None:
@@ -180,39 +190,39 @@ def _run_planned(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op
     try:
         key = op.key(*args, **kwargs)
     except TypeError:
-        # The arguments do not fit the rule's parameters: nothing is known of such a call.
-        return _without_rule(func)(func, args, kwargs, op)
+        # The arguments do not fit the rule's parameters: the call is run as if there were no rule.
+        return _choose_run_without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
     if plan is not None:
         plan.hits += 1
         return plan.run(func, args, kwargs)
-    cache.note_miss()
+    note_miss()
     plan = make_plan(op.form, func, args, kwargs)
     if plan is None:
-        return gathered(func, args, kwargs, op.form)
+        return run_gathered(func, args, kwargs, op.form)
     result = plan.run(func, args, kwargs)
     op.plans.remember(key, plan)
     return result
 
 
 def op_of(func: Callable[..., Any]) -> Op:
-    """The Op of a function, made at first sight."""
+    """The Op of a function, made when the function is first called."""
     op = OPS.get(func)
     if op is None:
         op = Op(func)
-        op.run = _run_of(op)  # before another thread can find it
+        op.run = _choose_run(op)  # before another thread can find it
         OPS[func] = op
     return op
 
 
 def _relearn_ops() -> None:
-    """After a new rule, look every function met so far up anew."""
+    """After a rule was given, have each function whose rule it is forget its plans."""
     form_of.cache_clear()
     for func, op in OPS.items():
         form = form_of(func)
         if form.rule is not op.form.rule:
             op.learn(form)
-            op.run = _run_of(op)
+            op.run = _choose_run(op)
 
 
 ON_NEW_RULE.append(_relearn_ops)
@@ -224,16 +234,131 @@ if IN_C is not None:
         Op=Op,
         ops=OPS,
         op_of=op_of,
-        call=call,
+        call=run_unplanned,
         number=NUMBER,
         hashable=HASHABLE,
         numbers=NUMBERS,
         kind=operand_kind,
-        freeze=frozen,
+        freeze=freeze_value,
         missing=inspect.Parameter.empty,
         run_locally=torch._C._disabled_torch_function_impl,
-        is_enabled=torch._C._is_torch_function_enabled,
-        count_modes=torch._C._len_torch_function_stack,
+        is_enabled=_is_torch_function_enabled,
+        count_modes=_len_torch_function_stack,
     )
 # Bound once: torch looks four times at it in a call, and a class method is bound at each.
 DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN_C.handle  # type: ignore[method-assign]
+
+
+# -- methods that skip torch's argument parser -----------------------------------------------------
+
+FAST_METHODS = {
+    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
+        __neg__ __abs__ __invert__""",
+    "self, other": """add sub mul div matmul mm pow maximum minimum __add__ __radd__ __sub__
+        __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+        __and__ __or__ bmm""",
+    "self, other, inplace": """add_ mul_ sub_ div_ __iadd__ __isub__ __imul__ __itruediv__""",
+    "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
+        softmax to type_as __getitem__ split chunk amax amin repeat clone contiguous float""",
+}
+"""Names of methods by their signature; `inplace` is none of it, but says that they write `self`."""
+
+_METHOD_OF_OPERATOR = {
+    "__pow__": "pow",
+    "__eq__": "eq",
+    "__ne__": "ne",
+    "__lt__": "lt",
+    "__le__": "le",
+}
+_METHOD_OF_OPERATOR |= {"__gt__": "gt", "__ge__": "ge", "__neg__": "neg", "__abs__": "abs"}
+"""These operators of torch.Tensor are Python around a builtin method, which runs in their place."""
+
+# With torch-function disabled, or under a TorchFunctionMode, a method leaves the call to torch.
+_METHOD_TEMPLATE = """
+def {name}({parameters}):
+    if {aside}:
+        return base({parameters})
+    try:
+        plan = find({key})
+    except TypeError:
+        return run_unplanned(base, ({call_tuple}), {{}})
+    if plan is not None and plan.direct:
+        plan.hits += 1
+        with Local():
+            out = (plan.kernel or base)({call_args})
+        if type(out) is Tensor and out.shape == plan.local_shape:
+            out.__class__ = DTensor
+            out._spec = plan.spec
+            return out
+        return {otherwise}
+    return run_unplanned(base, ({call_tuple}), {{}})
+"""
+
+
+_installed: dict[str, Any] = {}
+"""The key function that each method was made with. A rule that is given later brings another."""
+
+
+def _install_fast_methods() -> None:
+    """Make the methods of DTensor whose key function is new."""
+    for kind, names in FAST_METHODS.items():
+        for name in names.split():
+            base = getattr(torch.Tensor, _METHOD_OF_OPERATOR.get(name, name))
+            op = op_of(base)
+            # An op without a rule, or a function written in Python, has no plan to be found.
+            if op.run is None and _installed.get(name) is not op.key:
+                setattr(DTensor, name, _make_method(name, kind, base, op))
+                _installed[name] = op.key
+    # Python drops __hash__ where __eq__ is defined. It must be torch.Tensor's: a tensor may be
+    # re-tagged as a DTensor while it is the key of a dictionary.
+    DTensor.__hash__ = lambda self: id(self)  # type: ignore[method-assign,assignment]
+
+
+def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:
+    method = _make_method_in_python(name, kind, base, op) if IN_C is None else IN_C.Method(op, base)
+    method.__name__ = name
+    method.__doc__ = f"As torch.Tensor.{name}."
+    method.__qualname__ = f"DTensor.{name}"
+    return method
+
+
+def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
+    signature = kind.removesuffix(", inplace")
+    fixed = op.form.rule is not None and op.form.rule.derive is None
+    aside = "not enabled() or stack_length()"
+    if (name.startswith("__") or signature == "self") and fixed:
+        parameters, key = signature, "self._spec"
+        if signature == "self, other":
+            key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
+    else:
+        parameters, aside, key = f"{signature}, **kwargs", f"kwargs or {aside}", f"key({signature})"
+    source = _METHOD_TEMPLATE.format(
+        name=name,
+        parameters=parameters,
+        aside=aside,
+        call_args=signature,
+        call_tuple=signature + ("," if signature == "self" else ""),
+        key=key,
+        otherwise="self if out is self else plan.tag(out)"
+        if kind != signature
+        else "plan.tag(out)",
+    )
+    space: dict[str, Any] = {
+        "DTensor": DTensor,
+        "Tensor": torch.Tensor,
+        "Local": Local,
+        "enabled": _is_torch_function_enabled,
+        "stack_length": _len_torch_function_stack,
+        "find": op.find,
+        "key": op.key,
+        "kind": operand_kind,
+        "run_unplanned": run_unplanned,
+        "base": base,
+    }
+    # Under this file's name, so that a user's line is not sought in generated code.
+    exec(compile(source, __file__, "exec"), space)
+    return space[name]
+
+
+_install_fast_methods()
+ON_NEW_RULE.append(_install_fast_methods)

@@ -1,11 +1,15 @@
-"""The DTensor: what is the tensor that users hold?
+"""The DTensor: the tensor that users hold.
 
-A DTensor is this rank's shard, a plain tensor re-tagged in place with the layout that makes it a
-piece of a global one: no wrapper, no second object. `.shape` and everything that a user reads speak
-of the global tensor; kernels, which run with torch-function disabled, see the shard.
+A DTensor is this rank's piece of a global tensor: a plain tensor whose class was exchanged, with
+its spec in an attribute. There is no wrapper and no second object.
 
-How it computes stands elsewhere, since plans of calls are made of DTensors: `__torch_function__` is
-`dispatch.handle`, and frequent methods, such as `x + y`, skip torch's parser (`methods`).
+    t.__class__, t._spec = DTensor, spec        `tagged`
+
+`.shape` and all that a user reads speak of the global tensor. Kernels run with torch-function
+disabled, where it is the plain piece.
+
+What its functions compute is decided in `dispatch`, which also gives it `__torch_function__` and
+its operators, since plans of calls are made of DTensors. `.grad` is in `gradient_overrides`.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 from partita.layout.picture import draw
 from partita.layout.picture_html import html_of
 
-from .agreement import agree_pieces, compare, no_strides
-from .autograd import ask_gradient, convert_gradient, cut_otherwise, moved
+from .agreement import agree_pieces, compare_pieces, make_no_strides_error
+from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved
 from .origin import current
 from .pieces import piece_held
 from .spec import Spec, spec_on_mesh, spec_on_wire
@@ -159,7 +163,7 @@ class DTensor(torch.Tensor):
             return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         if given.local_shape != spec.local_shape:
-            raise cut_otherwise(spec, given, "from_local", user_line())
+            raise make_other_cut_error(spec, given, "from_local", user_line())
         return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
 
     @staticmethod
@@ -178,7 +182,7 @@ class DTensor(torch.Tensor):
                 fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
             )
         if local_tensor.layout is not torch.strided:
-            raise no_strides("from_local", local_tensor)
+            raise make_no_strides_error("from_local", local_tensor)
         if shape is None:
             probe = spec_on_mesh(device_mesh, local_tensor.shape, placements)
             sizes = probe.wire.mesh.size
@@ -189,11 +193,11 @@ class DTensor(torch.Tensor):
         spec = spec_on_mesh(device_mesh, shape, placements)
         spec.wire.show_piece(spec.layout, "from_local")
         if run_check:
-            compare(local_tensor, spec)
+            compare_pieces(local_tensor, spec)
         else:
             agree_pieces(local_tensor, spec)
             if spec.wire.scope.check is not None and not is_alone(spec.wire):
-                compare(local_tensor, spec)
+                compare_pieces(local_tensor, spec)
         return spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -320,8 +324,31 @@ class DTensor(torch.Tensor):
         picture = html_of(draw(self.layout_over_mesh, self._spec.wire.mesh))
         with Local():
             piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
-        said = f"rank {self._spec.wire.rank} holds {piece}"
-        return f"{picture}<pre>{escape(said)}</pre>"
+        text = f"rank {self._spec.wire.rank} holds {piece}"
+        return f"{picture}<pre>{escape(text)}</pre>"
+
+
+# -- attributes of the piece, read without __torch_function__ ------------------------------------
+
+
+def _make_shard_property(name: str) -> property:
+    """A property that reads and sets an attribute of the piece directly: it is read often."""
+    attribute = getattr(torch._C.TensorBase, name)
+
+    def read(self: DTensor) -> Any:
+        with Local():
+            return attribute.__get__(self)
+
+    def write(self: DTensor, value: Any) -> None:
+        with Local():
+            attribute.__set__(self, value)
+
+    doc = f"`{name}` of this rank's piece, as of any tensor."
+    return property(read, write, doc=doc)
+
+
+for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
+    setattr(DTensor, _name, _make_shard_property(_name))
 
 
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
@@ -336,15 +363,14 @@ def _laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
 
 
 PLAIN: set[type] = {torch.Tensor}
-"""The classes of results that have no layout yet.
-
-Capture adds one: tensors that are traced have a class of their own (see `compile.fakes`)."""
+"""The classes of results that are not tagged yet. Capture adds the class of traced tensors."""
 TYPED: dict[type, type] = {torch.Tensor: DTensor}
-"""For each class of tensors that hold a shard, the class of DTensors that it is re-tagged as."""
+"""For each class of plain tensors the class of DTensors that `tagged` makes of it."""
 
 
 def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
-    """Re-tag `local`, which nobody else may hold, as a DTensor of `spec`."""
+    """`local` itself, a piece of `spec`, turned into a DTensor. Nobody else may hold it as
+    plain."""
     local.__class__ = TYPED.get(local.__class__, DTensor)
     local._spec = spec  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]

@@ -1,11 +1,10 @@
 """Dynamo: what `torch.compile` does where it meets a DTensor, and where it meets partita itself.
 
-Dynamo knows of a tensor only what its class lets it see: of a DTensor the shard's sizes beside the
-global ones. It must not trace one. Before anything else it asks a tensor for an attribute of its
-own (is the tensor's address static?); of a DTensor that is answered by a refusal, after which the
-frame, with all that it calls, runs as it would without `torch.compile`, with one warning. Where a
-whole graph was asked for, the refusal is the error. Of partita's own code Dynamo enters only what
-`_ENTERED` names.
+Dynamo knows of a tensor only what its class lets it see: of a DTensor the piece's sizes beside the
+global ones. It must not trace one. Before anything else it reads an attribute of its own from a
+tensor (is its address static?); of a DTensor that raises, after which the frame, with all that it
+calls, runs as it would without `torch.compile`, with one warning. Where a whole graph was asked
+for, that is the error. Of partita's own code Dynamo enters only what `_ENTERED` names.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from partita.comm import after_import
 
 from . import memory_view  # noqa: F401  what users hear comes first
 from .dtensor import DTensor
-from .tensor_overrides import SPECIAL
+from .tensor_overrides import OVERRIDES
 
 __all__ = ["TOLD", "only_entered"]
 
@@ -37,9 +36,7 @@ _SAID = (
 _ENTERED = (
     *(
         f"tensor/{name}.py"
-        for name in (
-            "torch_patches checkpoint_in_graph checkpoint_inputs constructors flex module_hooks"
-        ).split()
+        for name in ("torch_patches torch_checkpoint constructors flex module_hooks").split()
     ),
     "parallel/optimizer.py",
     "remat/",
@@ -72,11 +69,11 @@ def _skip_files(rules: Any) -> None:
 
 
 TOLD: list[str] = []
-"""What was said in this process, to be said once."""
+"""The warning, once this process has given it."""
 
 
 def _refuse_dynamo(x: DTensor) -> Any:
-    """What Dynamo hears where it asks a DTensor for its own attribute."""
+    """The attribute that Dynamo reads first: it raises what makes Dynamo skip the frame."""
     if torch._guards.TracingContext.try_get() is None:  # somebody else asks
         raise AttributeError("_dynamo_static_input_type")
     from torch._dynamo.exc import Unsupported
@@ -100,7 +97,7 @@ DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_addr
 def _answer_dynamo(function: Any) -> None:
     """Let Dynamo ask of a piece what users must not: it looks at what a plain tensor is a view of,
     and `x.to_local()` is a view of a DTensor."""
-    refused = SPECIAL[function]
+    refused = OVERRIDES[function]
 
     def answer_or_refuse(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         if torch._guards.TracingContext.try_get() is None:
@@ -108,7 +105,7 @@ def _answer_dynamo(function: Any) -> None:
         with Local():
             return function(x, *args, **kwargs)
 
-    SPECIAL[function] = answer_or_refuse
+    OVERRIDES[function] = answer_or_refuse
 
 
 _answer_dynamo(torch.Tensor.untyped_storage)

@@ -1,4 +1,4 @@
-"""The autograd engine: what is autograd's engine doing in this thread?
+"""The autograd engine: what it is doing in this thread.
 
 Private torch, since there is no public way to ask: `tests/ranks/test_private_torch.py` says what is
 expected of it.

@@ -1,8 +1,8 @@
-"""Foreach kernels: how do foreach and fused kernels run on lists of DTensors?
+"""Foreach and fused kernels: how they run on lists of DTensors.
 
 A foreach function is its op, once for each place of its lists. Each place is planned like a call of
-the op; if all agree that nothing moves, the one native kernel runs on the shards. The key is the
-kinds of the lists' elements: bias corrections and learning rates are numbers and are not in it.
+the op; if nothing moves in any place, the one native kernel runs on the pieces. The key is the
+specs of the lists' elements: bias corrections and learning rates are numbers and are not in it.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 
 from partita.comm import Wire
-from partita.layout import Layout
 
-from . import cache
+from .arguments import replace_at_paths
 from .autograd import moved
 from .dtensor import DTensor, tagged
+from .forms import form_of
 from .grad_buckets import pending_gradients, reduce_pending_gradients
-from .keys import operand_kind
 from .mixed_operands import admit
-from .names import form_of
-from .op import Op
-from .plan import CallPlan, replaced
+from .plan import CallPlan
+from .plan_cache import Op, note_miss, operand_kind
 from .plan_call import make_plan
-from .spec import Spec, spec_of
+from .spec import Spec
 
 __all__ = ["run_foreach"]
 
 
 class _ListPlan:
-    """The plans of each place of a foreach call.
+    """How foreach calls of one key are run.
 
     Attributes:
         wires: of each place, where they are not all of one mesh; None for plain tensors.
-        places: for each place its plan; None where the op has to be run by itself.
-        clean: nothing moves, no kernel of our own: run the native one.
-        specs: the specs of the results.
+        places: for each place its plan; None where the op is called as a user would call it.
+        clean: does the native kernel run, since nothing moves and no place has a kernel of its own?
+        specs: of the results, once the first call has set them.
+        hits: how many calls have found this plan.
     """
 
     __slots__ = ("clean", "hits", "places", "specs", "wires")
@@ -53,7 +52,7 @@ class _ListPlan:
 
 
 def _is_clean(plan: CallPlan) -> bool:
-    return not (plan.targets or plan.kernel or plan.rewrite or plan.renews)
+    return not (plan.targets or plan.kernel or plan.rewrite or plan.view_copies)
 
 
 def run_foreach(
@@ -71,17 +70,17 @@ def run_foreach(
     )
     plan = op.plans.get(key) or op.plans.recall(key)
     if plan is None:
-        cache.note_miss()
+        note_miss()
         count = len(next(a for a in args if type(a) in (list, tuple)))
         wires = [_wire_of_place(i, args) for i in range(count)]
         if len(set(wires)) > 1:
             plan = _ListPlan([], wires)
         else:
-            plan = _ListPlan([_plan_of(i, func, args, kwargs, op) for i in range(count)])
+            plan = _ListPlan([_plan_place(i, func, args, kwargs, op) for i in range(count)])
         op.plans.remember(key, plan)
     plan.hits += 1
     if not plan.clean:
-        return _not_clean(plan, func, args, kwargs, op)
+        return _run_with_moves(plan, func, args, kwargs, op)
     with Local():
         out = func(*args, **kwargs)
     if op.form.inplace or out is None:
@@ -94,22 +93,22 @@ def run_foreach(
     return out
 
 
-def _not_clean(
+def _run_with_moves(
     plan: _ListPlan, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
 ) -> Any:
-    """Where something has to move, or the places are not of one mesh."""
+    """Run a call in which something has to move, or whose places are not of one mesh."""
     if plan.wires:
-        return _by_wire(plan.wires, func, args, kwargs)
+        return _run_by_mesh(plan.wires, func, args, kwargs)
     moving = [i for i, p in enumerate(plan.places) if p is None or p.targets or p.rewrite]
     lists = [a for a in args if type(a) in (list, tuple)]
     waiting = pending_gradients(a[i] for a in lists for i in moving)
-    if waiting:  # together, and for good
+    if waiting:  # reduced together, for good
         reduce_pending_gradients(waiting)
         return run_foreach(func, args, kwargs, op)
-    return _one_by_one(plan, args, kwargs, op)
+    return _run_one_by_one(plan, args, kwargs, op)
 
 
-def _by_wire(
+def _run_by_mesh(
     wires: Sequence[Wire | None], func: Callable[..., Any], args: Sequence[Any], kwargs: Any
 ) -> Any:
     """Call `func` once for each mesh, and once for the plain tensors."""
@@ -151,7 +150,8 @@ def _function_named(name: str) -> Callable[..., Any] | None:
 
 
 def _find_single_op(op: Op) -> Callable[..., Any]:
-    """The op for one place. Of some (`maximum`) there is no form in place but of lists."""
+    """The function that a foreach function is for one place. Of some (`maximum`) torch has a form
+    in place for lists only."""
     name = op.form.name
     function = _NUMBERS_TOO.get(name) or _function_named(name)
     if not op.form.inplace:
@@ -160,7 +160,9 @@ def _find_single_op(op: Op) -> Callable[..., Any]:
     return _function_named(name + "_") or _make_inplace_op(function)
 
 
-def _with_number(function: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
+def _make_op_or_clamp(
+    function: Callable[..., Any], clamp: Callable[..., Any]
+) -> Callable[..., Any]:
     def call_or_clamp(x: torch.Tensor, other: Any) -> torch.Tensor:
         return (function if isinstance(other, torch.Tensor) else clamp)(x, other)
 
@@ -169,8 +171,8 @@ def _with_number(function: Callable[..., Any], clamp: Callable[..., Any]) -> Cal
 
 # What lists may be given numbers for, where the op itself takes none in that place.
 _NUMBERS_TOO: dict[str, Callable[..., Any]] = {
-    "maximum": _with_number(torch.maximum, torch.clamp_min),
-    "minimum": _with_number(torch.minimum, torch.clamp_max),
+    "maximum": _make_op_or_clamp(torch.maximum, torch.clamp_min),
+    "minimum": _make_op_or_clamp(torch.minimum, torch.clamp_max),
     "pow": torch.pow,
 }
 
@@ -180,7 +182,7 @@ def _make_inplace_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
-def _plan_of(
+def _plan_place(
     i: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
 ) -> CallPlan | None:
     single, place = _find_single_op(op), _arguments_at_place(i, args, kwargs)
@@ -201,7 +203,7 @@ def _plan_of(
     return plan if alike and _is_clean(plan) else None
 
 
-def _one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
+def _run_one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
     single, outs = _find_single_op(op), []
     by_name = op.form.name in ("addcdiv", "addcmul")  # the op itself takes its number so only
     if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):  # one for each place
@@ -235,7 +237,7 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
                         shares.append((value, new[(j, i)]))
             elif value.dim() > 0:
                 admit(value, target.wire, op.form.name, (j, i))
-    args, kwargs = replaced(args, kwargs, new)
+    args, kwargs = replace_at_paths(args, kwargs, new)
     with Local():
         out = func(*args, **kwargs)
         # These kernels do not count what they change, and we keep what is made of tensors by count.
@@ -247,8 +249,5 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _drop_partial(spec: Spec) -> Spec:
-    """`spec` without what is pending."""
-    layout = spec.layout
-    if not layout.partial:
-        return spec
-    return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)
+    """`spec`, or that of the reduced value where it is pending."""
+    return spec.reduced if spec.is_pending else spec

@@ -1,8 +1,8 @@
-"""Facts of functions: what is so of a function or a method of torch, by its name?
+"""Facts of functions: what every call of a torch function or method does, by its name.
 
 Operators say in their schemas what they do (`op_facts`). What a program calls, `torch.reshape`,
-`x.t()`, `F.dropout`, says nothing: of that this is the one table. What an attribute is asked for is
-here, too; `__get__` and `__set__` of attributes are functions to torch.
+`x.t()`, `F.dropout`, does not: this is the one table of it. Attributes are in it, too, since their
+`__get__` and `__set__` are functions to torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._ops import OpOverloadPacket
 from .op_facts import facts_of
 
 __all__ = [
+    "ADDRESSES",
     "FILLS",
     "STATE_OF_LEAVES",
     "VIEW_ATTRIBUTES",
@@ -111,6 +112,8 @@ VIEW_ATTRIBUTES = frozenset("T H mT mH real imag".split())
 STATE_OF_LEAVES = """grad data requires_grad requires_grad_ retain_grad detach_ register_hook
 register_post_accumulate_grad_hook""".split()
 """Attributes and methods of what a tensor is to autograd: another would answer for itself."""
+ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
+"""Methods that say where a tensor's memory is."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
 """Of torch.nn.functional: the builtins of their names take the operand alone, and no `inplace`."""
 

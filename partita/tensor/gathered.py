@@ -1,6 +1,7 @@
-"""Gathered calls.
+"""Gathered calls: how a function runs that no rule speaks of.
 
-What happens to a call of which no rule speaks? Its operands are whole, and so is its result.
+Its operands are gathered, so that each is whole on every rank, and so is its result. This is right
+whatever the function does, and the ledger shows what it costs.
 """
 
 from __future__ import annotations
@@ -13,56 +14,58 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Layout
 
-from .agreement import no_strides
+from .agreement import make_no_strides_error
+from .aliasing import gives_view, write_through_copy
 from .arguments import (
     all_tensors,
-    changes_layout,
-    copies_among,
-    numbers_elsewhere,
-    one_wire,
-    writes_copy,
-    written_places,
+    find_view_copies,
+    find_wire,
+    find_written_operands,
+    get_at_path,
+    make_changed_layout_error,
+    read_numbers_of_other_meshes,
+    replace_at_paths,
+    writes_view_copy,
 )
 from .autograd import moved
-from .draws import drawing
 from .dtensor import DTensor, tagged
+from .forms import Form
 from .function_facts import facts_of_function
 from .grad_buckets import pending_gradients, reduce_pending_gradients
-from .names import Form
-from .plain_writes import write_into_plain
-from .plan import CallPlan, Target, at_path, replaced
+from .mixed_operands import write_into_plain
+from .plan import CallPlan, Target
+from .random import with_generator_check
 from .spec import Spec, spec_of
-from .view_writes import gives_view, written_through
 
-__all__ = ["gathered"]
+__all__ = ["run_gathered"]
 
 
-def gathered(
+def run_gathered(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
 ) -> Any:
-    """Run an op of which no rule speaks: operands whole, result whole.
+    """Run a call on whole operands; its result is whole.
 
-    In place the result is moved back into the operand's layout, since others may hold it too: where
-    that is pending, the first rank keeps the result and the others hold zeros; of a pending maximum
-    or minimum each keeps it.
+    An operand that is written keeps its layout, since others may hold it too: it is written as a
+    gathered copy, which is then moved back. Where that layout is pending, the first rank keeps the
+    result and the others hold zeros; of a pending maximum or minimum each keeps it.
 
     Raises:
-        LayoutError: in place, and the result has another shape.
+        LayoutError: what is written would have another shape.
     """
     tensors = all_tensors(args, kwargs)
-    numbers = numbers_elsewhere(form.name, tensors)
+    numbers = read_numbers_of_other_meshes(form.name, tensors)
     if numbers:
-        args, kwargs = replaced(args, kwargs, numbers)
+        args, kwargs = replace_at_paths(args, kwargs, numbers)
         return func(*args, **kwargs)
-    written = written_places(form, args, kwargs)
+    written = find_written_operands(form, args, kwargs)
     plain = [path for path, t in tensors if path in written and not isinstance(t, DTensor)]
     if plain:
         return write_into_plain(func, form.name, plain, args, kwargs)
     waiting = pending_gradients(t for _, t in tensors)
-    if waiting:  # who needs a gradient whole settles it for good
+    if waiting:  # a pending gradient that is needed whole is reduced for good
         reduce_pending_gradients(waiting)
         return func(*args, **kwargs)
-    wire = one_wire(form.name, [t for _, t in tensors])
+    wire = find_wire(form.name, [t for _, t in tensors])
     layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
     invariant = tuple(
         a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
@@ -73,11 +76,11 @@ def gathered(
 
     def make_output_spec(out: torch.Tensor) -> Spec:
         if out.layout is not torch.strided:
-            raise no_strides(form.name, out)
+            raise make_no_strides_error(form.name, out)
         return make_replicated_spec(out.shape)
 
-    if writes_copy(form, args) and written == {(0,)}:
-        return written_through(func, *args, **kwargs)
+    if writes_view_copy(form, args) and written == {(0,)}:
+        return write_through_copy(func, *args, **kwargs)
     copies = {}
     targets = []
     for path, t in tensors:
@@ -95,24 +98,26 @@ def gathered(
         form.name,
         wire,
         targets=tuple(targets),
-        kernel=(drawing(form.local or func, form, wire) if draws else None) or form.local,
-        fresh=make_output_spec,
-        copies=bool(targets) and gives_view(form, args),
-        renews=copies_among(tensors),
+        kernel=(with_generator_check(form.local or func, form, wire) if draws else None)
+        or form.local,
+        make_output_spec=make_output_spec,
+        result_is_view_copy=bool(targets) and gives_view(form, args),
+        view_copies=find_view_copies(tensors),
     )
     if not copies:
         return plan.run(func, args, kwargs)
-    out = plan.run(func, *replaced(args, kwargs, copies))
+    out = plan.run(func, *replace_at_paths(args, kwargs, copies))
     for path, copy in copies.items():
-        x = at_path(args, kwargs, path)
+        x = get_at_path(args, kwargs, path)
         if copy.shape != x.shape:
-            raise changes_layout(form.name, x)
+            raise make_changed_layout_error(form.name, x)
         layout = x._spec.layout
         if all(op == "sum" for _, op in layout.partial):
             x.copy_(tagged(copy, make_replicated_spec(x.shape)))
             continue
         # A pending maximum of one value is that value: each rank keeps it whole.
-        after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), wire)
         with Local():
-            x.copy_(moved(copy, make_replicated_spec(x.shape), after, form.name, "implicit"))
+            x.copy_(
+                moved(copy, make_replicated_spec(x.shape), x._spec.reduced, form.name, "implicit")
+            )
     return args[0] if form.inplace else out

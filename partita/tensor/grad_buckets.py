@@ -1,8 +1,6 @@
-"""Gradient buckets.
+"""Gradient buckets: how pending gradients are reduced, many in one collective.
 
-How do pending gradients become whole? Together, in as few collectives as their buckets allow.
-
-A gradient object that is settled keeps its identity, not its memory: what else looks at that memory
+A gradient object that is reduced keeps its identity, not its memory: what else looks at that memory
 (a view that somebody took before) goes on holding shares, which are right as shares.
 """
 
@@ -25,19 +23,19 @@ from .grad_state import mark_settled, settled_spec
 from .tensor_state import state_of
 from .watch import HERE
 
-__all__ = ["BUCKET_BYTES", "owner_of", "pending_gradients", "reduce_pending_gradients"]
+__all__ = ["BUCKET_BYTES", "pending_gradients", "reduce_pending_gradients"]
 
 BUCKET_BYTES = 64 << 20
-"""One all-reduce settles at most about this many bytes of gradients."""
+"""Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
 
 _base: Any = torch._C.TensorBase
 _data, _grad = _base.data, _base.grad.__get__
 
 
-def owner_of(grad: torch.Tensor) -> DTensor | None:
-    """The tensor whose gradient this object is at present, if it is one's."""
-    known = state_of(grad).gradient_of
-    owner: DTensor | None = None if known is None else known()
+def _find_owner(grad: torch.Tensor) -> DTensor | None:
+    """The tensor whose `.grad` this object is now, or None."""
+    reference = state_of(grad).gradient_of
+    owner: DTensor | None = None if reference is None else reference()
     return owner if owner is not None and owner.grad is grad else None
 
 
@@ -46,17 +44,17 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
     owners: dict[int, DTensor] = {}
     for value in values:
         if isinstance(value, DTensor) and value._spec.is_pending:
-            owner = owner_of(value)
+            owner = _find_owner(value)
             if owner is not None:
                 owners[id(owner)] = owner
     return list(owners.values())
 
 
 def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
-    """Reduce the pending gradients of `params`: each then lies where it rests, as its parameter.
+    """Reduce the pending gradients of `params`; each is then in the layout of `settled_spec`.
 
     One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".
-    Gradients that are not pending are left alone; for those that are under way it waits.
+    Gradients that are not pending are left alone. Waits for those that ZeRO is reducing already.
     """
     params = list({id(p): p for p in params}.values())
     rests = [state_of(p).rest for p in params]
@@ -64,27 +62,27 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
     with Local():
-        held = [_grad(p) for p in params]
-    for p, known in zip(params, held, strict=True):
-        if known is None or (isinstance(known, DTensor) and not known._spec.is_pending):
+        stored = [_grad(p) for p in params]
+    for p, g in zip(params, stored, strict=True):
+        if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
             continue
         grad: Any = p.grad  # which types it
         if not grad._spec.is_pending:
             continue
         if settled_spec(p) is not p._spec:
-            _settle_into_shard(p, grad)
+            _reduce_scatter_gradient(p, grad)
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
         groups.setdefault(key, []).append(p)
-    _agree_on(params, groups)
+    _agree_on_gradients(params, groups)
     for (wire, partial, _, _), group in groups.items():
         for bucket in _split_into_buckets(group):
             _reduce_bucket(bucket, wire, partial)
 
 
-def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
-    """Raise on all ranks unless they have gradients of the same parameters, where these are some
-    for the first time: of what else they have, buckets would be cut that do not go together."""
+def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
+    """Raise on all ranks unless they have gradients of the same parameters, else their buckets
+    would differ. Compared the first time that these parameters have gradients."""
     wires: dict[Wire, list[DTensor]] = {}
     for key, group in groups.items():
         wires.setdefault(key[0], []).extend(group)
@@ -94,10 +92,10 @@ def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
         key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
         if is_agreed(wire, key):
             continue
-        said = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
+        descriptions = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
         agree(
             "gradients",
-            f"of {len(said)} of {len(params)} parameters: {', '.join(said)}",
+            f"of {len(descriptions)} of {len(params)} parameters: {', '.join(descriptions)}",
             wire,
             fact="the ranks have them for other parameters",
             reason="a parameter's gradient is a sum over ranks, each of which must have its share",
@@ -109,8 +107,8 @@ def _agree_on(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
         remember_agreed(wire, key)
 
 
-def _settle_into_shard(p: DTensor, grad: DTensor) -> None:
-    """Where ZeRO leaves each rank a shard of the gradient."""
+def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
+    """Reduce-scatter a gradient of which ZeRO leaves each rank a shard."""
     wanted = settled_spec(p)
     with torch.no_grad():
         rest = state_of(p).rest

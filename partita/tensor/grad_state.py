@@ -1,11 +1,13 @@
-"""The state of a gradient.
+"""The state of a parameter's gradient: pending or settled, and in which layout it rests.
 
-May this be a parameter's gradient, and what if shares arrive after it was settled?
+The gradient of a Replicate value is Partial: *pending*. Once it is reduced, by an optimizer's step
+or a clip, it is whole: *settled*. If another backward pass is then to add shares to it, the whole
+value must first become shares again: the first rank keeps it, the others hold zero. That is the
+move R -> P, which carries nothing. A hook does it (`mark_settled`).
 
-The gradient of a Replicate value is Partial. Once it is settled (reduced, by an optimizer's step or
-a clip) it is whole. If then another backward pass adds shares to it, the whole value must first
-become shares again: the first rank keeps it, the others hold zero. That is the move R -> P, which
-carries nothing.
+    backward       x.grad  Partial      pending
+    clip, step     x.grad  Replicate    settled, by one all-reduce (`grad_buckets`)
+    backward       x.grad  Partial      the hook: the first rank's share is the value; then added to
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from .tensor_state import ReopenHook, own_state, state_of
 from .watch import HERE
 
 __all__ = [
-    "allowed_gradient",
-    "hold",
     "is_watched",
+    "lay_out_gradient",
     "lay_out_state",
     "mark_settled",
     "settled_spec",
+    "store_gradient",
     "unmark_settled",
     "update_spec",
 ]
@@ -43,20 +45,20 @@ _hooks = _base._backward_hooks.__get__
 
 
 def settled_spec(x: DTensor) -> Spec:
-    """Where x's gradient rests once it is settled: where x does, or where ZeRO says."""
+    """The spec of x's gradient once it is settled: that of x, or the one that ZeRO keeps it in."""
     rest = state_of(x).rest
     return x._spec if rest is None else rest.gradient
 
 
 def update_spec(x: DTensor) -> Spec:
-    """Where an optimizer updates x and keeps its state: where x is, or where ZeRO says."""
+    """The spec in which an optimizer updates x and keeps its state: that of x, or ZeRO's."""
     rest = state_of(x).rest
     return x._spec if rest is None else rest.update
 
 
 def lay_out_state(x: DTensor, state: dict[str, Any]) -> None:
-    """Have what an optimizer keeps of each element of x lie where it updates x: it may be made, or
-    loaded, as x lies."""
+    """Redistribute what an optimizer keeps of each element of x to `update_spec(x)`: it may have
+    been made, or loaded, in the layout of x."""
     update = update_spec(x)
     for name, value in state.items():
         if isinstance(value, DTensor) and value._spec is not update:
@@ -67,8 +69,8 @@ def lay_out_state(x: DTensor, state: dict[str, Any]) -> None:
                 state[name] = tagged(part, update)
 
 
-def hold(x: DTensor, grad: DTensor) -> None:
-    """Make `grad` x's gradient, though its local shape is another than x's."""
+def store_gradient(x: DTensor, grad: DTensor) -> None:
+    """Make `grad` the gradient of x though its local shape is another, which torch would refuse."""
     # Modes do not hear of it either: it is no write of the program's.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         whole = x.data
@@ -79,8 +81,8 @@ def hold(x: DTensor, grad: DTensor) -> None:
         x.data = whole
 
 
-def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
-    """`grad` as it may be stored for `x`: pending as autograd leaves it, or settled.
+def lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
+    """`grad` in a layout in which x may have it: pending, as autograd leaves it, or settled.
 
     Raises:
         LayoutError: another shape or mesh.
@@ -105,7 +107,8 @@ def allowed_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 
 def mark_settled(x: DTensor) -> None:
-    """From now on, before shares are added to x's settled gradient, make it shares again."""
+    """Note that x's gradient is settled: a hook makes it pending before backward adds shares to
+    it."""
     if x._spec is x._spec.gradient:
         return
     with Local():  # or each question to torch would be a function of torch's, of a DTensor
@@ -121,7 +124,7 @@ def mark_settled(x: DTensor) -> None:
 
 
 def unmark_settled(x: DTensor) -> None:
-    """x has no settled gradient any more."""
+    """Note that x has no settled gradient any more: take the hook off."""
     watch = state_of(x).reopens
     if watch is not None:
         with Local():
@@ -129,7 +132,7 @@ def unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """Is one of x's hooks ours?"""
+    """Is the hook of `mark_settled` on x?"""
     watch = state_of(x).reopens
     if watch is None:
         return False
@@ -144,13 +147,13 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
     # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
     stays = not (torch.is_grad_enabled() or HERE.capturing)
     with Local(), torch.no_grad():
-        held = _grad.__get__(x)
-        if isinstance(held, DTensor) and held._spec is not x._spec.gradient:
-            wire, wanted = held._spec.wire, x._spec.gradient
-            moves = plan(held._spec.layout, wanted.layout, wire.mesh, held.element_size())
-            shares = carry_all(moves, held, wire, "grad", "gradient")
-            if stays and shares.shape == held.shape:
-                held.copy_(shares)
-                tagged(held, wanted)
+        grad_now = _grad.__get__(x)
+        if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
+            wire, wanted = grad_now._spec.wire, x._spec.gradient
+            moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
+            shares = carry_all(moves, grad_now, wire, "grad", "gradient")
+            if stays and shares.shape == grad_now.shape:
+                grad_now.copy_(shares)
+                tagged(grad_now, wanted)
             else:
                 _grad.__set__(x, tagged(shares.detach(), wanted))

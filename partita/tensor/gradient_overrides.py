@@ -1,6 +1,8 @@
 """Gradients of DTensors: what `.grad`, `backward`, `torch.autograd.grad` and hooks mean.
 
-Autograd computes on pieces. What goes in and what comes out is typed here, by duality.
+Autograd computes on pieces. What goes in is made a piece, and what comes out is tagged as a
+DTensor, whose layout is the dual of its value's: Partial for Replicate, Replicate for Partial, and
+itself for Shard and Invariant.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from partita.comm import user_line
 from partita.layout import Fix, Layout, LayoutError
 
 from .autograd import moved
-from .composite import entered
+from .composite import enter_function
 from .dtensor import DTensor, tagged
-from .grad_state import allowed_gradient, hold, is_watched, unmark_settled
+from .grad_state import is_watched, lay_out_gradient, store_gradient, unmark_settled
+from .mixed_operands import admit
 from .origin import current
 from .spec import Spec, spec_of
-from .tensor_overrides import find_getter, means
+from .tensor_overrides import find_getter, implements
 from .tensor_state import own_state, state_of
 
 __all__ = ["BROKEN_OFF", "clear_gradients", "gradient_of", "type_hook"]
@@ -32,15 +35,15 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def _show_gradient(x: torch.Tensor) -> None:
-    """What ZeRO keeps of x's gradient becomes a part of it: it is to be read, or cleared."""
+    """Have ZeRO add what it keeps of x's gradient to it, before it is read or cleared."""
     rest = state_of(x).rest
     if rest is not None:
         rest.owner.show_gradient()
 
 
-@means(find_getter("grad"))
+@implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """The gradient, typed by duality. Typed once: later reads give the same object."""
+    """`x.grad` as a DTensor. It is tagged once: later reads give the same object."""
     _show_gradient(x)
     with Local():
         grad = _grad.__get__(x)
@@ -62,7 +65,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         return typed
 
 
-@means(T.grad.__set__)
+@implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     _show_gradient(x)
     if grad is None:
@@ -82,18 +85,18 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
                 operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
-        grad = allowed_gradient(x, grad)
+        grad = lay_out_gradient(x, grad)
         with Local():
             fits = grad.shape == x.shape
     with Local():
         if fits:
             _grad.__set__(x, grad)
     if not fits:  # ZeRO leaves each rank a shard of it
-        hold(x, grad)  # type: ignore[arg-type]
+        store_gradient(x, grad)  # type: ignore[arg-type]
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """`x.grad = None` of each, which takes longer to say than to find that most have none."""
+    """`x.grad = None` for each, quickly where there is none."""
     shown = None
     with Local():
         for x in tensors:
@@ -105,7 +108,7 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
                 x.grad = None
 
 
-@means(T.grad.__delete__)
+@implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
     _show_gradient(x)
     unmark_settled(x)
@@ -113,17 +116,18 @@ def _del_grad(x: DTensor) -> None:
         _grad.__delete__(x)
 
 
-def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plain alias of a root of backward, and the local gradient to start from.
+def make_backward_seed(
+    root: DTensor, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain alias of a root of backward, and the local gradient that backward starts from.
 
-    A whole root (Replicate) takes its seed as shares: the first rank's counts. A pending root takes
-    it whole, which needs no communication.
+    Of a Replicate root it is Partial: the first rank has the gradient, the others zeros. Of a
+    Partial root it is Replicate. Neither needs communication.
     """
     root = current(root)
     spec = root._spec
     if any(op != "sum" for _, op in spec.layout.partial):
-        layout = Layout(spec.layout.shape, spec.layout.shards, (), spec.layout.invariant)
-        after = spec_of(layout, spec.wire)
+        after = spec.reduced
         root = tagged(moved(root, spec, after, "backward", "implicit"), after)
         spec = after
     with torch.enable_grad(), Local():
@@ -137,7 +141,7 @@ def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Te
     elif isinstance(gradient, DTensor):
         before, seed = gradient._spec, gradient
     else:
-        before, seed = _whole_gradient(gradient, spec, "backward"), gradient
+        before, seed = _spec_of_plain_gradient(gradient, spec, "backward"), gradient
     if before.shape != spec.shape:
         raise RuntimeError(
             f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
@@ -147,16 +151,14 @@ def seed_of_root(root: DTensor, gradient: torch.Tensor | None) -> tuple[torch.Te
     return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
 
 
-def _whole_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+def _spec_of_plain_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
     """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
-    from .mixed_operands import admit
-
     if not gradient.requires_grad:
         admit(gradient, spec.wire, op)
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
 
 
-@means(T.backward)
+@implements(T.backward)
 def _run_backward(
     x: torch.Tensor,
     gradient: torch.Tensor | None = None,
@@ -173,14 +175,14 @@ class _BrokenOff(threading.local):
 
 
 BROKEN_OFF = _BrokenOff()
-"""Whose `reset_after_abort()` is called when a backward pass of this thread raises, which autograd
-tells nobody."""
+"""Its `watchers` have their `reset_after_abort()` called when a backward pass of this thread
+raises: autograd has no hook for that."""
 
-_plain_backward: Any = entered(torch.autograd.backward)
+_plain_backward: Any = enter_function(torch.autograd.backward)
 assert _plain_backward is not None
 
 
-@means(torch.autograd.backward)
+@implements(torch.autograd.backward)
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """torch.autograd.backward, from DTensors or towards them."""
     roots, seeds = _find_backward_seeds(tensors, grad_tensors)
@@ -193,13 +195,14 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 
 
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    """The roots of a backward pass as plain tensors, and for each where it starts."""
+    """The roots of a backward pass as plain tensors, and the local gradient that each starts
+    from."""
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     given += [None] * (len(roots) - len(given))
     for i, root in enumerate(roots):
         if isinstance(root, DTensor):
-            roots[i], given[i] = seed_of_root(root, given[i])
+            roots[i], given[i] = make_backward_seed(root, given[i])
         elif isinstance(given[i], DTensor):
             raise LayoutError(
                 "backward of a plain tensor with a DTensor as its gradient",
@@ -209,15 +212,15 @@ def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[
     return roots, given
 
 
-_plain_grad: Any = entered(torch.autograd.grad)
+_plain_grad: Any = enter_function(torch.autograd.grad)
 assert _plain_grad is not None
 
 
-@means(torch.autograd.grad)
+@implements(torch.autograd.grad)
 def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """torch.autograd.grad with typed results."""
+    """torch.autograd.grad, whose results are DTensors for inputs that are."""
     outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
     grads = _plain_grad(outs, wanted, given, *args, **kwargs)
@@ -230,7 +233,8 @@ def _autograd_grad(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """`hook` as it is hung on the DTensor `x`: it gets a typed gradient and may return one."""
+    """What is registered on `x` for the user's `hook`, which gets the gradient as a DTensor and may
+    return one."""
     # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
     known = weakref.ref(x) if x.is_leaf else None
     spec: Spec | None = getattr(x, "_spec", None)
@@ -241,7 +245,11 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
         wanted = now.gradient
         out = hook(tagged(grad.view_as(grad), wanted))
         if isinstance(out, torch.Tensor):
-            before = out._spec if isinstance(out, DTensor) else _whole_gradient(out, wanted, "hook")
+            before = (
+                out._spec
+                if isinstance(out, DTensor)
+                else _spec_of_plain_gradient(out, wanted, "hook")
+            )
             grad = moved(out, before, wanted, "hook", "gradient")
             return now.wire.fill_padding(grad, wanted.layout, 0)
         return out
@@ -250,9 +258,9 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     return call_typed_hook
 
 
-@means(T.register_hook)
+@implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
-    """The hook gets a typed gradient and may return one."""
+    """`x.register_hook`."""
     typed = type_hook(x, hook)
     with Local():
         return x.register_hook(typed)

@@ -1,8 +1,8 @@
 """The hot path of dispatch in C (`in_c/`), where it was built.
 
-A key function, `handle` and the methods that skip torch's parser have twins in C, which hand what
-is unusual over to those in Python: both give the same keys, so that they share the plans. Without a
-C compiler the package installs without them, and `PARTITA_HOT_PATH=python` leaves them aside.
+Key functions, `handle` and the methods that skip torch's parser have twins in C, which leave what
+is unusual to those in Python. Both give the same keys, so that they share the plans. Without a C
+compiler the package installs without them, and `PARTITA_HOT_PATH=python` leaves them aside.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = [
     "OPERAND",
     "REST",
     "UNREAD",
-    "key_in_c",
     "load_extension",
+    "make_key_in_c",
 ]
 
 OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
@@ -33,8 +33,8 @@ KEYWORD = 8
 
 
 FORM = 1
-"""Which form of the contract with the C this is. A module that was built of older sources, and not
-since they changed, is left aside."""
+"""The version of the interface between this package and the C. A module that was built of sources
+of another version is left aside."""
 
 
 def load_extension() -> Any:
@@ -52,12 +52,12 @@ IN_C = load_extension()
 """The extension module, or None."""
 
 
-def key_in_c(
+def make_key_in_c(
     key: Callable[..., Any],
     params: Sequence[tuple[str, int, Any]],
     flagged: bool,
 ) -> Callable[..., Any]:
-    """What gives the same keys as `key`, faster; `key` itself where there is no C.
+    """A key function in C that gives the same keys as `key`; `key` itself where there is no C.
 
     Args:
         key: a key function in Python, with its set of `harmless` names among its globals.

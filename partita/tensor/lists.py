@@ -1,9 +1,7 @@
-"""Functions of lists.
+"""Functions of lists of tensors that need the other ranks once, not once for each tensor.
 
-Which functions of a list of tensors need the other ranks once, not once for each tensor?
-
-The norms of all gradients are one small all-reduce, whatever the gradients' layouts; so is the look
-for infinities that a GradScaler takes. Both read gradients: those that are pending are settled
+The norms of all gradients are one small all-reduce, whatever the gradients' layouts; so is the
+search for infinities of a GradScaler. Both read gradients: those that are pending are reduced
 first, in buckets.
 """
 
@@ -29,7 +27,7 @@ from .dtensor import DTensor, tagged
 from .foreach import run_foreach
 from .grad_buckets import pending_gradients, reduce_pending_gradients
 from .spec import spec_of
-from .tensor_overrides import SPECIAL
+from .tensor_overrides import OVERRIDES
 
 __all__ = ["norms"]
 
@@ -41,7 +39,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
     which any of the tensors is split. None of them may be pending.
     """
     with Local(), torch.no_grad():
-        parts = _local_norms([_without_padding(t, ord) for t in tensors], ord)
+        parts = _local_norms([_hide_padding(t, ord) for t in tensors], ord)
         split: dict[Wire, list[int]] = {}
         for i, t in enumerate(tensors):
             if isinstance(t, DTensor) and t._spec.is_sharded:
@@ -52,10 +50,11 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
             dtype = torch.float64 if any(parts[i].dtype == torch.float64 for i in places) else None
             values = torch.stack([parts[i].to(dtype or torch.float32) for i in places])
             if not math.isinf(ord):
-                # Of the ranks that hold the same piece, the first speaks for it.
+                # Of the ranks that hold the same piece, only the first counts it.
                 copied = [[a for a in axes if not x.placement(a).is_shard()] for x in layouts]
-                values = torch.where(wire.is_first_along(copied, values.device), values, 0)
+                # The power comes first: 0 is what adds nothing, and 0 ** ord is not.
                 values = values if ord in (0, 1) else values**ord
+                values = torch.where(wire.is_first_along(copied, values.device), values, 0)
             whole = _reduce_norms(values, wire, axes, ord, "norms")
             whole = whole if math.isinf(ord) or ord in (0, 1) else whole ** (1 / ord)
             for i, value in zip(places, whole, strict=True):
@@ -63,8 +62,8 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
     return parts
 
 
-def _without_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
-    """`t` with elements in its padding that its norm does not see."""
+def _hide_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
+    """`t` with values in its padding that do not change its norm."""
     if not isinstance(t, DTensor) or not t._spec.wire.padded:
         return t
     nothing = math.inf if ord < 0 else 0.0
@@ -72,7 +71,7 @@ def _without_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
 
 
 def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tensor]:
-    """Of the pieces: one kernel for each dtype and device."""
+    """The norm of each piece, by one kernel for each dtype and device."""
     parts: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
@@ -81,8 +80,8 @@ def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tens
         found: Sequence[torch.Tensor]
         real = torch.empty((), dtype=dtype).abs().dtype  # of complex numbers, too
         wide = real if real in (torch.float32, torch.float64) else torch.float32
-        if not filled:  # no element is the largest, or the smallest
-            nothing = math.inf if ord == -math.inf else 0.0
+        if not filled:  # a norm that changes no sum of powers, no maximum and no minimum
+            nothing = math.inf if ord < 0 else 0.0
             found = [torch.full((), nothing, dtype=wide, device=device) for _ in places]
         elif real is dtype:
             found = torch._foreach_norm([tensors[i] for i in places], ord, wide)
@@ -115,7 +114,7 @@ def _foreach_norm(
         given = {} if dtype is None else {"dtype": dtype}
         return run_foreach(torch._foreach_norm, (tensors, ord), given, op_of(torch._foreach_norm))
     reduce_pending_gradients(pending_gradients(tensors))
-    tensors = [_reduced_shares(t) for t in tensors]
+    tensors = [_reduce_partial(t) for t in tensors]
     found = [
         n.to(dtype or torch.empty((), dtype=t.dtype).abs().dtype)
         for n, t in zip(norms(tensors, ord), tensors, strict=True)
@@ -128,19 +127,19 @@ def _foreach_norm(
     return tuple(tagged(n, spec) for n in found)
 
 
-def _reduced_shares(t: torch.Tensor) -> torch.Tensor:
-    """What is pending and nobody's gradient, reduced."""
+def _reduce_partial(t: torch.Tensor) -> torch.Tensor:
+    """`t`, reduced if it is Partial."""
     if not isinstance(t, DTensor) or not t._spec.is_pending:
         return t
-    layout = t._spec.layout
-    after = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), t._spec.wire)
+    after = t._spec.reduced
     return tagged(moved(t, t._spec, after, "norms", "implicit"), after)
 
 
 def _check_and_unscale(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    """What a GradScaler does to gradients; all ranks find what any of them finds."""
+    """A GradScaler's kernel: it unscales gradients, and finds on all ranks the infinities of
+    any."""
     reduce_pending_gradients(pending_gradients(grads))
     with Local():
         mine = torch.zeros_like(found_inf)
@@ -152,8 +151,8 @@ def _check_and_unscale(
         found_inf.copy_(torch.maximum(found_inf, mine))
 
 
-SPECIAL[torch._foreach_norm] = _foreach_norm
-SPECIAL[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
+OVERRIDES[torch._foreach_norm] = _foreach_norm
+OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
 # torch's own DTensor enters itself in the same way.

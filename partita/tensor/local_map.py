@@ -1,4 +1,4 @@
-"""Functions of local tensors on DTensors: a kernel or an `autograd.Function` of one's own."""
+"""local_map: functions of local tensors, called with DTensors. A kernel of one's own is one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement, own_placement
 
-from .arguments import one_wire
+from .arguments import find_wire
 from .dtensor import DTensor, tagged
-from .empty_pieces import tied_to
 from .spec import Spec, spec_on_wire
+from .uneven_pieces import tie_to_operands
 
 __all__ = ["local_map"]
 
@@ -66,57 +66,61 @@ def local_map(
     @functools.wraps(func)
     def run_local_map(*args: Any, **kwargs: Any) -> Any:
         flat, shape_of_args = pytree.tree_flatten(args)
-        named, shape_of_kwargs = pytree.tree_flatten(kwargs)
-        tensors = [t for t in (*flat, *named) if isinstance(t, DTensor)]
+        flat_kwargs, shape_of_kwargs = pytree.tree_flatten(kwargs)
+        tensors = [t for t in (*flat, *flat_kwargs) if isinstance(t, DTensor)]
         if device_mesh is not None:
             wire = wire_of(device_mesh)
         elif tensors:
-            wire = one_wire("local_map", tensors)
+            wire = find_wire("local_map", tensors)
         else:
             return func(*args, **kwargs)
-        wanted = _one_each(in_placements, flat, "in_placements", name)
-        grads = _one_each(in_grad_placements, flat, "in_grad_placements", name)
+        wanted = _match_placements(in_placements, flat, "in_placements", name)
+        grads = _match_placements(in_grad_placements, flat, "in_grad_placements", name)
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
-                x = _placed_as(x, wanted[i], i, name, redistribute_inputs)
+                x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
                 flat[i] = _convert_to_local(x, grads[i])
-        named = [_convert_to_local(x, None) if isinstance(x, DTensor) else x for x in named]
+        flat_kwargs = [
+            _convert_to_local(x, None) if isinstance(x, DTensor) else x for x in flat_kwargs
+        ]
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
         out = func(
             *pytree.tree_unflatten(flat, shape_of_args),
-            **pytree.tree_unflatten(named, shape_of_kwargs),
+            **pytree.tree_unflatten(flat_kwargs, shape_of_kwargs),
         )
         results, shape_of_results = pytree.tree_flatten(out)
         if lacks_elements:
-            results = _with_lost_operands(results, [*flat, *named])
-        given = _one_each(_listed_per_result(out_placements), results, "out_placements", name)
+            results = _tie_lost_operands(results, [*flat, *flat_kwargs])
+        given = _match_placements(_list_per_result(out_placements), results, "out_placements", name)
         even = all(_is_even(t._spec) for t in tensors)
-        made = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
-        return pytree.tree_unflatten(made, shape_of_results)
+        wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
+        return pytree.tree_unflatten(wrapped, shape_of_results)
 
     return run_local_map
 
 
-def _with_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
-    """Where a piece is empty on this rank, torch's kernels may have left operands out of the graph
-    that they are in on other ranks, and an `autograd.Function` may have no gradient for one."""
+def _tie_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
+    """The results of a rank with an empty piece, with all operands in their autograd graph: torch's
+    kernels may have left some out that are in it on other ranks, and an `autograd.Function` may
+    have no gradient for one."""
     operands = [t for t in locals_ if isinstance(t, torch.Tensor) and t.requires_grad]
     return [
-        tied_to(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r
+        tie_to_operands(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r
         for r in results
     ]
 
 
-def _listed_per_result(placements: Any) -> Any:
-    """`out_placements` for each result, where they are given for the only one."""
+def _list_per_result(placements: Any) -> Any:
+    """`out_placements` as a tuple with one entry for each result."""
     if placements is None or isinstance(own_placement(placements), Placement):
         return (placements,)
     several = all(p is None or isinstance(p, (list, tuple)) for p in placements)
     return placements if several else (placements,)
 
 
-def _one_each(given: Any, values: list[Any], what: str, name: str) -> Sequence[Placements]:
-    """For each value its placements."""
+def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Sequence[Placements]:
+    """The placements of each value: `given`, or None for each. Raises LayoutError if their number
+    is not that of the values."""
     if given is None:
         return [None] * len(values)
     if len(given) != len(values):
@@ -130,11 +134,11 @@ def _one_each(given: Any, values: list[Any], what: str, name: str) -> Sequence[P
     return given  # type: ignore[no-any-return]
 
 
-def _placed_as(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
+def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
     if wanted is None:
         return x
-    asked = spec_on_wire(x._spec.wire, x._spec.layout.shape, wanted)
-    if asked.layout == x._spec.layout:
+    wanted_spec = spec_on_wire(x._spec.wire, x._spec.layout.shape, wanted)
+    if wanted_spec.layout == x._spec.layout:
         return x
     if not move:
         raise LayoutError(
@@ -142,11 +146,11 @@ def _placed_as(x: DTensor, wanted: Placements, i: int, name: str, move: bool) ->
             place=user_line(),
             operands=(
                 f"has     {', '.join(map(str, x.placements))}",
-                f"wanted  {', '.join(map(str, asked.placements))}",
+                f"wanted  {', '.join(map(str, wanted_spec.placements))}",
             ),
             fixes=(
                 Fix("local_map(..., redistribute_inputs=True)"),
-                Fix(f"x.redistribute(placements={list(asked.placements)})"),
+                Fix(f"x.redistribute(placements={list(wanted_spec.placements)})"),
             ),
         )
     return x.redistribute(placements=wanted)
@@ -168,17 +172,20 @@ def _is_even(spec: Spec) -> bool:
 
 
 def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
-    """A result of `func` as a DTensor. Where pieces may be uneven the ranks tell their sizes."""
+    """A result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
+    sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
     if not even and probe.is_sharded:
-        told = dict(zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True))
+        sizes_by_coordinate = dict(
+            zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True)
+        )
         shape = [
             sum(
                 sizes[dim]
-                for at, sizes in told.items()
+                for at, sizes in sizes_by_coordinate.items()
                 if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
             )
             for dim, axes in enumerate(probe.layout.shards)

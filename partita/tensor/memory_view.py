@@ -1,9 +1,9 @@
-"""A DTensor's memory as torch asks for it: global strides, and no address that is only a piece's.
+"""A DTensor's memory: strides of the global tensor, and no address where a rank holds a piece.
 
 Shape and size speak of the global tensor, so whoever reads that many elements from the address of
-a piece reads memory that is not the tensor's. What has a global meaning is answered so (strides,
-their order, whether they are contiguous); what has none is refused, on all ranks alike, unless
-torch-function is disabled or every rank holds the whole value.
+a piece reads memory that is not the tensor's. What has a global meaning is answered so: strides,
+their order, whether they are contiguous. What has none (`ADDRESSES`) raises, on all ranks alike,
+unless torch-function is disabled or every rank holds the whole value.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
+from .aliasing import global_strides, make_meta_twin
 from .dtensor import DTensor
-from .gathered import gathered
-from .names import form_of
-from .one_device import global_strides, laid_out_alike
+from .forms import form_of
+from .function_facts import ADDRESSES
+from .gathered import run_gathered
 from .origin import current
-from .tensor_overrides import means
+from .tensor_overrides import implements
 
 __all__: list[str] = []
 
 T = torch.Tensor
 
 
-@means(T.stride)
+@implements(T.stride)
 def _global_stride(x: DTensor, dim: int | None = None) -> Any:
     strides = global_strides(current(x))
     if dim is None:
@@ -43,21 +44,21 @@ def _global_stride(x: DTensor, dim: int | None = None) -> Any:
     return strides[dim]
 
 
-@means(T.is_contiguous)
+@implements(T.is_contiguous)
 def _is_contiguous(
     x: DTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
     with Local():
-        return laid_out_alike(current(x)).is_contiguous(memory_format=memory_format)
+        return make_meta_twin(current(x)).is_contiguous(memory_format=memory_format)
 
 
-@means(T.dim_order)
+@implements(T.dim_order)
 def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
     with Local():
-        return laid_out_alike(current(x)).dim_order(**options)
+        return make_meta_twin(current(x)).dim_order(**options)
 
 
-@means(torch.as_strided, T.as_strided)
+@implements(torch.as_strided, T.as_strided)
 def _as_strided(
     x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
@@ -78,7 +79,7 @@ def _as_strided(
             ),
         )
     args = (x, size, stride) if storage_offset is None else (x, size, stride, storage_offset)
-    return gathered(torch.as_strided, args, {}, form_of(torch.as_strided))
+    return run_gathered(torch.as_strided, args, {}, form_of(torch.as_strided))
 
 
 def _is_part_of_another(x: DTensor) -> bool:
@@ -91,13 +92,13 @@ def _is_part_of_another(x: DTensor) -> bool:
 # -- what has no global meaning --------------------------------------------------------------------
 
 
-def _only_of_whole(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """What `name` means: `answer` where each rank has the whole value, else an error."""
+def _refuse_for_pieces(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """The override of `name`: `answer` where each rank has the whole value, else an error."""
 
     def answer_if_replicated(x: Any, *args: Any, **kwargs: Any) -> Any:
         for t in (x, *args):
             if isinstance(t, DTensor) and not t._spec.is_whole:
-                raise _names_a_piece(name, t, fix)
+                raise _make_piece_error(name, t, fix)
         x = current(x) if isinstance(x, DTensor) else x
         with Local():
             return answer(x, *args, **kwargs)
@@ -105,7 +106,7 @@ def _only_of_whole(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[
     return answer_if_replicated
 
 
-def _names_a_piece(name: str, x: DTensor, fix: Fix) -> LayoutError:
+def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
     spec = x._spec
     held = "share" if spec.is_pending else "piece"
     return LayoutError(
@@ -121,14 +122,13 @@ def _names_a_piece(name: str, x: DTensor, fix: Fix) -> LayoutError:
     )
 
 
-_ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
-for _name in _ADDRESSES:
+for _name in ADDRESSES:
     _fix = Fix(f"x.to_local().{_name}()", "of this rank's piece")
-    means(getattr(T, _name))(_only_of_whole(_name, _fix, getattr(T, _name)))
+    implements(getattr(T, _name))(_refuse_for_pieces(_name, _fix, getattr(T, _name)))
 
 _interface = T.__cuda_array_interface__  # type: ignore[attr-defined]
-means(_interface.__get__)(
-    _only_of_whole(
+implements(_interface.__get__)(
+    _refuse_for_pieces(
         "__cuda_array_interface__",
         Fix("x.to_local().__cuda_array_interface__", "of this rank's piece"),
         _interface.__get__,

@@ -1,9 +1,9 @@
-"""Module hooks: what do the backward hooks of a module see of its gradients?
+"""Module hooks: the backward hooks of modules, with the gradients of DTensors as DTensors.
 
-torch has one node of autograd stand before a module and one behind it, and hands a module's
-backward hooks the gradients that pass there. Those are plain pieces. For a module that takes or
-returns DTensors the node's gradients are typed on the way in, and laid out as they have to be on
-the way back. Modules without DTensors are served as before.
+torch has a node of autograd before a module and one behind it, and calls a module's backward hooks
+with the gradients that pass there. Those are plain pieces. For a module that takes or returns
+DTensors they are tagged on the way in, and redistributed as they have to be on the way back.
+Modules without DTensors are served as before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Numbers that a program gives to ops: compared between ranks at each call under `check_ranks()`.
+"""The check of numbers: what a program gives to ops besides tensors is compared between ranks.
 
-`D * (1 + rank)` makes no move, so nothing else would tell that the ranks have parted.
+Under `check_ranks()`, at each call. `D * (1 + rank)` makes no move, so nothing else would tell that
+the ranks have parted.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class NumberCheck(TorchFunctionMode):
         # What runs on pieces is ours, and may well be another number on each rank.
         if _global_view() and not in_backward() and not HERE.capturing:
             wires = {t._spec.wire for _, t in all_tensors(args, kwargs) if isinstance(t, DTensor)}
-            said = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
+            numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
             for wire in wires:
-                _compare_numbers(getattr(func, "__name__", "?"), said, wire)
+                _compare_numbers(getattr(func, "__name__", "?"), numbers, wire)
         return func(*args, **kwargs)
 
 
-def _compare_numbers(name: str, said: str, wire: Wire) -> None:
-    if not said:
+def _compare_numbers(name: str, numbers: str, wire: Wire) -> None:
+    if not numbers:
         return
     agree(
         name,
-        f"{name}({said})",
+        f"{name}({numbers})",
         wire,
         fact="the ranks give it other numbers",
         reason="each rank computes its part of one value, or its copy of it",

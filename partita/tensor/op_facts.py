@@ -1,4 +1,4 @@
-"""Facts of operators: does a call show memory, write it, draw, or only put elements elsewhere?
+"""Facts of operators: whether a call is a view, writes, draws, or only moves elements.
 
 Read off an operator's schema and tags, and for what these do not say off one table of corrections.
 """
@@ -84,15 +84,15 @@ def facts_of(target: Any) -> OpFacts:
         for i, a in enumerate(schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
-    told = [r.alias_info for r in schema.returns]
+    aliases = [r.alias_info for r in schema.returns]
     full_name = f"{target._opname}.{target._overloadname}"
     shows_unsaid = full_name in _SHOW_UNSAID
-    is_view = shows_unsaid or any(info is not None and not info.is_write for info in told)
+    is_view = shows_unsaid or any(info is not None and not info.is_write for info in aliases)
     name, is_torchs = target._opname.removesuffix("_copy"), target.namespace == "aten"
     return OpFacts(
         is_view=is_view,
         writes=writes,
-        makes_new=not is_view and not writes and all(info is None for info in told),
+        makes_new=not is_view and not writes and all(info is None for info in aliases),
         moves=(is_view and target._opname not in _COMPUTED_WHEN_READ and not writes)
         or (name in _COPYING and is_torchs and not writes),
         casts=is_torchs and target._opname == "_to_copy",

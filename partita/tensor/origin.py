@@ -1,11 +1,10 @@
-"""The origin of a copy.
+"""The origin of a view copy: what it was copied from, and whether it is up to date.
 
-What was a tensor copied from that would be a view of it on one device, and is it so still?
-
-On one device a view shows what is written into its base afterwards. A copy has to be taken again:
-when it is read, and what it was taken from has been written since. Torch counts a tensor's writes,
-and every write of ours is counted on all ranks alike, so that all take it again together. In
-inference mode nothing is counted, and a copy is taken again at each read.
+A view copy is a tensor with memory of its own that would be a view on one device (see `aliasing`).
+There a view shows what is written into its base afterwards. So a view copy is taken again when it
+is read and its source was written since. Torch counts a tensor's writes, and every write of ours is
+counted on all ranks alike, so that all take it again together. In inference mode nothing is
+counted, and it is taken again at each read.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from torch._C import _EnableTorchFunction
 
 from .tensor_state import state_of
 
-__all__ = ["Origin", "current", "writes"]
+__all__ = ["Origin", "count_writes_or_none", "current"]
 
 
 @dataclass(slots=True)
 class Origin:
-    """Where a copy is from: `view(source, *args, **kwargs)`, of several results number `index`.
+    """What a view copy is of: `view(source, *args, **kwargs)`, of several results number `index`.
 
     Attributes:
         source: an alias of the tensor, whose shape stays as it was.
-        seen: how often it was written before the copy was taken.
-        again: what was taken anew, and from what: (source, writes, with gradients?, copy).
-        graded: was it taken where gradients are? Else it has none, wherever it is read.
+        source_writes: how often `source` was written before the copy was taken; None in inference.
+        retaken: the copy that was taken last in its place, with what it was taken from:
+            (source, its writes, with gradients?, copy).
+        graded: was it taken where gradients are recorded? Else it has none, wherever it is read.
     """
 
     source: Any
@@ -42,36 +42,37 @@ class Origin:
     args: Any
     kwargs: dict[str, Any]
     index: int | None
-    seen: int | None
-    again: tuple[Any, int, bool, Any] | None = None
+    source_writes: int | None
+    retaken: tuple[Any, int, bool, Any] | None = None
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
-    def taken_again(self, copy: Any) -> Any:
-        """`copy` if it is up to date, else what takes its place."""
+    def take_again(self, copy: Any) -> Any:
+        """`copy` if it is up to date, else the same part of the source as it is now."""
         source = current(self.source)
-        count, graded = writes(source), self.graded and torch.is_grad_enabled()
+        count, graded = count_writes_or_none(source), self.graded and torch.is_grad_enabled()
         if count is not None:
-            if source is self.source and count == self.seen:
+            if source is self.source and count == self.source_writes:
                 return copy
-            kept = self.again
-            if kept is not None and kept[0] is source and kept[1:3] == (count, graded):
-                return kept[3]
+            retaken = self.retaken
+            if retaken is not None and retaken[0] is source and retaken[1:3] == (count, graded):
+                return retaken[3]
         with _EnableTorchFunction(), torch.set_grad_enabled(graded):
             part = self.view(source, *self.args, **self.kwargs)
             if self.index is not None:
                 part = part[self.index]
         if count is not None:
-            self.again = (source, count, graded, part)
+            self.retaken = (source, count, graded, part)
         return part
 
 
 def current(x: Any) -> Any:
-    """`x`; where it is a copy that is no longer up to date, the same part as it is now."""
+    """`x`; where it is a view copy that is out of date, the same part of its source as it is
+    now."""
     origin = state_of(x).origin
-    return x if origin is None else origin.taken_again(x)
+    return x if origin is None else origin.take_again(x)
 
 
-def writes(x: torch.Tensor) -> int | None:
+def count_writes_or_none(x: torch.Tensor) -> int | None:
     """How often the memory of `x` was written; None where torch does not count."""
     with Local():
         return None if x.is_inference() else x._version

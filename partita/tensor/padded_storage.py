@@ -1,10 +1,12 @@
-"""Padded storage: memory of a rank's piece that has room for padding behind it.
+"""Padded storage: memory of a rank's piece with room for padding behind it.
 
 The graph that all ranks share takes pieces as large as the first rank's. Where a dimension is split
 unevenly, what stays between steps (parameters, their gradients, an optimizer's state) is therefore
 made that large on every rank. The storage that a tensor shows is as large as its piece and begins
 at the same address: whoever copies it, shares it or writes it to a file never meets the padding.
 And what gives a tensor other memory (`p.data = x`, `model.to(dtype)`) leaves the room behind.
+
+    7 elements over 2 ranks    rank 0: 4    rank 1: 3, and room for 1 behind them
 """
 
 from __future__ import annotations

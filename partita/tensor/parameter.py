@@ -1,4 +1,4 @@
-"""Parameters: how one comes onto a mesh and stays the object that optimizers and users hold.
+"""Parameters: how one gets a value on a mesh and stays the object that optimizers hold.
 
 A model's parameter is known by identity: to the optimizer that was made for it, to its hooks, to
 whoever tied it to another module. So it is never exchanged for another; its value is.
@@ -26,7 +26,8 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
-    """May `p` take `value`? Not from a device without memory to one with it, and back."""
+    """May `value` become the value of `p`? Not if one of them is on "meta", or on another device
+    type."""
     return p.is_meta == value.is_meta and p.device.type == value.device.type
 
 
@@ -45,10 +46,10 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
 
 
 def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
-    """Make `value` what the parameter `p` holds. Its attributes and hooks stay.
+    """Make `value` the value of the parameter `p`. Its attributes and hooks stay.
 
     Returns:
-        Its gradient, which is taken off: it lies as the old value's did.
+        Its gradient, which is removed from it: it is in the layout of the old value.
     """
     grad = p.grad
     with Local(), torch.no_grad():
@@ -75,14 +76,16 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
 
 
 def stand_for(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
-    """Let `whole` be seen as the parameter `p` in a module, with its attributes, which it gives."""
+    """Give `whole`, which takes the place of the parameter `p` in a module, p's attributes; return
+    them."""
     given = {key: v for key, v in p.__dict__.items() if key not in OURS}
     whole.__dict__.update(given)
     return given
 
 
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
-    """Let `p` have the attributes that were set of `whole`, which stood for it and had `given`."""
+    """Give `p` the attributes that were set on `whole` while it was in p's place; it had `given`
+    then."""
     now = whole.__dict__
     if not given and now.keys() <= OURS:
         return

@@ -1,7 +1,4 @@
-"""Pieces of a tensor.
-
-Which piece of a tensor does this rank hold, and is it the one that writes it to a checkpoint?
-"""
+"""Pieces for checkpoints: which piece of a tensor a rank holds, and which ranks hold the same."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def piece_held(x: torch.Tensor) -> Piece:
 
 
 def destination(x: torch.Tensor) -> Piece | None:
-    """The memory that a whole value of `x` is written into, piece by piece.
+    """The piece of `x` that a loaded value is written into.
 
     Of a pending sum the first rank takes the value, and the others hold nothing: there it is None,
     and `x` is zeroed.

@@ -1,4 +1,9 @@
-"""Plans of a call: what is decided once for a call and then only done?"""
+"""Call plans: what is decided once for calls of one key, and then only done.
+
+A plan says which operands are moved into which layout, what runs on the pieces, and how its results
+are tagged. It learns the specs of the results from its first call, and from then on it may be
+`direct`: dispatch runs the kernel and tags the result without a call of `CallPlan.run`.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +16,32 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
-from partita.rules import Bound
+from partita.rules import Bound, Work
 
+from .aliasing import copy_as_on_one_device, mark_copies
+from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .autograd import alias_without_base, moved
 from .choose import Choice
 from .dtensor import PLAIN, DTensor, tagged
 from .grad_buckets import pending_gradients, reduce_pending_gradients
-from .may_copy import as_on_one_device
 from .mixed_operands import admit
 from .origin import current
 from .spec import Spec, spec_of
 from .tensor_state import MovedValue, own_state, state_of
-from .view_writes import mark_copies
-from .work import PlanWork
 
-__all__ = ["CallPlan", "Path", "Target", "at_path", "path_here", "replaced", "tensors_of"]
-
-Path = tuple[int | str, ...]
-"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
-
-A plan has it from the call that it was made for; others of the same key may give by name what that
-gave by place (`CallPlan.path_in_call`)."""
+__all__ = ["CallPlan", "PlanWork", "Target", "work_of_plan"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """An operand that does not go in as it is: it is moved to `spec`, or is a plain tensor."""
+    """An operand that the kernel does not take as it is.
+
+    Attributes:
+        path: where it stands in the call.
+        spec: the spec that it has to have.
+        plain: of a plain tensor, the spec that it is taken for (whole on every rank); None of a
+            DTensor.
+    """
 
     path: Path
     spec: Spec
@@ -45,28 +50,30 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """How calls of one key are run.
+    """How calls of one key are run on this rank.
 
     Attributes:
         op: the op's name.
-        wire: the rank's wire.
-        direct: nothing to do but to run the kernel or function and to tag its result as `spec`.
-        spec, local_shape: of the single output, once the first call has told them.
-        outputs: spec and local shape of each output, where there are several.
-        targets: the operands that have to be moved or admitted.
-        kernel: what to run on the rank instead of the function.
-        bare: what to run instead on the operands alone, and how many they are, where all of them
-            are given by place and nothing else that is given asks for anything.
-        rewrite: what to call on the DTensors instead.
+        wire: the rank's wire, of the mesh on which the operands are.
+        direct: a call has nothing to do but to run the kernel, or the function, and to tag its
+            result as `spec`. Set by the first call, if not as the plan is made.
+        spec, local_shape: of the result, where it is one tensor; set as `direct` is.
+        outputs: the spec and the local shape of each result; the first call sets them.
+        targets: the operands that are moved first, and those that are plain tensors.
+        kernel: what runs on the rank in place of the function.
+        bare: what runs on the operands alone, and their number, where a call gives all of them by
+            place and nothing else that it gives asks for anything.
+        rewrite: what is called with the DTensors in place of all this.
         bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
-        retags: the op changes its operand's shape in place, so the operand is tagged anew.
-        copies: the op is a view on one device, but here its result has memory of its own.
-        may_copy: the op copies or not, as the strides are, and a piece's do not tell it.
-        renews: the operands that are such results, and may have to be taken again.
-        names: of the arguments that may be given by place or by name, in order.
+        retags_operand: the op changes its operand's shape in place, so the operand is tagged anew.
+        result_is_view_copy: one device's result is a view, and here it has memory of its own.
+        may_copy: the op copies or not as the strides are, and a piece's strides do not tell which.
+        view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
+        names: of the parameters that may be given by place or by name, in order.
         work: the matrix products of a call, for ledgers.
-        fresh: called with a result, gives its spec anew each time (shapes that depend on data).
-        hits: calls that found this plan.
+        make_output_spec: gives the spec of a result from it, each time (shapes that depend on
+            data).
+        hits: how many calls have found this plan.
     """
 
     op: str
@@ -81,43 +88,46 @@ class CallPlan:
     rewrite: Callable[..., Any] | None = None
     bound: Bound | None = None
     choice: Choice | None = None
-    retags: bool = False
-    copies: bool = False
+    retags_operand: bool = False
+    result_is_view_copy: bool = False
     may_copy: bool = False
-    renews: tuple[Path, ...] = ()
+    view_copies: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
     work: PlanWork | None = None
-    fresh: Callable[[torch.Tensor], Spec] | None = None
+    make_output_spec: Callable[[torch.Tensor], Spec] | None = None
     hits: int = field(default=0)
 
     def listen(self, on: bool) -> None:
-        """Note the work of calls or, from now on, do not. Calls know nothing of it, so that they
-        cost nothing more while no ledger is open."""
+        """Have calls note their work in the open ledgers, or not any more. The kernel is exchanged
+        for it, so that calls cost nothing more while no ledger is open."""
         assert self.work is not None
-        self.kernel = self.work.noting if on else self.work.kernel
+        self.kernel = self.work.run_noting_work if on else self.work.kernel
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Do what was decided, and tag what comes out."""
+        """Run a call as planned: take view copies anew, move operands, run the kernel, tag its
+        results."""
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
-        if self.renews:
-            paths = [self.path_in_call(path, args, kwargs) for path in self.renews]
-            now = {path: current(at_path(args, kwargs, path)) for path in paths}
-            args, kwargs = replaced(args, kwargs, now)
+        if self.view_copies:
+            paths = [self.path_in_call(path, args, kwargs) for path in self.view_copies]
+            renewed = {path: current(get_at_path(args, kwargs, path)) for path in paths}
+            args, kwargs = replace_at_paths(args, kwargs, renewed)
         if self.rewrite is not None:
             out = self.rewrite(*args, **kwargs)
-            return mark_copies(out, func, args, kwargs) if self.copies else out
-        own, named = args, kwargs
+            return mark_copies(out, func, args, kwargs) if self.result_is_view_copy else out
+        given_args, given_kwargs = args, kwargs
         if self.targets:
             args, kwargs = self._move_operands(args, kwargs)
         with Local():
             out = (self.kernel or func)(*args, **kwargs)
         out = self.tag(out)
-        copied = self.copies
+        copied = self.result_is_view_copy
         if self.may_copy:
-            out, copied = as_on_one_device(out, func, own, named, copied or bool(self.renews))
-        return mark_copies(out, func, own, named) if copied else out
+            out, copied = copy_as_on_one_device(
+                out, func, given_args, given_kwargs, copied or bool(self.view_copies)
+            )
+        return mark_copies(out, func, given_args, given_kwargs) if copied else out
 
     def _move_operands(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -125,11 +135,11 @@ class CallPlan:
         new = {}
         for target in self.targets:
             path = self.path_in_call(target.path, args, kwargs)
-            value = at_path(args, kwargs, path)
+            value = get_at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
                     reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
-                new[path] = _moved_once(value, target.spec, self.op)
+                new[path] = _move_once(value, target.spec, self.op)
             else:
                 admit(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
@@ -139,17 +149,21 @@ class CallPlan:
                     value = moved(value, whole, target.plain, self.op, "implicit")
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
-        return replaced(args, kwargs, new)
+        return replace_at_paths(args, kwargs, new)
 
     def path_in_call(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
-        """Where in this call what stood at `path` stands."""
-        return path_here(path, self.names, args, kwargs)
+        """Where in this call stands what is at `path` in the call that the plan was made for."""
+        return locate_in_call(path, self.names, args, kwargs)
 
     def tag(self, out: Any) -> Any:
-        """Give each new local tensor of a result its spec; raise if a promise is broken."""
+        """Tag each new local tensor of a result with its spec.
+
+        Raises:
+            LayoutError: the results are not of the shapes, or as many, as the rule says.
+        """
         if type(out) in PLAIN:
-            if self.fresh is not None:
-                return tagged(out, self.fresh(out))
+            if self.make_output_spec is not None:
+                return tagged(out, self.make_output_spec(out))
             if self.spec is None:
                 self._learn_output_specs((out,))
             if out.shape != self.local_shape:
@@ -157,7 +171,7 @@ class CallPlan:
             return tagged(out, self.spec)  # type: ignore[arg-type]
         if isinstance(out, DTensor):
             self.direct = self._is_direct()  # in place: nothing is new
-            if self.retags:
+            if self.retags_operand:
                 if self.spec is None:
                     with Local():
                         self._learn_output_specs((out,))
@@ -170,12 +184,12 @@ class CallPlan:
                 tagged(t, spec)
             else:
                 return out
-        news = [t for t in tensors_of(out) if type(t) in PLAIN]
+        news = [t for t in collect_tensors(out) if type(t) in PLAIN]
         if not news:
             return out
-        if self.fresh is not None:
+        if self.make_output_spec is not None:
             for t in news:
-                tagged(t, self.fresh(t))
+                tagged(t, self.make_output_spec(t))
             return out
         if not self.outputs:
             self._learn_output_specs(news)
@@ -186,7 +200,8 @@ class CallPlan:
         return out
 
     def _learn_output_specs(self, outs: Sequence[torch.Tensor]) -> None:
-        """Work out the outputs' specs; sizes that no name tells come from the first result."""
+        """Set the results' specs from the choice of rows. Sizes that the sentence does not tell are
+        those of this first result."""
         assert self.bound is not None and self.choice is not None
         if len(outs) != len(self.bound.outputs):
             raise LayoutError(
@@ -218,10 +233,10 @@ class CallPlan:
     def _is_direct(self) -> bool:
         return not (
             self.targets
-            or self.retags
-            or self.copies
+            or self.retags_operand
+            or self.result_is_view_copy
             or self.may_copy
-            or self.renews
+            or self.view_copies
             or self.rewrite
         )
 
@@ -229,15 +244,15 @@ class CallPlan:
         promise = (
             "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
         )
-        said = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
+        by_rule = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
         return LayoutError(
             f"the plan for {self.op} does not hold: it made {tuple(out.shape)}{promise}",
             place=user_line(),
-            reason=f"planned{said}: the rule reads too little or says something wrong",
+            reason=f"planned{by_rule}: the rule reads too little or says something wrong",
         )
 
 
-def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
+def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     """`x` in layout `after`; a tensor that several ops need in the same other layout moves once.
 
     Only results no larger than `x` are kept (with `x`, until it is changed or gone): a gathered
@@ -251,10 +266,14 @@ def _moved_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     if after.largest > before.largest or state_of(x).written_unseen:
         return moved(x, before, after, op, "implicit")
     graded = torch.is_grad_enabled()
-    kept, version = state_of(x).moved, (_version_of_tensor(x), graded)
-    fits = kept is not None and kept.spec is after and kept.version == version
-    if kept is not None and fits and _version_of_tensor(kept.value) == kept.value_version:
-        return kept.value
+    remembered, version = state_of(x).moved, (_version_of_tensor(x), graded)
+    fits = remembered is not None and remembered.spec is after and remembered.version == version
+    if (
+        remembered is not None
+        and fits
+        and _version_of_tensor(remembered.value) == remembered.value_version
+    ):
+        return remembered.value
     # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
     with Local():
@@ -270,42 +289,53 @@ def _version_of_tensor(x: torch.Tensor) -> int:
         return x._version
 
 
-def path_here(
-    path: Path, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Path:
-    """`path` in a call that may give by place what another gave by name; `names` in order."""
-    head = path[0]
-    if isinstance(head, str):
-        return path if head in kwargs else (names.index(head), *path[1:])
-    return path if head < len(args) else (names[head], *path[1:])
+# -- work ------------------------------------------------------------------------------------------
 
 
-def at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
-    """The value at `path` of a call."""
-    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
-    return value if len(path) == 1 else value[path[1]]
+@dataclass(frozen=True, slots=True)
+class PlanWork:
+    """The matrix products that calls of one plan compute on this rank.
+
+    Attributes:
+        products: of each its operations, and the axes along which every rank computes the same.
+        kernel: of the plan while no ledger is open; None where the function itself runs.
+        run: what runs, be it the kernel or the function.
+    """
+
+    op: str
+    wire: Wire
+    products: tuple[tuple[float, tuple[str, ...]], ...]
+    kernel: Callable[..., Any] | None
+    run: Callable[..., Any]
+
+    def run_noting_work(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, and note the products in the ledgers that are open."""
+        scope = self.wire.scope
+        if not scope.recomputing:
+            place = user_line()
+            for log in scope.told_of_work:
+                for operations, axes in self.products:
+                    log.note_work(self.wire.rank, self.op, place, axes, operations)
+        return self.run(*args, **kwargs)
 
 
-def replaced(
-    args: Sequence[Any], kwargs: dict[str, Any], new: dict[Path, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The call with the values at some paths exchanged; lists are copied, not changed."""
-    args, kwargs = list(args), dict(kwargs)
-    for path, value in new.items():
-        home: Any = kwargs if isinstance(path[0], str) else args
-        if len(path) == 1:
-            home[path[0]] = value
-        else:
-            inner = list(home[path[0]])
-            inner[path[1]] = value  # type: ignore[index]
-            home[path[0]] = inner
-    return args, kwargs
+def work_of_plan(
+    op: str,
+    wire: Wire,
+    work: Sequence[Work],
+    choice: Choice,
+    kernel: Callable[..., Any] | None,
+    run: Callable[..., Any],
+) -> PlanWork:
+    """The work of a call whose names are split as `choice` says.
 
-
-def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of a result, through tuples and lists, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, (tuple, list)):
-        return [t for o in out for t in tensors_of(o)]
-    return []
+    Args:
+        kernel, run: as in `PlanWork`.
+    """
+    products = []
+    for one in work:
+        spread = {a for name in one.names for a in choice.splits.get(name, ())}
+        repeated = [a for a in wire.mesh.names if a not in spread and wire.mesh.size(a) > 1]
+        operations = one.operations / wire.mesh_size(tuple(spread))
+        products.append((operations, tuple(repeated)))
+    return PlanWork(op, wire, tuple(products), kernel, kernel or run)

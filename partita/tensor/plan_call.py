@@ -1,9 +1,20 @@
-"""What happens the first time: a call's operands are bound to its rule, and a plan is made."""
+"""Planning a call: what happens the first time that a function is called with such operands.
+
+    x + y                of x in 8@dp 4, and of y in 8 4
+    sentence             "... + ... -> ..."           the rule's, bound to the shapes (8, 4), (8, 4)
+    a row for each axis  dp: S(0), S(0) -> S(0)       the cheapest (`choose`)
+    targets              y has to become 8@dp 4       each call moves y before it runs
+    kernel               none: torch.add runs on the pieces
+
+A rule may also answer with other ops to call in its place (`Rewrite`), or with a new tensor in the
+operand's layout (`Like`). Where it has no answer the operands are gathered (`gathered`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,42 +34,96 @@ from partita.rules import (
     Rewrite,
     Said,
     SentenceError,
+    Work,
     bind,
     parse,
     work_of,
 )
 
+from .aliasing import (
+    gives_view,
+    may_be_denser_than_whole,
+    reshape_copy,
+    wrap_copying_as_on_one_device,
+    write_through_copy,
+)
 from .arguments import (
+    Path,
     all_tensors,
-    changes_layout,
-    copies_among,
-    declared,
-    numbers_elsewhere,
-    one_wire,
+    bind_declared_arguments,
+    find_view_copies,
+    find_wire,
+    find_written_operands,
+    make_changed_layout_error,
     operands_of_call,
-    parameters,
-    writes_copy,
-    written_places,
+    read_numbers_of_other_meshes,
+    replace_at_paths,
+    rule_parameters,
+    writes_view_copy,
 )
 from .autocast import as_autocast_casts
 from .choose import Choice, Considered, choose
-from .draws import drawing
 from .dtensor import DTensor
-from .empty_pieces import as_with_elements
+from .forms import Form
 from .function_facts import facts_of_function
-from .may_copy import copying_as_one_device, may_differ
-from .names import Form
-from .padding import without_padding
-from .plain_writes import write_into_plain
-from .plan import CallPlan, Path, Target, replaced
-from .spec import Spec, spec_of
-from .view_writes import gives_view, reshaped, written_through
+from .mixed_operands import write_into_plain
+from .plan import CallPlan, Target, work_of_plan
+from .random import with_generator_check
+from .spec import spec_of
+from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 from .watch import HERE
-from .work import work_of_plan
 
 __all__ = ["make_plan"]
 
 _NUMBERS = (int, float, bool, complex)
+
+
+@dataclass(frozen=True)
+class _UnplannedCall:
+    """A call that is planned.
+
+    Attributes:
+        form, func: the function, and the form of an op that it is.
+        args, kwargs: the arguments, under the names of the rule's parameters.
+        tensors: the tensors among them, with their paths.
+        wire: of its DTensors.
+    """
+
+    form: Form
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    tensors: list[tuple[Path, Any]]
+    wire: Wire
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """What runs on the rank if nothing else is planned."""
+        return self.form.local or self.func
+
+    @property
+    def is_view(self) -> bool:
+        """Is the result a view of the first operand on one device?"""
+        is_view = facts_of_function(self.form.name).is_view
+        return is_view and gives_view(self.form, self.args)
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Must the first operand keep its layout? In place it must, unless its shape changes."""
+        return self.form.inplace and not self.form.reshapes
+
+    def let_torch_complain(self) -> None:
+        """Run it on tensors without storage, so that a bad shape gets torch's own message."""
+        new = {
+            path: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+            for path, t in self.tensors
+        }
+        args, kwargs = replace_at_paths(self.args, self.kwargs, new)
+        try:
+            with Local():
+                self.func(*args, **kwargs)
+        except NotImplementedError:
+            pass
 
 
 def make_plan(
@@ -69,176 +134,264 @@ def make_plan(
     Raises:
         LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
     """
-    rule = form.rule
-    assert rule is not None
     tensors = all_tensors(args, kwargs)
-    if numbers_elsewhere(form.name, tensors):
+    if read_numbers_of_other_meshes(form.name, tensors):
         home = next(t._spec.wire for _, t in tensors if isinstance(t, DTensor))
-        return CallPlan(form.name, home, rewrite=partial(_with_numbers, func, form.name))
-    wire = one_wire(form.name, [t for _, t in tensors])
+        return CallPlan(form.name, home, rewrite=partial(_run_with_plain_numbers, func, form.name))
+    wire = find_wire(form.name, [t for _, t in tensors])
     if form.inplace and not isinstance(args[0], DTensor):
-        return CallPlan(form.name, wire, rewrite=partial(_write_first, func, form.name))
-    if writes_copy(form, args):
-        way = reshaped if form.reshapes else written_through
+        return CallPlan(form.name, wire, rewrite=partial(_write_plain_first, func, form.name))
+    if writes_view_copy(form, args):
+        way = reshape_copy if form.reshapes else write_through_copy
         return CallPlan(form.name, wire, rewrite=partial(way, func))
-    renews, names = copies_among(tensors), parameters(form)
-    facts = facts_of_function(form.name)
-    is_view = facts.is_view and gives_view(form, args)
-    worked: tuple[str, ...] = ()
-    local, kept, beyond = None, "", False
+    call = _UnplannedCall(form, func, args, kwargs, tensors, wire)
+    answer, operands = _ask_rule(call)
+    if answer is None:
+        return None
+    if isinstance(answer, Rewrite):
+        return _plan_rewrite(call, answer)
+    if isinstance(answer, Like):
+        return _plan_like_call(call, answer)
+    return _plan_sentence(call, answer, operands)
+
+
+def _ask_rule(call: _UnplannedCall) -> tuple[Said | Rewrite | Like | None, list[tuple[Path, Any]]]:
+    """What the rule says of the call, and the operands in the order of the sentence's terms."""
+    rule = call.form.rule
+    assert rule is not None
     if rule.derive is None:
-        operands = operands_of_call(form, args, kwargs)
-        text = rule.text
+        return Said(rule.text), operands_of_call(call.form, call.args, call.kwargs)
+    positional, named, operands = bind_declared_arguments(call.form, call.args, call.kwargs)
+    try:
+        answer = rule.derive(
+            *map(_convert_for_rule, positional),
+            **{k: _convert_for_rule(v) for k, v in named.items()},
+        )
+    except (ValueError, IndexError, TypeError, ArithmeticError):
+        call.let_torch_complain()
+        raise
+    return Said(answer) if isinstance(answer, str) else answer, operands
+
+
+# -- an op that is written as others ---------------------------------------------------------------
+
+
+def _plan_rewrite(call: _UnplannedCall, answer: Rewrite) -> CallPlan:
+    form = call.form
+    rewrite = as_autocast_casts(answer.run, form.name, form.inplace)
+    rewrite = _wrap_writing_into_first(rewrite, form) if form.inplace else rewrite
+    copies = False
+    if call.is_view:
+        # What the ops inside do to make a view is not known: what is split is taken as copied.
+        spec = call.args[0]._spec
+        copies = spec.is_sharded or spec.is_copy
+    return CallPlan(
+        form.name,
+        call.wire,
+        rewrite=rewrite,
+        result_is_view_copy=copies,
+        view_copies=find_view_copies(call.tensors),
+        names=rule_parameters(form),
+    )
+
+
+# -- a new tensor in the layout of another ---------------------------------------------------------
+
+
+def _plan_like_call(call: _UnplannedCall, answer: Like) -> CallPlan:
+    """A tensor of its own in the operand's layout; whole if its shape is another."""
+    form, wire, spec = call.form, call.wire, call.args[0]._spec
+    if answer.shape == spec.layout.shape:
+        layout = spec.layout if answer.pending else spec.reduced.layout
     else:
-        positional, named, operands = declared(form, args, kwargs)
-        try:
-            said = rule.derive(
-                *map(_convert_for_rule, positional),
-                **{k: _convert_for_rule(v) for k, v in named.items()},
-            )
-        except (ValueError, IndexError, TypeError, ArithmeticError):
-            _let_torch_complain(func, args, kwargs)
-            raise
-        if said is None:
-            return None
-        if isinstance(said, Rewrite):
-            rewrite = as_autocast_casts(said.run, form.name, form.inplace)
-            rewrite = _into_first(rewrite, form) if form.inplace else rewrite
-            # What the ops inside do to make a view is not known: what is split is taken as copied.
-            copies = is_view and (args[0]._spec.is_sharded or args[0]._spec.is_copy)
-            return CallPlan(
-                form.name, wire, rewrite=rewrite, copies=copies, renews=renews, names=names
-            )
-        if isinstance(said, Like):
-            plan = _plan_like_call(form.name, func, wire, args[0]._spec, said)
-            if facts.draws:
-                plan.kernel = drawing(plan.kernel or func, form, wire) or plan.kernel
-            return plan
-        if isinstance(said, Said):
-            text, local, kept, worked = said.text, said.local, said.keeps, said.work
-            beyond = said.beyond
-        else:
-            text = said
-    paths = {path for path, _ in operands}
-    if any(path not in paths for path, _ in tensors):
+        layout = Layout(answer.shape)
+    out = spec_of(layout, wire)
+    kernel = None
+    if answer.local is not None:
+        names = Arg(answer.shape).names
+        split = [
+            d for d, axes in enumerate(layout.shards) if any(wire.mesh.size(a) > 1 for a in axes)
+        ]
+        pieces = {names[d]: (*out.region[d], answer.shape[d]) for d in split}
+        kernel = answer.local(
+            KernelCall(call.func, (spec.layout.shape,), (tuple(out.local_shape),), pieces)
+        )
+    if facts_of_function(form.name).draws:
+        kernel = with_generator_check(kernel or call.func, form, wire) or kernel
+    return CallPlan(
+        form.name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel
+    )
+
+
+# -- a sentence ------------------------------------------------------------------------------------
+
+
+def _plan_sentence(
+    call: _UnplannedCall, answer: Said, operands: Sequence[tuple[Path, Any]]
+) -> CallPlan | None:
+    form, wire = call.form, call.wire
+    paths = [path for path, _ in operands]
+    if any(path not in paths for path, _ in call.tensors):
         return None  # a tensor where the rule declares none: nothing is known of it
+    values = [value for _, value in operands]
+    bound = _bind_sentence(call, answer.text, values)
+    if bound is None:
+        return None
+    layouts = [_layout_of_value(v) for v in values]
+    work = work_of(bound, answer.work)
+    choice = _choose_rows(call, bound, operands, layouts, work, answer.keeps)
+    if choice is None or (call.keeps_layout and choice.inputs[0] != layouts[0]):
+        return None
+    targets = _find_targets(call, operands, layouts, choice)
+    if form.writes:
+        written = find_written_operands(form, call.args, call.kwargs)
+        if any(target.path in written for target in targets):
+            return None  # what is written keeps its layout
+    kernel = _make_kernel(call, answer, bound, choice, paths)
+    first: Any = call.args[0] if call.args else None
+    copies = call.is_view and (
+        bool(targets) or first._spec.is_copy or choice.partial[0] != first._spec.layout.partial
+    )
+    may_copy = facts_of_function(form.name).may_copy and isinstance(first, DTensor)
+    if may_copy and not (copies or first._spec.is_copy):
+        may_copy = False
+        if may_be_denser_than_whole(first._spec):
+            kernel = wrap_copying_as_on_one_device(kernel or call.run, call.func, first._spec)
+    plan = CallPlan(
+        form.name,
+        wire,
+        targets=targets,
+        kernel=kernel,
+        bare=_find_bare_call(call, paths) if kernel is None else None,
+        bound=bound,
+        choice=choice,
+        retags_operand=form.reshapes,
+        result_is_view_copy=copies,
+        may_copy=may_copy,
+        view_copies=find_view_copies(call.tensors),
+        names=rule_parameters(form),
+    )
+    if work:
+        plan.work = work_of_plan(form.name, wire, work, choice, kernel, call.run)
+        wire.scope.add_listener(plan)
+    return plan
+
+
+def _bind_sentence(call: _UnplannedCall, text: str, values: Sequence[Any]) -> Bound | None:
+    """The sentence bound to the operands' shapes; None if they do not fit it."""
     try:
         sentence = parse(text)
     except SentenceError:  # made of sizes that torch would refuse, or the rule's own mistake
-        _let_torch_complain(func, args, kwargs)
+        call.let_torch_complain()
         raise
-    values = [value for _, value in operands]
     try:
-        bound = bind(sentence, tuple(_classify_operand(v) for v in values))
+        return bind(sentence, tuple(_classify_operand(v) for v in values))
     except SentenceError:
-        _let_torch_complain(func, args, kwargs)
+        call.let_torch_complain()
         return None
-    layouts = [_layout_of_value(v) for v in values]
+
+
+def _choose_rows(
+    call: _UnplannedCall,
+    bound: Bound,
+    operands: Sequence[tuple[Path, Any]],
+    layouts: Sequence[Layout | None],
+    work: Sequence[Work],
+    keeps: str,
+) -> Choice | None:
+    """`choose` for the operands of a call; who explains calls is shown all rows and their
+    prices."""
+    values = [value for _, value in operands]
     plain = [isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in values]
     sizes = [v.dtype.itemsize if isinstance(v, torch.Tensor) else 0 for v in values]
-    keeps = form.inplace and not form.reshapes
-    work = work_of(bound, worked)
     considered: list[Considered] | None = None if HERE.explainer is None else []
+    mesh = call.wire.mesh
     choice = choose(
         bound,
         layouts,
         plain,
         sizes,
-        wire.mesh,
-        inplace=keeps,
-        keeps=kept,
+        mesh,
+        inplace=call.keeps_layout,
+        keeps=keeps,
         work=work,
         considered=considered,
     )
     if considered is not None:
-        known = [(path, parameters(form)) for path, _ in operands]
-        HERE.explainer.hear_rows(known, bound, layouts, sizes, work, considered, wire.mesh)
-    if choice is None or (keeps and choice.inputs[0] != layouts[0]):
-        return None
+        described = [(path, rule_parameters(call.form)) for path, _ in operands]
+        HERE.explainer.hear_rows(described, bound, layouts, sizes, work, considered, mesh)
+    return choice
+
+
+def _find_targets(
+    call: _UnplannedCall,
+    operands: Sequence[tuple[Path, Any]],
+    layouts: Sequence[Layout | None],
+    choice: Choice,
+) -> tuple[Target, ...]:
+    """The operands that have to be moved, and those that are plain tensors."""
     targets = []
     for (path, value), before, after in zip(operands, layouts, choice.inputs, strict=True):
         if before is None or after is None:
             continue
         if not isinstance(value, DTensor):
-            targets.append(Target(path, spec_of(after, wire), spec_of(before, wire)))
+            targets.append(Target(path, spec_of(after, call.wire), spec_of(before, call.wire)))
         elif before != after:
-            if form.reshapes and path == (0,):
-                raise changes_layout(form.name, value)
-            targets.append(Target(path, spec_of(after, wire)))
+            if call.form.reshapes and path == (0,):
+                raise make_changed_layout_error(call.form.name, value)
+            targets.append(Target(path, spec_of(after, call.wire)))
+    return tuple(targets)
+
+
+def _make_kernel(
+    call: _UnplannedCall, answer: Said, bound: Bound, choice: Choice, paths: Sequence[Path]
+) -> Callable[..., Any] | None:
+    """What runs on the rank in place of the function; None where the function itself does."""
+    form, func, wire, names = call.form, call.func, call.wire, rule_parameters(call.form)
     kernel = form.local if form.operator is not None else None
-    if form.writes and {t.path for t in targets} & written_places(form, args, kwargs):
-        return None  # what is written keeps its layout
-    if local is not None:
-        kernel = local(_make_kernel_call(form.local or func, bound, choice, wire, beyond))
+    if answer.local is not None:
+        kernel = answer.local(_make_kernel_call(call.run, bound, choice, wire, answer.beyond))
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
-            if not is_view:
+            if not call.is_view:
                 kernel = as_autocast_casts(kernel, form.name, form.inplace)
             if form.inplace:
-                kernel = _into_first(kernel, form)
+                kernel = _wrap_writing_into_first(kernel, form)
     if wire.padded:
-        kernel = without_padding(kernel, func, form, bound, choice, wire, operands, names)
-    paths_of_terms = [path for path, _ in operands]
+        kernel = wrap_filling_padding(kernel, func, form, bound, choice, wire, paths, names)
     pieces = [layout for layout in choice.inputs if layout is not None]
     if any(layout.is_empty_at(wire.mesh, wire.at) for layout in pieces):
-        kernel = as_with_elements(kernel, func, form, bound, choice, wire, paths_of_terms, names)
-    if facts.draws:
-        kernel = drawing(kernel or form.local or func, form, wire) or kernel
-    copies = is_view and (
-        bool(targets) or args[0]._spec.is_copy or choice.partial[0] != args[0]._spec.layout.partial
-    )
-    may_copy = facts.may_copy and isinstance(args[0], DTensor)
-    if may_copy and not (copies or args[0]._spec.is_copy):
-        may_copy = False
-        if may_differ(args[0]._spec):
-            kernel = copying_as_one_device(kernel or form.local or func, func, args[0]._spec)
-    plan = CallPlan(
-        form.name,
-        wire,
-        targets=tuple(targets),
-        kernel=kernel,
-        bare=_find_bare_call(form, [path for path, _ in operands], args, kwargs)
-        if kernel is None
-        else None,
-        bound=bound,
-        choice=choice,
-        retags=form.reshapes,
-        copies=copies,
-        may_copy=may_copy,
-        renews=renews,
-        names=names,
-    )
-    if work:
-        plan.work = work_of_plan(form.name, wire, work, choice, kernel, form.local or func)
-        wire.scope.add_listener(plan)
-    return plan
+        kernel = wrap_for_empty_pieces(kernel, func, form, bound, choice, wire, paths, names)
+    if facts_of_function(form.name).draws:
+        kernel = with_generator_check(kernel or call.run, form, wire) or kernel
+    return kernel
 
 
 def _find_bare_call(
-    form: Form, paths: Sequence[Path], args: Sequence[Any], kwargs: dict[str, Any]
+    call: _UnplannedCall, paths: Sequence[Path]
 ) -> tuple[Callable[..., Any], int] | None:
     """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
     number may differ, and is one that counts only where a flag says so."""
-    given = [*args[len(paths) :], *kwargs.values()]
+    form, others = call.form, [*call.args[len(paths) :], *call.kwargs.values()]
     if form.bare is None or paths != [(i,) for i in range(len(paths))]:
         return None
-    nothing = all(v is None or v is False or isinstance(v, float) for v in given)
-    return (form.bare, len(paths)) if nothing else None
+    asks_nothing = all(v is None or v is False or isinstance(v, float) for v in others)
+    return (form.bare, len(paths)) if asks_nothing else None
 
 
-def _with_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
-    numbers = numbers_elsewhere(op, all_tensors(args, kwargs))
-    given, named = replaced(args, kwargs, numbers)
+def _run_with_plain_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+    numbers = read_numbers_of_other_meshes(op, all_tensors(args, kwargs))
+    given, named = replace_at_paths(args, kwargs, numbers)
     return func(*given, **named)
 
 
-def _write_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+def _write_plain_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(args[0], torch.Tensor):
         raise TypeError(f"{op} in place of {type(args[0]).__name__}, which is no tensor")
     return write_into_plain(func, op, [(0,)], args, kwargs)
 
 
-def _into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
+def _wrap_writing_into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """`run`, which may be an op's form that is not in place, writing into its first argument."""
 
     def write_into_first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -298,42 +451,3 @@ def _make_kernel_call(
         outputs.append(tuple(sizes))
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
     return KernelCall(run, shapes, tuple(outputs), pieces, wire.share)
-
-
-def _plan_like_call(name: str, run: Kernel, wire: Wire, spec: Spec, said: Like) -> CallPlan:
-    """A tensor of its own in the operand's layout; whole if its shape is another."""
-    if said.shape == spec.layout.shape:
-        layout = spec.layout
-        if not said.pending:
-            layout = Layout(layout.shape, layout.shards, (), layout.invariant)
-    else:
-        layout = Layout(said.shape)
-    out = spec_of(layout, wire)
-    kernel = None
-    if said.local is not None:
-        names = Arg(said.shape).names
-        split = [
-            d for d, axes in enumerate(layout.shards) if any(wire.mesh.size(a) > 1 for a in axes)
-        ]
-        pieces = {names[d]: (*out.region[d], said.shape[d]) for d in split}
-        kernel = said.local(
-            KernelCall(run, (spec.layout.shape,), (tuple(out.local_shape),), pieces)
-        )
-    return CallPlan(name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel)
-
-
-def _let_torch_complain(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    """Run the call on tensors without storage, so that a bad shape gets torch's own message."""
-    new = {path: _make_meta_tensor(t) for path, t in all_tensors(args, kwargs)}
-    args, kwargs = replaced(args, kwargs, new)
-    try:
-        with Local():
-            func(*args, **kwargs)
-    except NotImplementedError:
-        pass
-
-
-def _make_meta_tensor(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta", requires_grad=False)

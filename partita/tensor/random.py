@@ -1,32 +1,43 @@
-"""Random numbers: how are random numbers the same in every layout?
+"""Random numbers: the same in every layout.
 
-Every rank draws one device's numbers, all of them, from its own generator, which all ranks seed
-alike, and keeps its piece. So `init`, `dropout` and `randn` give the values that one device gives,
-and generators stay in step, at a price: each rank draws as many numbers, and for a moment holds as
-much memory, as one device would. For a mask of a large activation that is the whole batch's mask.
+By default every rank draws one device's numbers, all of them, from its own generator, which all
+ranks seed alike, and keeps its piece. So `init`, `dropout` and `randn` give the values that one
+device gives, and generators stay in step, at a price: each rank draws as many numbers, and for a
+moment holds as much memory, as one device would. For a mask of a large activation that is the whole
+batch's mask.
 
 `random_mode("pieces")` is cheaper: each rank draws only its piece, from a generator seeded by one
 number drawn from the common one and the place of the piece. Values then depend on the layout, but
 not on the number of ranks that hold the same piece, and a run is reproducible on the same mesh.
+
+Both need generators that are in one state on all ranks: else a dropout mask, or a weight that is
+made on each rank, would be another one on each. So the ranks compare their generators where a place
+of the program first draws (`with_generator_check`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 
+from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_agreed
+from partita.comm.device import default_generator
+from partita.layout import Fix
 from partita.rules import Kernel, KernelCall, Like, Said, rule
 from partita.rules.pieces import part
 
+from .aliasing import strides_of_whole
+from .forms import Form
 from .function_facts import FILLS
-from .one_device import strides_of_whole
 
-__all__ = ["random_mode"]
+__all__ = ["random_mode", "run_with_generator_check", "with_generator_check"]
 
 _MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
 
@@ -194,3 +205,45 @@ def _register_like(function: Callable[..., Any]) -> None:
 
 for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
     _register_like(_function)
+
+
+# -- ranks compare their generators ----------------------------------------------------------------
+
+
+def with_generator_check(
+    kernel: Callable[..., Any], form: Form, wire: Wire
+) -> Callable[..., Any] | None:
+    """`kernel` of an op that draws, which compares the generators where a place first does so; None
+    where there is nobody to compare with."""
+    if is_alone(wire):
+        return None
+    return partial(run_with_generator_check, kernel, form.name, wire)
+
+
+def run_with_generator_check(
+    run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kwargs: Any
+) -> Any:
+    """`run(*args, **kwargs)`; raise on all ranks if it has drawn from generators that differ."""
+    # A dropout that is switched off draws nothing: its numbers tell calls of one line apart.
+    numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
+    key = (call_site(), "draw", op, numbers)
+    if is_agreed(wire, key):
+        return run(*args, **kwargs)
+    generator = kwargs.get("generator") or default_generator(wire.device)
+    before = generator.get_state()
+    out = run(*args, **kwargs)
+    if not torch.equal(before, generator.get_state()):
+        state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()
+        agree(
+            op,
+            f"draws from a generator of seed {generator.initial_seed()}, in state {state}",
+            wire,
+            fact="the ranks' random generators are not in the same state",
+            reason="each rank draws one device's numbers and keeps its part of them",
+            fixes=(
+                Fix("torch.manual_seed(seed)", "the same on every rank"),
+                Fix("with torch.random.fork_rng(): ...", "around what draws on some ranks only"),
+            ),
+        )
+    remember_agreed(wire, key)
+    return out

@@ -1,9 +1,10 @@
-"""Numbers that torch reads in C++ where it asks no tensor: `torch.add(a, b, alpha=s)`, a, b plain.
+"""Numbers that torch reads from DTensors in C++: `s` in `torch.add(a, b, alpha=s)`, a, b plain.
 
-torch takes a tensor of no dimensions for a number, and of plain operands nobody hears of it. What
-reads it is one operator of ATen, `_local_scalar_dense`, which would find this rank's share. From
-the first such tensor on that this process makes it goes by way of Python, which costs each plain
-`x.item()` about a microsecond; a program without DTensors, or of one rank, keeps torch's own.
+torch takes a tensor of no dimensions for a number, and where no operand is a DTensor no
+`__torch_function__` is called. What reads the number is one operator of ATen,
+`_local_scalar_dense`, which would find this rank's share. From the first DTensor on of which a rank
+does not hold the number, that operator is replaced by one in Python, which costs each plain
+`x.item()` about a microsecond. A program without such DTensors, or of one rank, keeps torch's own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for modes, too
 from torch._C import _is_torch_function_enabled as _global_view
 
+from .arguments import read_number
 from .dtensor import DTensor
-from .numbers import read_number
 from .spec import ON_NEW_SPEC, Spec
 
 __all__ = ["installed_libraries", "is_read_in_part"]

@@ -1,9 +1,9 @@
-"""Assignment to places: what does `x[...] = value` write on each rank?
+"""Assignment to an index: what `x[...] = value` writes on each rank.
 
 Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that
-part, and nothing is sent but a value that is split or pending. Into shares of a sum the first rank
-writes the value and the others zeros. An index with tensors goes by the whole tensor, unless it is
-a mask for a number, and so does what is written into a pending maximum.
+part, and nothing is sent but a value that is sharded or pending. Into shares of a sum the first
+rank writes the value and the others zeros. An index with tensors is applied to the gathered
+tensor, unless it is a mask for a number; so is what is written into a pending maximum.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Layout
 
+from .aliasing import write_through_copy
 from .autograd import moved
 from .dtensor import DTensor
-from .mixed_operands import admit
-from .plain_writes import give_history, whole_alias
-from .spec import Spec, spec_of, taken_by
-from .view_writes import written_through
+from .mixed_operands import admit, alias_as_invariant, give_history
+from .spec import Spec, spec_for_write_into, spec_of
 
 __all__ = ["set_item"]
 
@@ -39,7 +38,7 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
         return
     spec = x._spec
     if spec.is_copy:
-        written_through(_write, x, index, value)
+        write_through_copy(_write, x, index, value)
         return
     entries = list(index) if isinstance(index, tuple) else [index]
     if all(op == "sum" for _, op in spec.layout.partial) and all(_is_basic(e) for e in entries):
@@ -54,7 +53,7 @@ def _write_plain(x: torch.Tensor, index: Any, value: Any) -> None:
     if isinstance(value, DTensor):
         wire = value._spec.wire
         admit(x, wire, "setitem", with_gradient=True)
-        set_item(whole_alias(x, wire), index, value)
+        set_item(alias_as_invariant(x, wire), index, value)
         give_history(x, wire)
         return
     entries = index if isinstance(index, tuple) else (index,)
@@ -83,7 +82,7 @@ def _is_mask(x: DTensor, index: Any) -> bool:
 
 
 def _redistribute_value(value: Any, spec: Spec, x: torch.Tensor | None = None) -> Any:
-    """A value whole on every rank, or in shares as x is. Where x is split, its gradient is."""
+    """`value` whole on every rank, or Partial where `spec` is."""
     layout = spec.layout
     if not isinstance(value, torch.Tensor):
         if x is None or not layout.partial:
@@ -149,7 +148,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
 
 
 def _align_value_dims(value: Any, result: list[int], added: list[int], taken: list[int]) -> Any:
-    """A value for `x[...]` of the shape `result`, with the dimensions that x has."""
+    """A value of shape `result`, as `x[...]` has it, with the dimensions of x in their order."""
     if not isinstance(value, torch.Tensor):
         return value
     while value.dim() > len(result) and value.shape[0] == 1:
@@ -163,7 +162,7 @@ def _align_value_dims(value: Any, result: list[int], added: list[int], taken: li
 
 
 def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) -> None:
-    """Write a range that no number says: in a captured step it is not known where a piece begins.
+    """Write a range in a captured step, where it is not known at which index a piece begins.
 
     In such dimensions a mask says which of this rank's places are in the range.
     """
@@ -193,7 +192,7 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
 
 
 def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
-    """The places that an int or a slice picks from a dimension of `size`: a range, or a tensor."""
+    """The indices that an int or a slice picks from a dimension of `size`: a range, or a tensor."""
     if isinstance(entry, torch.Tensor):
         with Local():
             return torch.arange(size, device=entry.device)[entry.reshape(1)]  # if it is in bounds
@@ -223,4 +222,4 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
             return
         copy = moved(x, spec, whole, "setitem", "implicit").clone()
         _write(copy, places, value)
-        torch.Tensor.copy_(x, moved(copy, whole, taken_by(spec), "setitem", "implicit"))
+        torch.Tensor.copy_(x, moved(copy, whole, spec_for_write_into(spec), "setitem", "implicit"))

@@ -1,4 +1,8 @@
-"""Specs: what does a DTensor carry beside its shard?"""
+"""Specs: what a DTensor has beside its piece, a layout and the wire of the rank that holds it.
+
+Specs are interned: `spec_of` makes one for each layout and wire, so that two of them are equal
+exactly if they are the same object, and a plan is looked up by the identity of its operands' specs.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +21,30 @@ __all__ = [
     "ON_NEW_SPEC",
     "Spec",
     "make_two_meshes_error",
+    "spec_for_write_into",
     "spec_of",
     "spec_on_mesh",
     "spec_on_wire",
-    "taken_by",
 ]
 
 
 class Spec:
-    """A layout and the wire of the rank that holds it: all that makes a local tensor global.
+    """A layout and the wire of the rank that holds a piece: all that makes a local tensor global.
 
-    Specs are interned (`spec_of` is their only maker), so that two of them are equal exactly if
-    they are the same object, and a plan is looked up by identity.
+    Made by `spec_of` alone (and, for view copies, by `as_copy`).
 
     Attributes:
         layout: the global layout.
-        wire: this rank's end of the mesh.
-        shape: the global shape.
-        local_shape: this rank's shape.
+        wire: this rank's access to the other ranks of the mesh.
+        shape: the global shape, in elements.
+        local_shape: the shape of this rank's piece.
     """
 
     __slots__ = ("__dict__", "__weakref__", "layout", "local_shape", "shape", "wire")
 
     is_copy = False
-    """Is a tensor of this spec a copy of what would be a view on one device?"""
+    """Is a tensor of this spec a view copy: a copy of what would be a view on one device? See
+    `aliasing`."""
 
     def __init__(self, layout: Layout, wire: Wire):
         self.layout, self.wire = layout, wire
@@ -59,15 +63,23 @@ class Spec:
 
     @cached_property
     def whole(self) -> Spec:
-        """The spec of the same value, whole, in the same computation on every rank."""
+        """The spec of the same value, whole on every rank (Invariant on every axis)."""
         return spec_of(Layout(self.layout.shape, invariant=self.wire.mesh.names), self.wire)
 
     @cached_property
+    def reduced(self) -> Spec:
+        """The spec of the same value once it is reduced: Replicate where this one is Partial."""
+        layout = self.layout
+        return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
+
+    @cached_property
     def is_pending(self) -> bool:
+        """Is it Partial on any axis?"""
         return bool(self.layout.partial)
 
     @cached_property
     def is_sharded(self) -> bool:
+        """Does any axis split a dimension?"""
         return any(self.layout.shards)
 
     @cached_property
@@ -113,7 +125,7 @@ class Spec:
 
     @cached_property
     def as_copy(self) -> Spec:
-        """The spec of the same layout that says `is_copy`."""
+        """The spec of view copies in the same layout: another object, whose `is_copy` is True."""
         if self.is_copy:
             return self
         copy = Spec(self.layout, self.wire)
@@ -133,17 +145,17 @@ _INTERNED: weakref.WeakValueDictionary[tuple[Layout, Wire], Spec] = weakref.Weak
 
 
 ON_NEW_SPEC: list[Callable[[Spec], None]] = []
-"""Who is told of each spec that is made."""
+"""What is called with each spec that is made."""
 
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:
     """The one Spec of `layout` on `wire`."""
-    found = _INTERNED.get((layout, wire))
-    if found is None:
-        found = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
-        for hear in list(ON_NEW_SPEC):
-            hear(found)
-    return found
+    spec = _INTERNED.get((layout, wire))
+    if spec is None:
+        spec = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
+        for on_new_spec in list(ON_NEW_SPEC):
+            on_new_spec(spec)
+    return spec
 
 
 def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
@@ -169,9 +181,9 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
         raise error.located(user_line()) from None
 
 
-def taken_by(spec: Spec) -> Spec:
-    """How a value must lie that is written into memory of `spec`: a pending maximum of one value is
-    that value, which each rank takes whole."""
+def spec_for_write_into(spec: Spec) -> Spec:
+    """The spec in which a value is written into memory of `spec`. That is `spec`, but for a pending
+    maximum or minimum: of one value it is that value, which each rank takes whole."""
     layout = spec.layout
     if all(op == "sum" for _, op in layout.partial):
         return spec
@@ -180,7 +192,7 @@ def taken_by(spec: Spec) -> Spec:
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
-    """What to raise where `op` would take tensors of two meshes."""
+    """The error to raise where `op` is called with tensors of two meshes."""
     return LayoutError(
         f"{op}: two meshes in one operation",
         place=user_line(),

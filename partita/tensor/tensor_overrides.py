@@ -1,6 +1,8 @@
-"""What of a tensor is no op: attributes, ways out to Python (and gradients: `gradient_overrides`).
+"""Overrides: what attributes and methods mean on a DTensor that are no ops.
 
-Each entry says what a name means for a DTensor; all other functions are ops and go by their rules.
+`OVERRIDES` has them by torch's function: `x.data`, `x.T`, the ways out to Python (`item`, `numpy`,
+...) here; `.grad` and `backward` in `gradient_overrides`, memory in `memory_view`, copies in
+`copies`. All other functions are ops and have rules, or are gathered.
 """
 
 from __future__ import annotations
@@ -21,33 +23,41 @@ from .setitem import set_item
 from .spec import spec_of
 from .tensor_state import own_state
 
-__all__ = ["MEMORY", "SPECIAL", "find_getter", "means", "refusal", "runs_as_torch_has_it"]
+__all__ = [
+    "MEMORY",
+    "OVERRIDES",
+    "find_getter",
+    "implements",
+    "make_refusal",
+    "runs_as_torch_has_it",
+]
 
 T: Any = torch.Tensor
-SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Functions that mean something of their own on a DTensor."""
+OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What is called in place of a function of torch, with its arguments, if a DTensor is among
+them."""
 
 
 def runs_as_torch_has_it(func: Callable[..., Any]) -> bool:
-    """Is this answered by the shard? Attributes are, unless `SPECIAL` says otherwise."""
+    """Is this function answered by the piece? Attributes are, unless `OVERRIDES` has them."""
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
     return name in attributes or facts_of_function(name).answered_by_piece
 
 
-def means(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what functions of torch mean where a DTensor is among their arguments."""
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that puts a function into `OVERRIDES` for functions of torch."""
 
     def register_override(f: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            SPECIAL[function] = f
+            OVERRIDES[function] = f
         return f
 
     return register_override
 
 
 def find_getter(name: str) -> Any:
-    """How torch names the reading of an attribute."""
+    """The function that reads an attribute of a tensor, as `__torch_function__` gets it."""
     return getattr(T, name).__get__
 
 
@@ -56,7 +66,7 @@ def find_getter(name: str) -> Any:
 _data: Any = torch._C.TensorBase.data
 
 
-@means(find_getter("data"))
+@implements(find_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version: x must not be remembered elsewhere.
     own_state(x).written_unseen = True
@@ -64,7 +74,7 @@ def _get_data(x: DTensor) -> DTensor:
         return tagged(_data.__get__(x), x._spec)
 
 
-@means(T.data.__set__)
+@implements(T.data.__set__)
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
         before, after = value._spec, x._spec
@@ -95,26 +105,26 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     )
 
 
-@means(find_getter("T"))
+@implements(find_getter("T"))
 def _reverse_dims(x: DTensor) -> Any:
     return torch.permute(x, tuple(range(x.ndim - 1, -1, -1)))
 
 
-@means(find_getter("mT"))
+@implements(find_getter("mT"))
 def _transpose_matrices(x: DTensor) -> Any:
     return x.transpose(-2, -1)
 
 
-@means(find_getter("H"), find_getter("mH"))
+@implements(find_getter("H"), find_getter("mH"))
 def _compute_adjoint(x: DTensor) -> Any:
     return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
 
 
-SPECIAL[find_getter("real")] = lambda x: torch.real(x)
-SPECIAL[find_getter("imag")] = lambda x: torch.imag(x)
+OVERRIDES[find_getter("real")] = lambda x: torch.real(x)
+OVERRIDES[find_getter("imag")] = lambda x: torch.imag(x)
 
 
-@means(torch.numel)
+@implements(torch.numel)
 def _global_numel(x: DTensor) -> int:
     return x._spec.shape.numel()
 
@@ -142,7 +152,7 @@ def _by_value(name: str) -> None:
     def call_on_full_value(x: Any, *args: Any, **kwargs: Any) -> Any:
         return function(_gather_full_value(x, name), *args, **kwargs)
 
-    SPECIAL[function] = call_on_full_value
+    OVERRIDES[function] = call_on_full_value
 
 
 for _name in (
@@ -151,7 +161,7 @@ for _name in (
     _by_value(_name)
 
 
-@means(T.numpy, T.__array__)
+@implements(T.numpy, T.__array__)
 def _convert_to_numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     if x.requires_grad:
         raise RuntimeError(
@@ -160,15 +170,15 @@ def _convert_to_numpy(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     return _gather_full_value(x, "numpy").numpy()
 
 
-@means(T.__format__)
+@implements(T.__format__)
 def _format_dtensor(x: DTensor, spec: str) -> str:
     if x.ndim == 0:
         return format(_gather_full_value(x, "format").item(), spec)
     return object.__format__(x, spec)
 
 
-def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
-    """What a function means that a DTensor must not come to."""
+def make_refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
+    """An override that raises LayoutError: the function cannot take a DTensor."""
 
     def raise_refusal(*args: Any, **kwargs: Any) -> Any:
         raise LayoutError(
@@ -178,7 +188,7 @@ def refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
     return raise_refusal
 
 
-SPECIAL[T.__dlpack__] = refusal(
+OVERRIDES[T.__dlpack__] = make_refusal(
     "dlpack",
     "the other side would take this rank's piece for the whole tensor",
     Fix("x.to_local().__dlpack__()", "this rank's piece"),
@@ -187,30 +197,7 @@ SPECIAL[T.__dlpack__] = refusal(
 MEMORY = "it works on memory, of which each rank has another part"
 for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
     _way_out = Fix(f"x.to_local().{_name}(...)", "on this rank's piece")
-    SPECIAL[getattr(T, _name)] = refusal(_name, MEMORY, _way_out)
+    OVERRIDES[getattr(T, _name)] = make_refusal(_name, MEMORY, _way_out)
 
 
-SPECIAL[T.__setitem__] = set_item
-
-
-# -- attributes that are read often skip __torch_function__ too ------------------------------------
-
-
-def _make_shard_property(name: str) -> property:
-    """An attribute that the shard answers, as a property that asks it directly."""
-    attribute = getattr(torch._C.TensorBase, name)
-
-    def read(self: DTensor) -> Any:
-        with Local():
-            return attribute.__get__(self)
-
-    def write(self: DTensor, value: Any) -> None:
-        with Local():
-            attribute.__set__(self, value)
-
-    told = f"`{name}` of this rank's piece, as of any tensor."
-    return property(read, write, doc=told)
-
-
-for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
-    setattr(DTensor, _name, _make_shard_property(_name))
+OVERRIDES[T.__setitem__] = set_item

@@ -1,8 +1,8 @@
 """Tensor state: what partita remembers of one tensor, beside its layout.
 
-All of it stands in one attribute of the tensor, so that it is clear what a copy does not take over
-and what a tensor that takes another's place must be told. The layout alone, which every op reads,
-is an attribute of its own (`_spec`).
+All of it is one `TensorState` in one attribute of the tensor, so that it is clear what a copy does
+not take over, and what a tensor that takes another's place must be given. The spec alone, which
+every op reads, is an attribute of its own (`_spec`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ OURS = frozenset(("_spec", _STATE))
 
 @dataclass(frozen=True)
 class Rest:
-    """Where the gradient and the update of a whole tensor are, where that is not where it is.
+    """The specs of a parameter's gradient and update, where ZeRO has them in another layout than
+    it.
 
     Attributes:
-        gradient: the spec of the gradient, once it is settled.
-        update: the spec of the optimizer's state and of the part that it updates.
-        owner: who settles the gradient early and gathers what was updated.
+        gradient: the spec of the gradient, once it is reduced.
+        update: the spec of the optimizer's state, and of the part of the value that it updates.
+        owner: what reduces the gradient early and gathers what was updated.
         name: of the block, whose gradients travel together.
     """
 
@@ -55,10 +56,10 @@ class Rest:
 
 @dataclass(frozen=True)
 class MovedValue:
-    """A tensor's value in another layout, as long as neither is written.
+    """A tensor's value in the layout of `spec`, which is good as long as neither is written.
 
     Attributes:
-        version: of the tensor that was moved, and whether gradients were recorded.
+        version: of the tensor that was moved, and whether gradients were recorded then.
         value_version: of `value`.
     """
 
@@ -70,10 +71,10 @@ class MovedValue:
 
 @dataclass(frozen=True)
 class ReopenHook:
-    """A hook that is taken off and hung up again in every step, as torch's own handle would.
+    """A tensor's hook that is taken off and registered again in every step.
 
-    Private torch: the dictionary `_backward_hooks` itself. A handle costs 3 microseconds for each
-    parameter and step, a hook that is called for nothing 6.
+    Private torch: it is put into the dictionary `_backward_hooks` itself. To register a hook costs
+    3 microseconds for each parameter and step, a hook that is called for nothing 6.
     """
 
     id: int
@@ -82,18 +83,18 @@ class ReopenHook:
 
 @dataclass(slots=True)
 class TensorState:
-    """What is known of one tensor; nothing of most.
+    """What is known of one tensor; of most tensors nothing.
 
     Attributes:
-        rest: where ZeRO keeps its gradient and its update.
-        gradient_of: the tensor whose gradient this object was typed as.
-        origin: what it was copied from (an `Origin`), where one device has a view.
-        moved: its value in the last layout that an op needed it in.
-        reopens: the hook that makes a settled gradient shares again.
+        rest: the layouts in which ZeRO keeps its gradient and its update.
+        gradient_of: the tensor whose `.grad` this object is, or was.
+        origin: of a view copy, what it was copied from (an `Origin`).
+        moved: its value in the last other layout that an op needed.
+        reopens: the hook that makes a reduced gradient partial again, before backward adds to it.
         written_unseen: may it have been written through `.data`, which torch does not count?
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
         was_plain: was it a plain parameter when an optimizer may have made its state for it?
-        given_up: its name in the model that holds another in its place now, and who replaced it.
+        given_up: its name in the model that now holds another in its place, and what replaced it.
     """
 
     rest: Rest | None = None

@@ -1,11 +1,9 @@
-"""Patches of torch.
+"""Patches of torch: functions that take a DTensor without asking it.
 
-Which functions of torch take a DTensor without asking it, and what do they get?
-
-Most of torch asks a tensor's class what a function means for it. These do not: left alone they
-would take this rank's piece for the whole tensor and say nothing. Each is exchanged, under its
-public name, for one that asks: what can mean the right thing does (see `constructors`, too), the
-others refuse.
+Most of torch asks a tensor's class what a function means for it (`__torch_function__`). These do
+not: they would take this rank's piece for the whole tensor and say nothing. Each is replaced, under
+its public name, by one that asks: where it can mean the right thing it does (see `constructors`,
+too), and the others raise.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from partita.comm import look_before_collectives, user_line
 from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
-from .gathered import gathered
+from .forms import Form
+from .gathered import run_gathered
 from .mixed_operands import refuse_transform
-from .names import Form
-from .tensor_overrides import MEMORY, SPECIAL, refusal
+from .tensor_overrides import MEMORY, OVERRIDES, make_refusal
 
 __all__ = ["TRANSFORMS", "holds_dtensor", "put_in_place_of", "refuse_piece"]
 
@@ -111,12 +109,12 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
 
 
 put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
-SPECIAL[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
+OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
 
 
 def _refusing_method(name: str) -> Callable[..., Any]:
     base = getattr(torch.Tensor, name)
-    refused = refusal(name, MEMORY, Fix(f"x.to_local().{name}(...)", "on this rank's piece"))
+    refused = make_refusal(name, MEMORY, Fix(f"x.to_local().{name}(...)", "on this rank's piece"))
 
     @functools.wraps(base)
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +175,7 @@ def _of_whole_operands(kind: type) -> None:
         if _global_view() and (holds_dtensor(args) or holds_dtensor(kwargs)):
             # Not by way of `dispatch`, which remembers each function: here they come and go.
             form = Form(self, f"TorchScript {self.name}", None)
-            return gathered(functools.partial(base, self), args, kwargs, form)
+            return run_gathered(functools.partial(base, self), args, kwargs, form)
         return base(self, *args, **kwargs)
 
     kind.__call__ = __call__  # type: ignore[method-assign, operator]
@@ -226,7 +224,7 @@ def _make_dual(*_: Any, **__: Any) -> Any:
     raise refuse_transform("jvp")
 
 
-SPECIAL[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
+OVERRIDES[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
 
 
 # -- collectives -----------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Watchers: who is told of calls that torch announces to nobody?
+"""The watchers of a thread: who is told of what runs in it, where torch has no hook for that.
 
-A `TorchFunctionMode` hears of torch's own functions. It does not hear of an `autograd.Function`
-being applied (a region that torch compiled is one), nor of a region that partita
-compiled, nor of what a redistribution carries. Whoever runs a part
-of the program again, and must find each call of the first run in the second, is told of those here.
+A `TorchFunctionMode` is called for torch's own functions. It is not called where an
+`autograd.Function` is applied (a region that torch compiled is one), where a region that partita
+compiled is called, or for what a redistribution carries. Rematerialisation runs a part of the
+program again and must find each call of the first run in the second, so it is told of those here.
+`HERE` has what watches this thread: rematerialisation, a capture, `explain`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,7 @@ __all__ = ["HERE", "Label", "Watcher"]
 
 
 class Watcher(Protocol):
-    """What is told, and decides whether the call is made."""
+    """What is told of a call, and decides whether it is made."""
 
     def run_function(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
@@ -27,28 +29,29 @@ class Watcher(Protocol):
         """`function.apply(*args, **kwargs)`, or the call of a compiled region; `run()` does it."""
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """What is applied now is going to write `t` in place, which torch announces to nobody."""
+        """Take note that the autograd.Function that is applied now is about to write `t` in
+        place."""
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The redistribution `what` of the local tensor `x`, which `run()` carries."""
+        """The redistribution `what` (a plan of moves) of the local tensor `x`; `run()` carries it
+        out."""
 
 
 class Label(str):
-    """What a call is called in reports; it decides nothing of what the call does."""
+    """The name of a call in reports. Calls that differ in nothing else are the same call."""
 
 
 class _Here(threading.local):
-    """Who watches this thread: a rank, or a part of one that runs alone.
+    """What watches this thread, which runs a rank.
 
     Attributes:
-        watcher: who is told.
+        watcher: the `Watcher` that is told of calls.
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
-        recorder: what notes where the nodes of a captured step come from, while it is captured.
-        block: who follows the block of a captured step that runs now, if one does.
-        explainer: who is told how each call is planned, and has it planned anew.
-        unfinished: what has begun here and not ended, innermost last: how each is broken off.
+        recorder: notes where the nodes of a captured step come from, while it is captured.
+        block: follows the block of a captured step that runs now, if one does.
+        explainer: is told how each call is planned; while there is one, all are planned anew.
     """
 
     watcher: Any = None
@@ -57,15 +60,16 @@ class _Here(threading.local):
     block: Any = None
     explainer: Any = None
 
-    def __init__(self) -> None:
-        self.unfinished: list[Callable[[], None]] = []
+    @cached_property
+    def unfinished(self) -> list[Callable[[], None]]:
+        """For what has begun here and not ended (a block's forward), innermost last, the function
+        that ends it."""
+        return []
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """What begins inside ends with it, in whichever way it is left.
-
-        A module's hooks are not called where its forward is left by what is no `Exception`.
-        """
+        """End what begins inside when it is left, in whichever way: torch does not call a module's
+        forward hooks where its forward raises what is no `Exception`."""
         n = len(self.unfinished)
         try:
             yield
@@ -74,7 +78,7 @@ class _Here(threading.local):
                 self.unfinished.pop()()
 
     def outside_block(self) -> AbstractContextManager[None]:
-        """Within, what is called is no part of the block that is followed, if one is."""
+        """A context in which calls are not taken for a part of the block that is followed."""
         return nullcontext() if self.block is None else self.block.suspended()
 
 

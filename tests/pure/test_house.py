@@ -67,7 +67,7 @@ def test_files_that_a_cached_addition_runs_through_are_found():
     env = os.environ | {"PYTHONPATH": str(_PATH.parents[1])}
     command = [sys.executable, _PATH, "-v"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    assert re.search(r"files of a cached x \+ y .*[1-9]\n    tensor/methods.py\n", done.stdout)
+    assert re.search(r"files of a cached x \+ y .*[1-9]\n    tensor/dispatch.py\n", done.stdout)
 
 
 def test_a_type_name_means_one_thing(house, modules):

@@ -288,6 +288,23 @@ def test_a_clip_is_one_devices(clip: str, norm_type: float, sizes: dict[str, int
     run(ranks, **sizes)
 
 
+@pytest.mark.parametrize("order", [-1.0, -2.0, -math.inf])
+def test_norms_of_negative_order_are_one_devices(order: float) -> None:
+    """Two tensors are split along different axes, one in pieces of which some are empty."""
+    values = torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 6, 7, 8]), torch.tensor([9.0])
+    truth = torch.stack([torch.linalg.vector_norm(v, order) for v in values])
+    whole = pt.Replicate()
+    placements = [pt.Shard(0), whole], [whole, pt.Shard(0)], [pt.Shard(0), whole]
+
+    def program(mesh: Any) -> Tensor:
+        spread = map(pt.distribute_tensor, values, [mesh] * 3, placements)
+        return torch.stack(torch._foreach_norm(list(spread), order)).full_tensor()
+
+    with pt.ranks(dp=2, tp=2) as world:
+        for norms in world.run(program):
+            torch.testing.assert_close(norms, truth)
+
+
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_where_asked(clip: str) -> None:
     def ranks(mesh: Any) -> None:

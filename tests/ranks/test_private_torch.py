@@ -46,7 +46,6 @@ from torch.utils.dlpack import to_dlpack
 
 import partita as pt
 from partita.compile.memory.workspace import workspace
-from partita.tensor.checkpoint_in_graph import BEGINS
 from partita.tensor.engine import (
     after_backward,
     backward_pass,
@@ -56,6 +55,7 @@ from partita.tensor.engine import (
     next_node,
     saving_hooks,
 )
+from partita.tensor.torch_checkpoint import BEGINS
 from tests.gloo.launch import run_ranks
 
 

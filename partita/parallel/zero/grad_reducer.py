@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Replicate, Shard
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.grad_state import hold, mark_settled, update_spec
+from partita.tensor.grad_state import mark_settled, store_gradient, update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import Rest, own_state, state_of
 
@@ -202,7 +202,7 @@ class GradReducer:
                 if self.stage < 2:  # it is p's gradient
                     tagged(g, after)
                 else:
-                    hold(p, tagged(g, after))
+                    store_gradient(p, tagged(g, after))
                 mark_settled(p)
 
     def show_gradient(self) -> None:

@@ -1,4 +1,4 @@
-/* The hot path of dispatch in C: what `keys.py`, `dispatch.py` and `methods.py` do in Python.
+/* The hot path of dispatch in C: what `dispatch.py` and `plan_cache.py` do in Python.
 
    A step runs thousands of small ops, and what Python takes to find a plan, run a kernel and tag
    its result is as long as a small kernel takes. Here are the three callables of that path. Each

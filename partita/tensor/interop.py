@@ -1,4 +1,4 @@
-"""Doors to torch's own DTensor: `to_torch` and `from_torch`, without a copy where layouts agree."""
+"""Conversion to and from torch's own DTensor, without a copy: `to_torch` and `from_torch`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from partita.comm import local_of_torch, made_of_torch, taken_from_torch, torch_mesh, user_line
-from partita.layout import Fix, Layout, LayoutError, Partial, split_factors
+from partita.layout import Fix, LayoutError, Partial, split_factors
 
+from .aliasing import global_strides
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .one_device import global_strides
-from .spec import Spec, spec_of, spec_on_mesh, spec_on_wire
+from .spec import Spec, spec_on_mesh, spec_on_wire
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -47,12 +47,13 @@ def to_torch(x: DTensor) -> Any:
         return moved(local, given, spec.gradient, "to_torch", "gradient")
 
     return made_of_torch(
-        x._piece(), mesh, _said_to_torch(spec), spec.shape, global_strides(x), gradient
+        x._piece(), mesh, _torch_placements(spec), spec.shape, global_strides(x), gradient
     )
 
 
-def _said_to_torch(spec: Spec) -> list[tuple[str, Any]]:
-    """For each axis what torch calls its placement."""
+def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
+    """For each axis of the mesh torch's placement: its name, and its dimension, factor or
+    reduction."""
     mesh, layout = spec.wire.mesh, spec.layout
     factors = split_factors(mesh, layout.shards)
     for size, axes in zip(layout.shape, layout.shards, strict=True):
@@ -65,16 +66,16 @@ def _said_to_torch(spec: Spec) -> list[tuple[str, Any]]:
                 reason="torch cuts such a dimension in other places",
                 fixes=(Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),),
             )
-    said: list[tuple[str, Any]] = []
+    placements_of_axes: list[tuple[str, Any]] = []
     for axis, p in spec.by_axis():
         if p.is_shard():
             dim, factor = p.dim, factors[axis]  # type: ignore[attr-defined]
-            said.append(("Shard", dim) if factor == 1 else ("Strided", (dim, factor)))
+            placements_of_axes.append(("Shard", dim) if factor == 1 else ("Strided", (dim, factor)))
         elif isinstance(p, Partial):
-            said.append(("Partial", p.reduce_op))
+            placements_of_axes.append(("Partial", p.reduce_op))
         else:
-            said.append(("Replicate", None))
-    return said
+            placements_of_axes.append(("Replicate", None))
+    return placements_of_axes
 
 
 def from_torch(x: Any) -> DTensor:
@@ -96,13 +97,12 @@ def from_torch(x: Any) -> DTensor:
             p = Partial()
         summed.append(p)
     spec = spec_on_mesh(mesh, shape, summed)
-    layout = spec.layout
-    given = spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), spec.wire)
+    given = spec.reduced
 
     def gradient(local: torch.Tensor) -> torch.Tensor:
         return moved(local, spec.gradient, given, "from_torch", "gradient")
 
-    local = local_of_torch(x, _said_to_torch(given), gradient, divisor)
+    local = local_of_torch(x, _torch_placements(given), gradient, divisor)
     if local.shape != spec.local_shape:
         raise LayoutError(
             "from_torch: torch has cut this tensor in other places",

@@ -1,11 +1,16 @@
-"""Pieces without elements: a rank that has no rows takes part in backward as the others do.
+"""Uneven pieces: what an op runs where pieces are padded, or empty on this rank.
 
-Which collectives backward makes must not depend on a rank's own autograd graph, and torch's kernels
-may leave an operand out of the graph where there is nothing to compute, or fail there. So an op
-whose piece is empty on this rank is also run on tensors without storage that are as large as the
+**Padded.** Only while a step is captured are pieces padded (`Wire.padded`). An op that keeps the
+names that are split runs as it is. One that reduces such a name gets operands whose padding adds
+nothing to the result; and since its gradient does not flow into what it did not see, what padding
+got is 0 there.
+
+**Empty.** Which collectives backward makes must not depend on a rank's own autograd graph, and
+torch's kernels may leave an operand out of the graph where there is nothing to compute, or fail
+there. So an op whose piece is empty on this rank is also run on tensors on "meta" as large as the
 first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
-zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have, it is
-asked for here, too: else this rank would go on alone. Ranks whose pieces have elements do none of
+zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have, is
+refused here, too: else this rank would go on alone. Ranks whose pieces have elements do none of
 this.
 """
 
@@ -19,21 +24,88 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.comm import Wire
+from partita.comm import Wire, identity_of_reduction, uneven
 from partita.layout import Layout
-from partita.rules import Bound
+from partita.rules import EXTREME, Bound, Fill, fills
 
+from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .choose import Choice
+from .forms import Form
 from .function_facts import facts_of_function
-from .names import Form
-from .plan import Path, at_path, path_here, replaced, tensors_of
 
-__all__ = ["as_with_elements", "tied_to"]
+__all__ = ["tie_to_operands", "wrap_filling_padding", "wrap_for_empty_pieces"]
 
 Shape = tuple[int, ...]
 
 
-def as_with_elements(
+# -- padded pieces ---------------------------------------------------------------------------------
+
+
+def wrap_filling_padding(
+    kernel: Callable[..., Any] | None,
+    func: Callable[..., Any],
+    form: Form,
+    bound: Bound,
+    choice: Choice,
+    wire: Wire,
+    paths: Sequence[Path],
+    names: Sequence[str],
+) -> Callable[..., Any] | None:
+    """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
+    operands if the op reduces over it.
+
+    Args:
+        kernel, func: what runs on even ones; where there is no kernel, the function.
+        paths: where each term of the sentence stands in a call.
+        names: of the arguments that may be given by place or by name.
+
+    Raises:
+        LayoutError: the op reduces what is padded, and nothing is known of how to hide it.
+    """
+    padded = [
+        name
+        for name, axes in choice.splits.items()
+        if name in bound.sizes and bound.sizes[name] % wire.mesh_size(axes)
+    ]
+    if not padded:
+        return kernel
+    assert form.rule is not None
+    found = fills(form.rule, bound, padded)
+    if found is None:
+        given = [x for x in choice.inputs if x is not None]
+        raise uneven(f"{form.name} of {', '.join(x.brief() for x in given)} reduces uneven pieces")
+    if not found:
+        return kernel
+    run = kernel or func
+    places = [(paths[fill.operand], fill, choice.inputs[fill.operand]) for fill in found]
+
+    def run_with_filled_padding(*args: Any, **kwargs: Any) -> Any:
+        for path, fill, layout in places:
+            path = locate_in_call(path, names, args, kwargs)
+            x = get_at_path(args, kwargs, path)
+            if isinstance(x, torch.Tensor) and layout is not None:
+                now = _fill_operand_padding(x, fill, layout, wire, args, kwargs)
+                args, kwargs = replace_at_paths(args, kwargs, {path: now})  # type: ignore[assignment]
+        return run(*args, **kwargs)
+
+    return run_with_filled_padding
+
+
+def _fill_operand_padding(
+    x: torch.Tensor, fill: Fill, layout: Layout, wire: Wire, args: Any, kwargs: Any
+) -> torch.Tensor:
+    value = fill.value
+    if value is EXTREME:
+        value = identity_of_reduction(fill.reduce, x.dtype)
+    elif callable(value):
+        value = value(args, kwargs)
+    return wire.fill_padding(x, layout, value, fill.dims)
+
+
+# -- empty pieces ----------------------------------------------------------------------------------
+
+
+def wrap_for_empty_pieces(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
@@ -63,8 +135,8 @@ def as_with_elements(
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
-        there = [path_here(p, names, args, kwargs) for p in largest]
-        given = [at_path(args, kwargs, p) for p in there]
+        there = [locate_in_call(p, names, args, kwargs) for p in largest]
+        given = [get_at_path(args, kwargs, p) for p in there]
         graded = not (form.inplace or torch.is_inference_mode_enabled())
         kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
         if kinds not in known:
@@ -91,7 +163,7 @@ def as_with_elements(
         try_with_elements(args, kwargs)
         return (kernel or whole)(*args, **kwargs)
 
-    def run_as_with_elements(*args: Any, **kwargs: Any) -> Any:
+    def run_on_empty_pieces(*args: Any, **kwargs: Any) -> Any:
         try:
             out = (kernel or whole)(*args, **kwargs)
         except (RuntimeError, IndexError):
@@ -104,11 +176,11 @@ def as_with_elements(
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
         if tried is not None and torch.is_grad_enabled():
-            operands = [at_path(args, kwargs, p) for p in tried[1]]
+            operands = [get_at_path(args, kwargs, p) for p in tried[1]]
             return _tie_outputs_to_operands(out, operands, tried[0])
         return out
 
-    return run_in_place if form.inplace else run_as_with_elements
+    return run_in_place if form.inplace else run_on_empty_pieces
 
 
 def _make_meta_tensor(t: torch.Tensor, shape: Shape, *, graded: bool) -> torch.Tensor:
@@ -133,7 +205,7 @@ def _raise_as_with_elements(
             # Modes, as one that counts operations, do not hear of it.
             with torch.no_grad(), _disable_current_modes():
                 filled = {p: fill(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
-                given, named = replaced(args, kwargs, filled)
+                given, named = replace_at_paths(args, kwargs, filled)
                 run(*given, **named)
         except torch.linalg.LinAlgError:  # of values
             return
@@ -157,7 +229,7 @@ def _takes_shapes(
     for path, meta in metas.items():
         other = torch.int64 if meta.dtype.is_floating_point else torch.float32
         with suppress(RuntimeError, TypeError, IndexError):
-            given, named = replaced(args, kwargs, metas | {path: meta.detach().to(other)})
+            given, named = replace_at_paths(args, kwargs, metas | {path: meta.detach().to(other)})
             run(*given, **named)
             return True
     return False
@@ -170,13 +242,13 @@ def _run_on_meta(
     metas: dict[Path, torch.Tensor],
     is_users: bool,
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
-    """What pieces with elements give, and which operands it is differentiable in; None where it
-    cannot be told without values."""
-    args, kwargs = replaced(args, kwargs, dict(metas))
+    """The outputs for pieces with elements, and the paths of the operands that they are
+    differentiable in; None where it takes values to tell."""
+    args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
         # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
         with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
-            outs = tensors_of(run(*args, **kwargs))
+            outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
         # What torch's ops say may be of sizes that are not the first rank's.
         if is_users and not _needs_values(error):
@@ -238,12 +310,12 @@ def _make_empty_output(
 def _tie_outputs_to_operands(
     out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]
 ) -> Any:
-    """`out`, each of whose tensors has all `operands` behind it that it would have elsewhere."""
-    outs = tensors_of(out)
+    """`out`, with all `operands` in its autograd graph that are in it on ranks with elements."""
+    outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
     new = [
-        tied_to_lost(t, operands) if there.requires_grad else t
+        tie_to_lost_operands(t, operands) if there.requires_grad else t
         for t, there in zip(outs, like, strict=True)
     ]
     if isinstance(out, torch.Tensor):
@@ -251,18 +323,18 @@ def _tie_outputs_to_operands(
     return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
 
 
-def tied_to(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with all of `operands`, which require grad, behind it, where a gradient of zeros comes to
-    each."""
+def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`t` with all of `operands`, which require grad, in its autograd graph; each gets a gradient
+    of zeros."""
     tied: torch.Tensor = _Tie.apply(t, *operands)
     return tied
 
 
-def tied_to_lost(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with those of `operands` behind it that are not."""
+def tie_to_lost_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`t` with those of `operands` tied to it that are not in its autograd graph."""
     reached = _nodes_behind([t], operands)
     lost = [o for o in operands if _node_of_tensor(o) not in reached]
-    return tied_to(t, lost) if lost else t
+    return tie_to_operands(t, lost) if lost else t
 
 
 class _Tie(torch.autograd.Function):

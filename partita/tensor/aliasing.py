@@ -1,0 +1,344 @@
+"""Aliasing: which results share memory on one device, and how the same holds for DTensors.
+
+On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory, so that what is
+written into one of them is read from the other. Here it may have memory of its own: a layout had to
+change to make it, or a rank holds shares of it. Such a result is a *view copy*. Its spec says so
+(`Spec.as_copy`: the same layout, another identity), so that no other call pays for asking, and its
+`Origin` says what it is a view of.
+
+- x is written: the view copy is taken again when it is next read (`origin.current`).
+- The view copy is written: it is written as a value, and then its place in x
+  (`write_through_copy`).
+- An op copies only where it must (`contiguous`, `reshape`, `to`): one device's strides decide, on
+  all ranks. A piece of one row is contiguous whatever the whole is, so a rank could hand on the
+  memory of its operand where others, and one device, copy. What one device would copy is copied
+  here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+# Not public: what is asked of tensors without memory is no part of a step that is captured.
+from torch.utils._python_dispatch import _disable_current_modes
+
+from partita.layout import Layout
+
+from .autograd import moved
+from .dtensor import DTensor, tagged
+from .forms import Form
+from .function_facts import facts_of_function
+from .origin import Origin, count_writes_or_none
+from .spec import Spec, spec_of
+from .tensor_state import own_state, state_of
+
+__all__ = [
+    "copy_as_on_one_device",
+    "gives_view",
+    "global_strides",
+    "make_meta_twin",
+    "mark_copies",
+    "may_be_denser_than_whole",
+    "reshape_copy",
+    "strides_of_whole",
+    "wrap_copying_as_on_one_device",
+    "write_through_copy",
+]
+
+T = torch.Tensor
+
+
+def gives_view(form: Form, args: Sequence[Any]) -> bool:
+    """Would the result of a call share the memory of its first operand on one device?"""
+    if (
+        form.inplace
+        or not facts_of_function(form.name).is_view
+        or not args
+        or not isinstance(args[0], DTensor)
+    ):
+        return False
+    if form.func is torch.nn.functional.unfold:  # Tensor.unfold is a view, this one copies
+        return False
+    if form.name == "getitem":  # a view if indexed by ints and slices only
+        entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not any(isinstance(e, (bool, list, torch.Tensor)) for e in entries)
+    return not (form.name.startswith("atleast") and len(args) > 1)
+
+
+def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make the results of a call that views `args[0]` on one device its view copies."""
+    source = args[0]
+    alias = alias_of(source)
+    seen = count_writes_or_none(alias)
+
+    def mark_output(t: DTensor, index: int | None) -> DTensor:
+        return _mark_copy_of_view(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
+
+    if isinstance(out, torch.Tensor):
+        return mark_output(out, None)  # type: ignore[arg-type]
+    return type(out)([mark_output(t, i) for i, t in enumerate(out)])
+
+
+def alias_of(x: DTensor) -> DTensor:
+    """An alias of `x`, which keeps its shape when that of `x` is changed in place."""
+    with Local():
+        # `view_as` would make the stride of a dimension of one element anew.
+        alias = tagged(torch.ops.aten.alias(x), x._spec)
+    origin: Origin | None = state_of(x).origin
+    if origin is not None:
+        own_state(alias).origin = origin
+    return alias
+
+
+def _mark_copy_of_view(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
+    if copy is source or state_of(copy).origin is not None:
+        return copy
+    spec = copy._spec
+    if not set(spec.layout.partial) <= set(source._spec.layout.partial):
+        # The rank that has the place must not share it: its share and the value would be one.
+        with Local():
+            copy = tagged(copy.clone(), spec)
+    own_state(copy).origin = origin
+    copy._spec = spec.as_copy
+    return copy
+
+
+def write_through_copy(
+    write: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any
+) -> DTensor:
+    """Run `write(copy, ...)`, an op in place on a view copy, and write the result into the tensor
+    that it is a copy of."""
+    spec = copy._spec
+    held = spec_of(spec.layout, spec.wire)
+    origin: Origin | None = state_of(copy).origin
+    if origin is None:  # another tensor of the same spec: nothing is behind it
+        copy._spec = held
+        write(copy, *args, **kwargs)
+        return copy
+    settled = spec.reduced
+    with Local():
+        value = moved(copy, spec, settled, "write", "implicit").clone()
+    value = tagged(value, settled)
+    write(value, *args, **kwargs)
+    with Local():
+        # First, since on some ranks a copy that is not pending may share its source's memory.
+        T.copy_(copy, moved(value, settled, held, "write", "implicit"))
+    origin, own = _before_expand(origin), origin
+    source = origin.source
+    # What is written through a detached tensor has no history on one device either.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and origin.view.__name__ != "detach"):
+        if origin.view is T.__getitem__:
+            source[origin.args[0]] = value
+        else:
+            source.copy_(_replace_viewed_part(source, origin, value))
+    own.source_writes, own.retaken = count_writes_or_none(own.source), None
+    return copy
+
+
+def _before_expand(origin: Origin) -> Origin:
+    """`origin`, where its source is a view copy by `expand`, as a view of what was expanded: an
+    expanded tensor cannot be written."""
+    wide: Origin | None = state_of(origin.source).origin
+    if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
+        return origin
+
+    def apply_view_to_wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return origin.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
+
+    part = Origin(wide.source, apply_view_to_wide, origin.args, origin.kwargs, origin.index, None)
+    return _before_expand(part)
+
+
+def reshape_copy(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """Run `reshape(copy, ...)`, which changes the shape of a view copy in place: it becomes a view
+    copy of what it was."""
+    before, spec = alias_of(copy), copy._spec
+    own_state(copy).origin = None
+    copy._spec = spec_of(spec.layout, spec.wire)
+    reshape(copy, *args, **kwargs)
+    view = getattr(T, reshape.__name__.removesuffix("_"))
+    return _mark_copy_of_view(
+        copy, before, Origin(before, view, args, kwargs, None, count_writes_or_none(before))
+    )
+
+
+def _replace_viewed_part(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
+    """`source` with the part that `origin` views replaced by `value`; both are gathered for it."""
+    spec = source._spec
+    whole = _make_invariant_spec(spec, spec.shape)
+    with Local():
+        copy = moved(source, spec, whole, "write", "implicit")
+        copy = copy.clone(memory_format=torch.contiguous_format)
+        part = origin.view(copy, *origin.args, **origin.kwargs)
+        if origin.index is not None:
+            part = part[origin.index]
+        part.copy_(
+            moved(
+                value,
+                value._spec,
+                _make_invariant_spec(spec, value._spec.shape),
+                "write",
+                "implicit",
+            )
+        )
+    return tagged(copy, whole)
+
+
+def _make_invariant_spec(spec: Spec, shape: Any) -> Spec:
+    axes = spec.wire.mesh.names
+    invariant = tuple(a for a in axes if not spec.layout.placement(a).is_replicate())
+    return spec_of(Layout(tuple(shape), invariant=invariant), spec.wire)
+
+
+# -- ops that copy only where they must ------------------------------------------------------------
+
+
+def may_be_denser_than_whole(spec: Spec) -> bool:
+    """May a piece of `spec` be contiguous where the whole is not? If a dimension has one element in
+    it, or none, and more in the whole."""
+    return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
+
+
+def copy_as_on_one_device(
+    out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
+) -> tuple[Any, bool]:
+    """The result of an op that may copy, with memory of its own where one device copies; and
+    whether it has such where one device views.
+
+    Args:
+        moved: the operand was redistributed for the call, or is itself a view copy.
+    """
+    source, given = args[0], (*args[1:], *kwargs.values())
+    modes = [m for m in given if m is torch.channels_last or m is torch.channels_last_3d]
+    shared = _share_memory(out, source)
+    if not (moved or modes or shared):  # a piece may be denser than the whole, and not less
+        return out, False
+    if out.device != source.device:
+        return out, False
+    with _disable_current_modes(), Local():
+        alike = make_meta_twin(source)
+        asked: Any = (tuple(args[1:]), kwargs)
+        of_type = func is T.to or func is T.type
+        others, named = _convert_options_to_meta(asked, out) if of_type else _convert_to_meta(asked)
+        there = func(alike, *others, **named)
+        if _share_memory(there, alike):
+            return out, moved or not shared
+    if shared:
+        with Local():
+            mode = modes[0] if modes else torch.contiguous_format
+            copy = T.clone(out, memory_format=mode)
+        return (tagged(copy, out._spec) if isinstance(out, DTensor) else copy), False
+    return out, False
+
+
+def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
+    """The arguments of a call of `to` or `type` whose result was `out`, for a tensor on "meta",
+    which stays there."""
+    if isinstance(given, dict):
+        return {key: _convert_options_to_meta(v, out) for key, v in given.items()}
+    if type(given) is tuple:
+        return tuple(_convert_options_to_meta(v, out) for v in given)
+    if isinstance(given, torch.device) or type(given) is int:
+        return torch.device("meta")
+    if isinstance(given, str):  # a device, or a type of tensors
+        return out.dtype if given.startswith("torch.") else torch.device("meta")
+    return _convert_to_meta(given)
+
+
+def wrap_copying_as_on_one_device(
+    run: Callable[..., Any], func: Callable[..., Any], spec: Spec
+) -> Callable[..., Any]:
+    """`run`, an op that may copy, on a piece that `may_be_denser_than_whole`: with a copy of its
+    result where one device copies."""
+    dense = torch.empty(spec.local_shape, device="meta").stride()
+    held = spec.local_shape.numel()
+
+    def run_and_restride(x: Any, *args: Any, **kwargs: Any) -> Any:
+        out = run(x, *args, **kwargs)
+        in_order = x.stride() == dense and x.untyped_storage().nbytes() == held * x.element_size()
+        if in_order and "memory_format" not in kwargs and (run is not T.contiguous or not args):
+            return out
+        return copy_as_on_one_device(out, func, (x, *args), kwargs, False)[0]
+
+    return run_and_restride
+
+
+def _share_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
+    with Local():
+        return out.untyped_storage()._cdata == source.untyped_storage()._cdata
+
+
+# -- one device's strides --------------------------------------------------------------------------
+
+_stride = torch._C.TensorBase.stride
+
+
+def global_strides(x: DTensor) -> tuple[int, ...]:
+    """The strides in elements of the global tensor, where each rank's piece lies as x's does. Of a
+    view copy they are the view's."""
+    if state_of(x).origin is not None:
+        with _disable_current_modes():
+            return make_meta_twin(x).stride()
+    return strides_of_whole(x, x._spec.shape)
+
+
+def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides in elements of a tensor of `shape`, of which x is a piece, that lies as x does.
+
+    A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
+    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row,
+    its stride from row to row is whatever it was copied from: the memory tells whether there are
+    gaps.
+    """
+    with Local():
+        local = _stride(x)
+        sizes = tuple(x.size())
+        if sizes == tuple(shape):
+            return local
+        short = any(n < whole and n == 1 for n, whole in zip(sizes, shape, strict=True))
+        dense = short and _fills_memory(x)
+    strides = [0] * len(shape)
+    inner_local = inner_global = 1
+    # From the innermost out. Of two equal strides a dimension of one element is the inner one:
+    # outside of the other it would have a longer one.
+    for d in sorted(range(len(shape)), key=lambda d: (local[d], sizes[d] > 1, -d)):
+        if local[d] == 0:
+            continue
+        strides[d] = inner_global if dense else local[d] * inner_global // inner_local
+        inner_local *= max(sizes[d], 1)
+        inner_global *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def _fills_memory(x: torch.Tensor) -> bool:
+    """Does the storage hold the elements of this rank's piece and nothing else?"""
+    with Local():
+        held = math.prod(n for n, stride in zip(x.size(), _stride(x), strict=True) if stride)
+        return 0 < x.untyped_storage().nbytes() == held * x.element_size()
+
+
+def make_meta_twin(x: DTensor) -> torch.Tensor:
+    """A tensor on "meta" with the global shape and strides of x."""
+    origin: Origin | None = state_of(x).origin
+    with Local():
+        if origin is None:
+            return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
+        args, kwargs = _convert_to_meta(origin.args), _convert_to_meta(origin.kwargs)
+        part = origin.view(make_meta_twin(origin.source), *args, **kwargs)
+    return part if origin.index is None else part[origin.index]
+
+
+def _convert_to_meta(value: Any) -> Any:
+    """The arguments of a call, with tensors on "meta" of the global shapes in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        with Local():
+            shape = value._spec.shape if isinstance(value, DTensor) else value.shape
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        return {key: _convert_to_meta(v) for key, v in value.items()}
+    return type(value)(map(_convert_to_meta, value)) if type(value) in (tuple, list) else value

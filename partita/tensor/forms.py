@@ -1,0 +1,331 @@
+"""Forms of functions: which op a torch function is a form of, its rule, and what it writes.
+
+One op has one rule, given for one of its functions. The others are found by their names:
+`torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`, `torch._foreach_add_` and
+`torch.ops.aten.add.Tensor` are forms of one op.
+
+    form_of(torch.Tensor.add_)  ->  Form(name="add", rule=RULES[torch.add], inplace=True, ...)
+
+One of the user's own operators (`torch.library`) has a rule of its own. Its backward may be Python
+that reads what forward saved, and must find this rank's pieces there, not DTensors beside pieces of
+gradients: `wrap_with_plain_pieces`.
+
+What a function writes besides, and besides `out`, must be the user's own tensor, not what that
+became when it was moved (`Written`). Torch's schemas say it of operators, except the running
+statistics of the older normalisations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+# Not public, but where torch keeps the types of what `torch.ops.a.b` and `.default` are.
+from torch._ops import OpOverload, OpOverloadPacket
+
+from partita.rules import RULES, Rule
+
+from .dtensor import DTensor
+from .function_facts import OF_ONE_OPERAND, facts_of_function
+
+__all__ = ["Form", "form_of", "is_collective", "overloads_of", "parameter_names"]
+
+_DUNDERS = {
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "truediv": "div",
+    "mod": "remainder",
+    "floordiv": "floor_divide",
+    "neg": "neg",
+    "pos": "positive",
+}
+_COMMUTING = {"add", "mul", "and", "or", "xor"}
+
+_SYNONYMS = {
+    "multiply": "mul",
+    "subtract": "sub",
+    "divide": "div",
+    "true_divide": "div",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "negative": "neg",
+    "absolute": "abs",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctanh": "atanh",
+    "arctan2": "atan2",
+    "clip": "clamp",
+    "fix": "trunc",
+    "swapdims": "transpose",
+    "swapaxes": "transpose",
+    "moveaxis": "movedim",
+    "concat": "cat",
+    "concatenate": "cat",
+}
+
+_BARE_CALLS: dict[Any, Callable[..., Any]] = {
+    getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
+    for op in OF_ONE_OPERAND
+} | {torch.nn.functional.embedding: lambda input, weight: torch.embedding(weight, input)}
+"""What functions of torch.nn.functional call on their operands where each flag is None or False."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function as a form of an op.
+
+    Attributes:
+        func: the function.
+        name: the op's name.
+        rule: what is known of it, or None.
+        inplace: the first operand is written and returned.
+        reshapes: the first operand's shape is changed in place.
+        foreach: it takes lists, and is one call of the op for each place in them.
+        local: what runs on the pieces; the function itself where None.
+        bare: what runs on the operands alone, where the other arguments ask for nothing.
+        operator: what is known of an operator of torch.library; None of other functions.
+        writes: operands that are written besides the first of one in place.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    rule: Rule | None
+    inplace: bool = False
+    reshapes: bool = False
+    foreach: bool = False
+    local: Callable[..., Any] | None = None
+    bare: Callable[..., Any] | None = None
+    operator: Operator | None = None
+    writes: tuple[Written, ...] = ()
+
+
+@cache
+def form_of(func: Callable[..., Any]) -> Form:
+    """The form that a function is. Its rule is its own if it has one, else its op's by name.
+
+    A function written in Python has only a rule of its own; without one it is entered.
+    """
+    operator = operator_of(func)
+    if operator is not None:
+        return _form_of_operator(func, operator)
+    name = getattr(func, "__name__", "")
+    own = RULES.get(func)
+    if name.startswith("_foreach_"):
+        base = name.removeprefix("_foreach_")
+        op = base.removesuffix("_")
+        rule = _find_rule_named(op) or _find_rule_named(base)
+        return Form(func, op, rule, inplace=base.endswith("_"), foreach=True)
+    inplace = name.endswith("_") and not name.endswith("__")
+    op = name.rstrip("_") if inplace else name
+    if name.startswith("__") and name.endswith("__"):
+        op = name[2:-2]
+        bare = op[1:]
+        if op.startswith("i") and bare in _DUNDERS | dict.fromkeys(
+            ("add", "sub", "mul", "pow", "matmul"), ""
+        ):
+            op, inplace = bare, True
+        elif op.startswith("r") and bare in _COMMUTING:
+            op = bare
+        op = _DUNDERS.get(op, op)
+    op = _SYNONYMS.get(op, op)
+    reshapes, writes = facts_of_function(name).reshapes, written_by(func)
+    if own is not None:
+        name, bare = own.name.removeprefix("__").rstrip("_") or op, _BARE_CALLS.get(func)
+        return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
+    if isinstance(func, types.FunctionType):
+        if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):
+            twin, bare = _builtin_twin(op), _BARE_CALLS.get(func)
+            return Form(func, op, _find_rule_named(op), local=twin, bare=bare)
+        return Form(func, op, None, inplace)
+    # Of zero_ there is only the form in place.
+    rule = _find_rule_named(op) or _find_rule_named(name)
+    return Form(func, op, rule, inplace, reshapes, writes=writes)
+
+
+def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
+    """One of torch's own is known as the torch function of its name; another by its own rule,
+    which may have been given for its packet or for what `torch.library.custom_op` returned."""
+    name = operator.name
+    if operator.is_torchs:
+        op = name.rstrip("_")
+        rule = _find_rule_named(op) or _find_rule_named(name)
+        reshapes, writes = facts_of_function(name).reshapes, written_by(func)
+        return Form(func, op, rule, op != name, reshapes, operator=operator, writes=writes)
+    same = [func, operator.packet]
+    if func is operator.packet:
+        same += overloads_of(func)
+    rule = next((r for f, r in RULES.items() if getattr(f, "_opoverload", f) in same), None)
+    local, writes = wrap_with_plain_pieces(func), written_by(func)
+    return Form(func, name, rule, local=local, operator=operator, writes=writes)
+
+
+def _builtin_twin(op: str) -> Callable[..., Any] | None:
+    """The builtin that a function of torch.nn.functional passes its arguments on to, if it takes
+    them as they are; else None."""
+    builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
+    if op in ("layer_norm", "rms_norm"):
+        return builtin
+    if op in OF_ONE_OPERAND:
+        return None if builtin is None else lambda input, inplace=False: builtin(input)
+    return None
+
+
+def _find_rule_named(name: str) -> Rule | None:
+    """The rule that a torch function of this name has, in whichever namespace it was given."""
+    for home in (torch, torch.Tensor, torch._C._nn, torch.nn.functional, torch.special):
+        f = getattr(home, name, None)
+        if f is not None and f in RULES and not isinstance(f, types.FunctionType):
+            return RULES[f]
+    return None
+
+
+@cache
+def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of a function's first `count` parameters, as torch's own table of overrides has
+    them; `operand0`, ... where it has none (then they can only be given by position)."""
+    stand_in = torch.overrides.get_testing_overrides().get(func)
+    names: list[str] = []
+    if stand_in is not None:
+        for p in inspect.signature(stand_in).parameters.values():
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) and p.name != "out":
+                names.append(p.name)
+    names = names[:count]
+    return tuple(names) + tuple(f"operand{i}" for i in range(len(names), count))
+
+
+# -- operators of torch.library --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator, or one overload of it.
+
+    Attributes:
+        name: without namespace and overload.
+        packet: all its overloads.
+        is_torchs: it is one of torch's own, so that what is known of the torch function of its
+            name holds for it too.
+    """
+
+    name: str
+    packet: OpOverloadPacket
+    is_torchs: bool
+
+
+def overloads_of(func: Any) -> list[OpOverload]:
+    """The overloads of an operator, or the one that `func` is; none of another function."""
+    if isinstance(func, OpOverload):
+        return [func]
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, name) for name in func.overloads()]
+    return []
+
+
+def is_collective(func: Any) -> bool:
+    """Is it an operator of torch.distributed's, functional or not?"""
+    return any("c10d" in overload.namespace for overload in overloads_of(func))
+
+
+def operator_of(func: Callable[..., Any]) -> Operator | None:
+    """What `func` is as an operator; None if it is another function."""
+    overloads = overloads_of(func)
+    if not overloads:
+        return None
+    packet = overloads[0].overloadpacket
+    return Operator(packet.__name__, packet, overloads[0].namespace == "aten")
+
+
+def wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `func` with plain aliases of its operands. It is itself called with
+    torch-function disabled."""
+
+    def local_view_of(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return value.view_as(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
+            return [local_view_of(v) for v in value]
+        return value
+
+    def run_on_pieces(*args: Any, **kwargs: Any) -> Any:
+        return func(*map(local_view_of, args), **{k: local_view_of(v) for k, v in kwargs.items()})
+
+    return run_on_pieces
+
+
+# -- what a function writes ------------------------------------------------------------------------
+
+_STATISTICS = ("running_mean", "running_var")
+_UPDATING = ("training", "use_input_stats")
+
+
+@dataclass(frozen=True)
+class Written:
+    """An operand that a function writes.
+
+    Attributes:
+        place, name: of its parameter.
+        flag: place and name of the parameter that must be true for it to be written, if there is
+            one.
+    """
+
+    place: int
+    name: str
+    flag: tuple[int, str] | None = None
+
+    def path(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int | str] | None:
+        """Its path in a call; None if this call does not write it."""
+        if self.flag is not None:
+            i, name = self.flag
+            if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
+                return None
+        return (self.place,) if self.place < len(args) else (self.name,)
+
+
+def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
+    """The operands that `func` writes, as far as can be known."""
+    if isinstance(func, types.FunctionType):
+        # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
+        return _find_written_statistics(
+            list(inspect.signature(func, follow_wrapped=False).parameters)
+        )
+    overloads = overloads_of(func)
+    if not overloads:  # a builtin, or a method: known as the operator of its name
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+        overloads = overloads_of(packet) if packet is not None else []
+    found: dict[Written, None] = {}
+    for overload in overloads:
+        arguments = overload._schema.arguments
+        for i, a in enumerate(arguments):
+            if a.is_write and not a.is_out and _holds_tensors(overload, a.type):
+                found[Written(i, a.name)] = None
+        if not found:
+            found |= dict.fromkeys(_find_written_statistics([a.name for a in arguments]))
+    return tuple(found)
+
+
+def _holds_tensors(overload: OpOverload, type: torch.JitType) -> bool:
+    # TorchScript has operators on Python's lists, `aten::sort` among them: no tensor is written.
+    if isinstance(type, torch.ListType):
+        return overload._opname.endswith("_")
+    return "Tensor" in str(type)
+
+
+def _find_written_statistics(names: list[str]) -> tuple[Written, ...]:
+    flag = next(((i, n) for i, n in enumerate(names) if n in _UPDATING), None)
+    return tuple(Written(i, n, flag) for i, n in enumerate(names) if n in _STATISTICS)

@@ -9,11 +9,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx
+from torch.fx import _lazy_graph_module
 
-__all__ = ["add_call", "copy_node", "key_of_operands"]
+from partita.tensor.op_facts import facts_of
+
+__all__ = [
+    "add_call",
+    "checks_value",
+    "copy_node",
+    "drop_unused",
+    "has_effect",
+    "key_of_operands",
+    "lazy_graph_module",
+    "lazy_graph_modules",
+]
 
 
 def add_call(
@@ -46,3 +59,38 @@ def key_of_operands(value: Any) -> Any:
     if isinstance(value, float):
         return float, value.hex()
     return (type(value), value) if isinstance(value, (bool, int)) else value
+
+
+def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of `graph`, with what it needs of `root`."""
+    # Private torch: its own class for this, which Inductor and Dynamo use.
+    made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
+    return made
+
+
+def lazy_graph_modules() -> AbstractContextManager[None]:
+    """Within, the modules that `make_fx` makes are such, too."""
+    found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
+    return found
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase every call whose value nobody reads, collectives too, but none that does something."""
+    for node in reversed(graph.nodes):  # fx's own looks at the whole graph first
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Does it do something though nobody reads its value: does it write, or draw a number?"""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    facts = facts_of(node.target)
+    if facts.statistics:
+        return bool(node.args[3] is not None and node.args[5])
+    return bool(facts.writes) or facts.draws or facts.checks
+
+
+def checks_value(node: fx.Node) -> bool:
+    """Does it give nothing, and raise where a value is not as it must be?"""
+    return node.op == "call_function" and facts_of(node.target).checks

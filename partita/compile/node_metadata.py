@@ -32,9 +32,9 @@ from partita.tensor.scalar_reads import is_read_in_part
 from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE
 
+from .capture.capture_context import unheard
 from .capture.ctc import REPLACED
 from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
-from .capture.hearing import unheard
 from .capture.refusals import not_an_input
 from .capture.repeated_calls import RepeatedCalls, is_over_lists
 from .capture.scalars import taken_as_numbers, with_exact_numbers

@@ -17,7 +17,7 @@ from torch import fx
 
 from partita.comm.ledger import human
 
-from .graph_modules import lazy_graph_module
+from .graph_nodes import lazy_graph_module
 from .memory.storages import memory_of
 from .passes import Change, Passes, record_changes
 from .passes.change import worth

@@ -22,15 +22,14 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.autocast import without_any_autocast
 
-from .capture.overlapping_results import overlapping_results
+from .capture.shared_results import overlapping_results
 from .captured_program import CapturedProgram
-from .cotangents import find_cotangents
 from .errors import of_anomalies
 from .key import key_of
 from .ledger_replay import tell
 from .padding_boundary import Border
 from .program import Call, Program
-from .split import Halves, split
+from .split import Halves, find_cotangents, split
 from .verify import verify
 
 __all__ = ["Region", "region_of"]

@@ -23,8 +23,7 @@ from partita.comm.device import accelerator_indices
 from partita.layout import Fix, LayoutError
 from partita.tensor.checksum import checksum
 
-from .graph_modules import lazy_graph_module
-from .graph_nodes import copy_node
+from .graph_nodes import copy_node, lazy_graph_module
 from .node_metadata import note_of
 from .program import Input
 

@@ -21,14 +21,13 @@ from torch.utils import _pytree as pytree
 from partita.comm.compiled import WAIT
 from partita.tensor.op_facts import facts_of
 
-from .effects import drop_unused
-from .graph_modules import lazy_graph_module
-from .graph_nodes import add_call, copy_node
+from .graph_nodes import add_call, copy_node, drop_unused, lazy_graph_module
 from .memory.storages import storages_of
 from .node_metadata import NOTE, note_of
 from .program import Input, Output, Program
 
-__all__ = ["Halves", "split"]
+__all__ = ["Halves", "find_cotangents", "split"]
+
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
@@ -284,3 +283,23 @@ class _New:
             whole.cleared if whole else [],
             {name: at for name, at in self._from.groups.items() if name in names},
         )
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
+    """For each node the numbers of the results whose gradients it is computed of; nodes that are
+    computed of none are left out."""
+    graph = program.graph.graph
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node, given in zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True):
+        if given.kind == "cotangent":
+            found[node] = frozenset((given.index,))
+    if not found:
+        return found
+    for node in graph.nodes:
+        numbers = _NONE.union(*(found.get(n, _NONE) for n in node.all_input_nodes))
+        if numbers:
+            found[node] = numbers
+    return found

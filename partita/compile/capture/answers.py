@@ -16,13 +16,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import user_line
 from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
+from ..graph_nodes import has_effect
+from ..node_metadata import note_of
+from ..passes.making import Making
+from .fakes import local_of
+from .symbolic import is_symbolic
 
-__all__ = ["Answers", "Asked", "Guesses", "OtherAnswers", "StepRaises"]
+__all__ = [
+    "Answers",
+    "Asked",
+    "Guesses",
+    "OtherAnswers",
+    "StepRaises",
+    "gate_writes",
+    "predict_answer",
+]
+
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -193,3 +211,107 @@ def _file_that_asks() -> str:
                 return name.removeprefix(_TORCH)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+_SMALL = 64  # elements
+_DEEP = 32  # calls
+
+
+def predict_answer(
+    question: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]
+) -> bool | None:
+    """The likely answer; None where it cannot be told.
+
+    Args:
+        value_of: what an input of the graph is in the call, where that may be read.
+    """
+    known: dict[fx.Node, Any] = {}
+    try:
+        with _disable_current_modes(), Local(), torch.no_grad():
+            return bool(_predict_value(question, value_of, known))
+    except Exception:  # a guess raises nothing
+        return None
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _predict_value(
+    node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
+) -> Any:
+    if node not in known:
+        if len(known) > _DEEP or any(facts_of(u.target).writes for u in node.users):
+            raise _Unknown
+        known[node] = found = _compute_node(node, value_of, known)
+        if found is None or (isinstance(found, torch.Tensor) and found.numel() > _SMALL):
+            raise _Unknown
+    return known[node]
+
+
+def _compute_node(
+    node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
+) -> Any:
+    if node.op == "placeholder":
+        stands_in: Any = node.meta.get("val")
+        if is_symbolic(stands_in):
+            return stands_in.node.hint
+        value = value_of(node)
+        return None if value is None else local_of(value)
+    target: Any = node.target
+    facts = facts_of(target)
+    sent = getattr(target, "namespace", "aten") not in ("aten", "prims")
+    if node.op != "call_function" or facts.draws or facts.writes or sent:
+        raise _Unknown
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: _predict_value(n, value_of, known)
+    )
+    return target(*args, **kwargs)
+
+
+_aten = torch.ops.aten
+
+
+def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
+    """Have a graph write only where the answers, its last outputs, are those that are given.
+
+    They become one output: a tensor of bools.
+
+    Raises:
+        CaptureError: a call of the graph writes by itself, whatever the answers are.
+    """
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])
+    results, found = values[: -len(answers)], values[-len(answers) :]
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    for node in graph.nodes:
+        writes = node.op == "call_function" and has_effect(node) and node not in copies
+        facts = facts_of(node.target)
+        if writes and not (facts.draws or facts.checks):
+            raise not_captured(
+                f"{node.target} writes, in a step in which torch asks for a value",
+                "it would have written before the answer is known",
+                Fix("do it outside the step", "before or after the call"),
+                place=note_of(node).source,
+            )
+    with graph.inserting_before(copies[0] if copies else end):
+        make = Making(graph, note_of(found[-1]))
+        answers_found = make(_aten.stack.default, found)
+        if copies:
+            held = [
+                v if a else make(_aten.logical_not.default, v)
+                for v, a in zip(found, answers, strict=True)
+            ]
+            all_hold = make(_aten.all.default, make(_aten.stack.default, held))
+    for copy in copies:
+        into, value = copy.args[:2]
+        with graph.inserting_before(copy):
+            make = Making(graph, note_of(copy))
+            now, was = value.meta["val"], into.meta["val"]
+            if now.dtype != was.dtype:
+                value = make(_aten._to_copy.default, value, dtype=was.dtype)
+            holds = all_hold
+            if was.device != holds.meta["val"].device:
+                holds = make(_aten._to_copy.default, holds, device=was.device)
+            copy.args = (into, make(_aten.where.self, holds, value, into), *copy.args[2:])
+    end.args = ([*results, answers_found],)

@@ -25,10 +25,18 @@ from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_follower import Follower
-from .block_modes import modes_now, who_hears
+from .block_functions import modes_now, who_hears
 from .block_tape import Made, NotABlock, NumbersRead
-from .block_traces import BackwardTrace, BlockTrace, block_backward, block_forward, block_output
-from .block_tracing import BlockTracing, differentiate_block, traced_node
+from .block_traces import (
+    BackwardTrace,
+    BlockTrace,
+    BlockTracing,
+    block_backward,
+    block_forward,
+    block_output,
+    differentiate_block,
+    traced_node,
+)
 from .symbolic import BlockNumberRead
 from .traced_tensors import become, tensors_of
 

@@ -23,13 +23,19 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from partita.tensor.watch import HERE
 
-from .block_functions import is_question, why_refused, writes_first
-from .block_modes import modes_now, who_hears, within_modes
-from .block_operands import OperandWriter
+from .block_functions import (
+    is_question,
+    modes_now,
+    who_hears,
+    why_refused,
+    within_modes,
+    writes_first,
+)
 from .block_tape import (
     BlockTape,
     Made,
     NotABlock,
+    OperandWriter,
     Same,
     Taken,
     TapedCall,

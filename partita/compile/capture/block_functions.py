@@ -6,15 +6,21 @@ reads what is in it, cannot be asked of it.
 
 from __future__ import annotations
 
-from functools import cache
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import cast_as, casting_now
+from partita.tensor.engine import saving_hooks
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 
-__all__ = ["is_closed", "is_question", "scalar_places", "why_refused", "writes_first"]
+from .block_tape import NotABlock
+
+__all__ = ["is_question", "modes_now", "who_hears", "why_refused", "within_modes", "writes_first"]
+
 
 _REFUSED_ATTRIBUTES = frozenset(
     "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
@@ -35,13 +41,6 @@ def why_refused(func: Any) -> str:
     return ""
 
 
-def is_closed(value: Any) -> bool:
-    """Is it a function that holds nothing but what is written in it?"""
-    if isinstance(value, FunctionType):
-        return not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__
-    return isinstance(value, (BuiltinFunctionType, torch._ops.OpOverload))
-
-
 def writes_first(name: str) -> bool:
     """Does a method or function of this name write into its first operand?"""
     if name.startswith("__"):
@@ -60,32 +59,48 @@ def is_question(func: Any) -> bool:
     )
 
 
-def scalar_places(func: Any) -> frozenset[int | str]:
-    """Where among its operands a function of torch takes a number of any kind for what it reckons
-    with, and never a size or a dimension: positions and keywords.
+def modes_now() -> tuple[Any, ...]:
+    """How torch is set."""
+    # Private, but one question for all devices: a block asks it often.
+    casts = casting_now() if torch._C._is_any_autocast_enabled() else None
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch.get_default_dtype(),
+        _attention_kernels(),
+        casts,
+    )
 
-    A tensor of floats takes an int there as it takes the float of that value.
-    """
-    owner, _, name = getattr(func, "__qualname__", "").rpartition(".")
-    if owner not in ("TensorBase", "Tensor", "_VariableFunctionsClass"):
-        return frozenset()  # Python's own functions may do with a number what they like
-    return _scalar_places(name.strip("_"))
+
+def who_hears() -> tuple[Any, ...]:
+    """Who is told of each call below torch's functions, and of what is saved for backward."""
+    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 
 
-@cache
-def _scalar_places(name: str) -> frozenset[int | str]:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return frozenset()
-    scalars: set[int | str] = set()
-    others: set[int | str] = set()
-    for overload in packet.overloads():
-        arguments = getattr(packet, overload)._schema.arguments
-        if not arguments or str(arguments[0].type) != "Tensor":
-            continue  # of Python's numbers and lists, for scripts
-        for position, argument in enumerate(arguments):
-            kind = str(argument.type)
-            if "Tensor" not in kind:
-                found = scalars if "number" in kind else others
-                found |= {argument.name} if argument.kwarg_only else {position, argument.name}
-    return frozenset(scalars - others)
+def _attention_kernels() -> tuple[bool, ...]:
+    """Private torch: which kernels attention may take, as torch asks while it is traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+@contextmanager
+def within_modes(around: tuple[Any, ...], kind: type) -> Iterator[None]:
+    """The modes in which a call of a tape was made."""
+    grad, inference, typed, dtype, kernels, casts, *marks = around
+    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    if inference or not set_alike or any(marks):
+        raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
+    with ExitStack() as stack:
+        if not typed:
+            stack.enter_context(Local())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        now = torch._C._is_any_autocast_enabled()
+        stack.enter_context(cast_as(casts or ()))
+        if now and casts is None:
+            raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
+        yield

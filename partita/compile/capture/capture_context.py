@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,7 +23,16 @@ from partita.tensor.watch import HERE
 
 from .state_slots import Slot
 
-__all__ = ["call_by_call", "compiling", "swapped", "unlogged", "unseen", "without_dispatch_modes"]
+__all__ = [
+    "call_by_call",
+    "compiling",
+    "heard_by",
+    "swapped",
+    "unheard",
+    "unlogged",
+    "unseen",
+    "without_dispatch_modes",
+]
 
 
 class _InThisThread:
@@ -155,3 +166,35 @@ def swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[l
     finally:
         for slot, value in zip(slots, before, strict=True):
             slot.put(value)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_here = threading.local()
+
+
+@contextmanager
+def heard_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Within, `event` is told of each call of this thread, but for those that `unheard` makes."""
+    before = sys.getprofile(), getattr(_here, "event", None)
+    _here.event = event
+    sys.setprofile(event)
+    try:
+        yield
+    finally:
+        _here.event = before[1]
+        sys.setprofile(before[0])
+
+
+def unheard(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """`function(*args, **kwargs)`, which calls nothing of the user's."""
+    event = getattr(_here, "event", None)
+    if event is None:
+        return function(*args, **kwargs)
+    _here.event = None
+    sys.setprofile(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _here.event = event
+        sys.setprofile(event)

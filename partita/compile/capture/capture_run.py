@@ -29,9 +29,8 @@ from partita.tensor.watch import HERE
 from ..arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
 from ..captured_program import CapturedProgram
 from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
-from ..effects import drop_unused
 from ..errors import not_captured
-from ..graph_modules import lazy_graph_modules
+from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..guards import Guards, ReadRecord, Write
 from ..guards.codes import line_of_write
 from ..guards.expected import MISSING, brief
@@ -40,31 +39,27 @@ from ..guards.marks import attributes_of
 from ..guards.places import entry
 from ..node_metadata import Recorder
 from ..program import Input
-from .answers import Asked, Guesses
+from .answers import Asked, Guesses, gate_writes, predict_answer
 from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
 from .block_traces import inline_blocks
+from .capture_checks import check_arguments, check_constants, check_operators, check_truth
 from .capture_context import call_by_call, compiling, swapped, unseen
-from .captured_attributes import Attributes, holds_made, is_filled, left_in
-from .data_writes import DataWrites
+from .captured_attributes import Attributes, attributes_given_to, holds_made, is_filled, left_in
 from .differentiate import made_inputs
 from .equal_counts import find_equal_counts, places_of_equal
+from .fakes import hang_hooks
 from .functionalize import functionalize_graph
-from .gating import gate_writes
-from .graph_checks import check_constants, check_operators
-from .hooks import hang_hooks
-from .identity import check_arguments, check_truth
 from .inputs import GraphInputs
-from .left_on_results import attributes_given_to
 from .lower_trace import Trace
 from .numbers import NUMBER, Numbers, Plain
 from .optimizers import ParamGroup, Stepping
 from .outputs import GraphOutputs
-from .predicted_answers import predict_answer
 from .refusals import told_of, users_line
 from .repeated_moves import RepeatedMoves
 from .state import State
 from .state_slots import Cell, Slot
+from .step_function_mode import StepFunctionMode
 from .tensor_facts import Facts
 
 __all__ = ["CaptureRun"]
@@ -209,7 +204,7 @@ class CaptureRun:
             for optimizer in self.state.optimizers.values():
                 self.record.watch(optimizer.param_groups, "param_groups")
             self.record.watch((args, kwargs), "argument")
-            writes = DataWrites(self.inputs, self.facts)
+            writes = StepFunctionMode(self.inputs, self.facts)
             try:
                 with writes, self.record.recording(self.step, self._plain_arguments()):
                     result = self.step(*args, **kwargs)

@@ -65,7 +65,7 @@ def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
     """Have what an update reckons of single numbers be reckoned once for equal ones.
 
     The graph writes nothing but inputs, at its end; each is still written itself. Two results may
-    be one node afterwards: see `overlapping_results.keep_apart`.
+    be one node afterwards: see `shared_results.keep_apart`.
 
     Args:
         equal: inputs that hold the same number.

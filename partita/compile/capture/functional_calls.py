@@ -7,7 +7,7 @@ operator, numbers, dtypes and dimensions; a pattern that speaks of sizes is for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,22 @@ from torch.utils import _pytree as pytree
 
 from partita.tensor.op_facts import facts_of
 
-from ..effects import drop_unused
-from ..graph_modules import lazy_graph_modules
-from .scalars import Scalar
+from ..graph_nodes import drop_unused, lazy_graph_modules
+from .scalars import Scalar, call_with_scalars, has_scalars, reckon
 from .symbolic import is_symbolic
 
-__all__ = ["Pattern", "UnsureOfWrites", "pattern_of"]
+__all__ = [
+    "Pattern",
+    "UnsureOfWrites",
+    "call_in_list",
+    "call_without_writes",
+    "calls_of_list",
+    "changes_without_writes",
+    "draw_in_place",
+    "entering",
+    "pattern_of",
+]
+
 
 _aten = torch.ops.aten
 _KEPT = 4096  # patterns
@@ -224,3 +234,125 @@ def _key_of_operand(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any
     if is_symbolic(value):
         return type(value)
     return type(value), value.hex() if isinstance(value, float) else value  # 0.0 is not -0.0
+
+
+# -- single calls ----------------------------------------------------------------------------------
+
+
+def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
+    """Is a call, but for those over lists, another one in a graph without writes?"""
+    name = getattr(target, "_opname", "")
+    if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
+        return True
+    return target is _aten.native_batch_norm.default and args[3] is not None and bool(args[5])
+
+
+def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
+    """Make a call of a captured graph, as functionalization is to see it.
+
+    Args:
+        like: what it gave while it was captured.
+    """
+    name = getattr(target, "_opname", "")
+    if name == "_local_scalar_dense" or has_scalars(args, kwargs):
+        if not name:
+            return reckon(target, args, like)
+        return call_with_scalars(name, args, kwargs, like)
+    if target is _aten.native_batch_norm.default:
+        # It writes the running statistics, and its schema does not say so; this one's does.
+        return _aten._native_batch_norm_legit.default(*args, **kwargs)
+    drawn = draw_in_place(target, args, kwargs) if name.endswith("_") else None
+    return target(*args, **kwargs) if drawn is None else drawn
+
+
+Call = tuple[str, list[Any], dict[str, Any], Any]
+
+
+def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Call]:
+    """A call over lists, as one call for each place: each parameter's update is its own.
+
+    For `call_in_list`: a name, the arguments, and what it gave while it was captured.
+    """
+    name = target._opname.removeprefix("_foreach_")
+    if target._overloadname.startswith("Scalar"):  # of tensors they are other calls
+        name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+    if name == "norm" and len(args) > 2:
+        args, kwargs = args[:2], dict(kwargs, dtype=args[2])
+    if name.startswith(("addcmul", "addcdiv")) and len(args) > 3:
+        args, kwargs = args[:3], dict(kwargs, value=args[3])
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+
+    def item_at(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    for i in range(len(lists[0])):
+        yield (
+            name,
+            [item_at(a, i) for a in args],
+            {k: item_at(v, i) for k, v in kwargs.items()},
+            item_at(made, i),
+        )
+
+
+def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
+    """One of the calls that a call over lists is."""
+    if has_scalars(args, kwargs):
+        return call_with_scalars(name, args, kwargs, like)
+    return _find_single_op(name)(*args, **kwargs)
+
+
+def _find_single_op(name: str) -> Any:
+    if name == "norm":
+        return torch.ops.aten.linalg_vector_norm
+    if hasattr(torch.ops.aten, name):
+        return getattr(torch.ops.aten, name)
+    made = getattr(torch.ops.aten, name.removesuffix("_"))  # not all have a form in place
+    return lambda x, *args, **kwargs: x.copy_(made(x, *args, **kwargs))
+
+
+def entering(value: Any) -> torch.Tensor:
+    """An input of the graph without writes, in which numbers are tensors."""
+    if is_symbolic(value):
+        return torch.empty((), dtype=torch.float64)
+    found: torch.Tensor = value
+    return found
+
+
+_library = torch.library.Library("partita", "FRAGMENT")
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
+
+
+def _without_gaps(like: torch.Tensor) -> torch.Tensor:
+    """Memory without gaps, in the order of `like`."""
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # type: ignore[operator]
+    return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
+
+
+def _make_empty_draw(like: torch.Tensor, p: float) -> torch.Tensor:
+    return _without_gaps(like)
+
+
+def _draw_bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Ones with probability `p`, else zeros, in memory that lies as that of `like`."""
+    return _without_gaps(like).bernoulli_(p)
+
+
+_library.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=_TAGS)
+_library.impl("bernoulli_like", _draw_bernoulli, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_library)
+
+
+def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """`func(*args, **kwargs)`; None if a graph without writes draws it in eager's order anyway."""
+    if not facts_of(func).fills or args[0].is_contiguous():
+        return None
+    x, *rest = args
+    if func is _aten.bernoulli_.float and not kwargs:
+        drawn = torch.ops.partita.bernoulli_like(x, *(rest or (0.5,)))
+    else:
+        drawn = _without_gaps(x)
+        if drawn.stride() == x.stride():
+            return None
+        func(drawn, *rest, **kwargs)
+    found: torch.Tensor = x.copy_(drawn)
+    return found

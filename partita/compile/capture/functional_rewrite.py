@@ -18,11 +18,20 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_modules import lazy_graph_module
-from ..graph_nodes import add_call
+from ..graph_nodes import add_call, lazy_graph_module
 from ..node_metadata import NOTE
 from .equal_calls import call_without_memory, tensors_in
-from .functional_calls import PatternOperand, PatternResult, UnsureOfWrites, pattern_of
+from .functional_calls import (
+    PatternOperand,
+    PatternResult,
+    UnsureOfWrites,
+    call_in_list,
+    call_without_writes,
+    calls_of_list,
+    changes_without_writes,
+    entering,
+    pattern_of,
+)
 from .functional_memory import (
     is_plain_write,
     is_reshaped,
@@ -31,13 +40,6 @@ from .functional_memory import (
     view_of,
     without_view,
     writes,
-)
-from .functional_trace import (
-    call_in_list,
-    call_without_writes,
-    calls_of_list,
-    changes_without_writes,
-    entering,
 )
 from .scalars import Scalar
 from .symbolic import is_symbolic

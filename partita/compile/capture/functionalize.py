@@ -8,24 +8,35 @@ changes, it is traced once more under torch's own functionalization, which takes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..effects import drop_unused
+from ..graph_nodes import drop_unused, lazy_graph_modules
+from ..node_metadata import NOTE
 from .equal_counts import reckon_once
+from .functional_calls import (
+    call_in_list,
+    call_without_writes,
+    calls_of_list,
+    changes_without_writes,
+    entering,
+)
 from .functional_memory import makers_of_shared, memory_that_is_written
 from .functional_rewrite import UnsureOfWrites, rewrite_without_writes
-from .functional_trace import trace_without_writes
-from .overlapping_results import keep_apart, overlapping_results
-from .shared_results import share_memory_of_results
-from .views_in_place import without_views_in_place
+from .scalars import Scalar
+from .shared_results import keep_apart, overlapping_results, share_memory_of_results
+from .symbolic import is_symbolic
 
-__all__ = ["functionalize_graph"]
+__all__ = ["functionalize_graph", "trace_without_writes", "without_views_in_place"]
+
 
 _aten = torch.ops.aten
 
@@ -81,3 +92,125 @@ def _has_same_metadata(a: Any, b: Any) -> bool:
         and one.stride() == other.stride()
         and one.device == other.device
     )
+
+
+def trace_without_writes(
+    graph: fx.GraphModule, makers: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+
+    Args:
+        makers: nodes that made memory.
+
+    Returns:
+        And for makers what their memory holds at the end.
+    """
+
+    def run_noting_graph(*inputs: torch.Tensor) -> Any:
+        return _Noting(graph, makers).run(*inputs)
+
+    inputs = graph.graph.find_nodes(op="placeholder")
+    fakes = [entering(n.meta["val"]) for n in inputs]
+    with torch.no_grad(), lazy_graph_modules():
+        made: fx.GraphModule = make_fx(functionalize(run_noting_graph, remove="mutations"))(*fakes)
+    for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
+        given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
+        new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
+    for node in made.graph.nodes:
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)  # of what gives nothing torch says nothing
+    (end,) = made.graph.find_nodes(op="output")
+    values: Any = end.args[0]
+    results = len(values) - len(makers)
+    end.args = (values[:results],)
+    return made, dict(zip(makers, values[results:], strict=True))
+
+
+class _Noting(fx.Interpreter):
+    """Runs a graph while another is made of it; new nodes get the notes of the old.
+
+    What the nodes in `makers` gave, it gives behind the graph's results.
+    """
+
+    def __init__(self, graph: fx.GraphModule, makers: Sequence[fx.Node]):
+        super().__init__(graph)
+        self._given: dict[fx.Node, Any] = dict.fromkeys(makers)
+        self.extra_traceback = False  # an error says what it is by itself
+
+    def run_node(self, n: fx.Node) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        graph = mode.tracer.graph
+        before = graph._root.prev
+        self._made = n.meta.get("val")
+        out = super().run_node(n)
+        if n in self._given:
+            self._given[n] = out
+        node = graph._root.prev
+        while node is not before and n.op == "call_function":
+            node.meta[NOTE] = n.meta.get(NOTE)
+            if node.meta[NOTE] is None:
+                del node.meta[NOTE]
+            node = node.prev
+        return out
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().placeholder(target, args, kwargs)
+        return Scalar(found) if is_symbolic(self._made) else found
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        values = super().output(target, args, kwargs)
+        values = [*values, *self._given.values()]
+        return [v.tensor if isinstance(v, Scalar) else v for v in values]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(target, "_opname", "")
+        if name.startswith("_foreach_"):
+            calls = calls_of_list(target, args, kwargs, self._made)
+            return [call_in_list(*call) for call in calls]
+        if changes_without_writes(target, args, kwargs):
+            return call_without_writes(target, args, kwargs, self._made)
+        return super().call_function(target, args, kwargs)
+
+
+def without_views_in_place(graph: fx.Graph) -> None:
+    """Have calls give views, where nobody reads afterwards what they were given.
+
+    An input's own shape is no value: what changes that is left as it is.
+    """
+    place: dict[fx.Node, int] = {}
+    for i, node in enumerate(graph.nodes):
+        place[node] = i
+        node.target = _find_view_said(node.target)
+    for node, i in place.items():
+        if node.op != "call_function" or torch.Tag.inplace_view not in getattr(
+            node.target, "tags", ()
+        ):
+            continue
+        view, shown = _view_like(node.target), node.args[0]
+        if view is None or not isinstance(shown, fx.Node) or shown.op != "call_function":
+            continue
+        if all(place[user] <= i for user in shown.users):
+            node.target = view
+
+
+def _find_view_said(target: Any) -> Any:
+    """What does the same as `target` and says in its schema that it gives views; else `target`."""
+    if not facts_of(target).shows_unsaid or not target._opname.startswith("unsafe_"):
+        return target
+    return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
+
+
+@functools.lru_cache(maxsize=64)
+def _view_like(target: Any) -> Any:
+    """The operator that gives the view; None where there is none of the same arguments."""
+    packet = getattr(_aten, target._opname.removesuffix("_"), None)
+    for name in packet.overloads() if packet is not None else ():
+        found = getattr(packet, name)
+        if _arguments_of_schema(found) == _arguments_of_schema(target):
+            return found
+    return None
+
+
+def _arguments_of_schema(target: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in target._schema.arguments]

@@ -21,7 +21,7 @@ from partita.tensor.dtensor import tagged
 
 from ..captured_program import CapturedProgram
 from ..conditions import Conditions
-from ..effects import drop_unused
+from ..graph_nodes import drop_unused
 from ..padding_boundary import border_of
 from ..program import Input, Output
 from ..replicated_input_check import compared

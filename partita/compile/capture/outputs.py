@@ -24,11 +24,16 @@ from ..arguments import flatten_call
 from ..errors import not_captured
 from ..node_metadata import Recorder
 from ..program import Input, Output, ResultPlace
-from .captured_attributes import check_result
-from .differentiate import Seed, asks_gradient, differentiate, has_history
+from .captured_attributes import check_no_marks, check_result, left_gradient, retains_gradient
+from .differentiate import (
+    Seed,
+    asks_gradient,
+    cut_history,
+    differentiate,
+    has_history,
+    part_results,
+)
 from .inputs import GraphInputs
-from .left_on_results import check_no_marks, left_gradient, retains_gradient
-from .result_parts import cut_history, part_results
 from .state_slots import Slot
 from .symbolic import is_symbolic
 

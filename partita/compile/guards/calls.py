@@ -26,7 +26,7 @@ import torch
 from partita.comm import user_line
 from partita.layout import Fix
 
-from ..capture.hearing import heard_by
+from ..capture.capture_context import heard_by
 from ..errors import CaptureError, not_captured, of_anomalies
 from .codes import is_of_users, is_recorded
 from .outside import is_of_world, is_pythons, user_of

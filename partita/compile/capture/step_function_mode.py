@@ -8,10 +8,12 @@ values until then, as it does in eager.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -30,16 +32,16 @@ from .inputs import GraphInputs
 from .refusals import not_an_input
 from .symbolic import as_number
 from .tensor_facts import Facts
-from .value_checks import check_values
 
-__all__ = ["DataWrites"]
+__all__ = ["StepFunctionMode", "check_values"]
+
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
 """What another tensor than the one that stands for it must not be asked: it would answer."""
 
 
-class DataWrites(TorchFunctionMode):
+class StepFunctionMode(TorchFunctionMode):
     """Follows the `.data` of tensors while a step is traced, and what is read out of them.
 
     Args:
@@ -151,3 +153,43 @@ def _laid_out_like(x: Any, value: Any) -> Any:
             Fix("x.data.copy_(y)", "keeps what x is"),
         )
     return value if one is None else tagged(value, one)
+
+
+Checks = Iterator[tuple[torch.Tensor, str]]
+"""What must be true, and what torch says where it is not."""
+
+
+_CHECKS: dict[Any, Callable[..., Checks]] = {}
+_QUANTILES = ("quantile", "nanquantile")
+
+
+def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., Checks]]:
+    """Register what calls of functions check."""
+
+    def register_checks(f: Callable[..., Checks]) -> Callable[..., Checks]:
+        _CHECKS.update(dict.fromkeys(functions, f))
+        return f
+
+    return register_checks
+
+
+def check_values(func: Any, args: Any, kwargs: Any) -> None:
+    """Have the graph check the values that `func` would check in eager: of this rank's pieces."""
+    if func not in _CHECKS:
+        return
+    with Local(), torch.no_grad():
+        for holds, text in _CHECKS[func](*args, **(kwargs or {})):
+            torch._assert_async(holds.all(), text)
+
+
+@_checks(F.one_hot)
+def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
+    yield tensor >= 0, "Class values must be non-negative."
+    if num_classes >= 0:
+        yield tensor < num_classes, "Class values must be smaller than num_classes."
+
+
+@_checks(*(getattr(home, name) for home in (torch, torch.Tensor) for name in _QUANTILES))
+def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
+    if isinstance(q, torch.Tensor):
+        yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"

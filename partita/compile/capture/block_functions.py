@@ -1,7 +1,9 @@
-"""Block functions: which functions of torch a block may call, and which of them only ask.
+"""Functions that a block may call, and the torch modes that are part of each call.
 
-While a block is followed a tensor is one that only says what it is. What hangs on a tensor, or
-reads what is in it, cannot be asked of it.
+While a block is followed its tensors have metadata and nothing else: no history, no gradient, no
+memory. `why_refused` names the functions that would need these. `current_modes` reads the settings
+of torch that decide what a call does (grad mode, autocast, default dtype, attention kernels), so
+that they are compared with a tape; `within_modes` sets them again when the call is traced later.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 
 from .block_tape import NotABlock
 
-__all__ = ["is_question", "modes_now", "who_hears", "why_refused", "within_modes", "writes_first"]
+__all__ = [
+    "current_modes",
+    "dispatch_listeners",
+    "is_question",
+    "why_refused",
+    "within_modes",
+    "writes_first",
+]
 
 
 _REFUSED_ATTRIBUTES = frozenset(
@@ -28,7 +37,7 @@ _REFUSED_ATTRIBUTES = frozenset(
 
 
 def why_refused(func: Any) -> str:
-    """Why a block cannot call it; "" where it can."""
+    """Why a block cannot call `func`, as words for an error; "" where it can."""
     name = getattr(func, "__name__", "")
     if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
         return f"it calls {name} of a tensor"
@@ -52,15 +61,15 @@ _NO_WRITES = ("__invert__", "__index__", "__int__", "__init__")
 
 
 def is_question(func: Any) -> bool:
-    """Does it ask what a tensor is, and makes none?"""
+    """Does `func` read metadata of a tensor and make none?"""
     name = getattr(func, "__name__", "")
     return facts_of_function(name).is_question or (
         name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEW_ATTRIBUTES
     )
 
 
-def modes_now() -> tuple[Any, ...]:
-    """How torch is set."""
+def current_modes() -> tuple[Any, ...]:
+    """The settings of torch that decide what a call does."""
     # Private, but one question for all devices: a block asks it often.
     casts = casting_now() if torch._C._is_any_autocast_enabled() else None
     return (
@@ -73,13 +82,16 @@ def modes_now() -> tuple[Any, ...]:
     )
 
 
-def who_hears() -> tuple[Any, ...]:
-    """Who is told of each call below torch's functions, and of what is saved for backward."""
+def dispatch_listeners() -> tuple[Any, ...]:
+    """What observes calls below torch functions: dispatch modes and saved-tensor hooks.
+
+    Private torch: how many dispatch modes there are.
+    """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    """Private torch: which kernels attention may take, as torch asks while it is traced."""
+    """The kernels that attention may take. Private torch: as it asks while it is traced."""
     return (
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
@@ -89,14 +101,14 @@ def _attention_kernels() -> tuple[bool, ...]:
 
 
 @contextmanager
-def within_modes(around: tuple[Any, ...], kind: type) -> Iterator[None]:
-    """The modes in which a call of a tape was made."""
-    grad, inference, typed, dtype, kernels, casts, *marks = around
+def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
+    """Within, torch is set to the recorded modes of a call. Raises NotABlock where it cannot be."""
+    grad, inference, torch_function, dtype, kernels, casts, *marks = modes
     set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
     if inference or not set_alike or any(marks):
         raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
     with ExitStack() as stack:
-        if not typed:
+        if not torch_function:
             stack.enter_context(Local())
         stack.enter_context(torch.set_grad_enabled(grad))
         now = torch._C._is_any_autocast_enabled()

@@ -19,7 +19,7 @@ from ..errors import CaptureError
 from ..guards.expected import MISSING
 from .answers import Guesses, StepRaises
 from .block_choice import BlockChoice
-from .block_tape import NotABlock, NumbersRead
+from .block_tape import NotABlock, VaryingFloatRead
 from .capture_context import unlogged, without_dispatch_modes
 from .capture_run import CaptureRun
 from .numbers import Plain
@@ -72,7 +72,7 @@ def capture(
         run = make_run()
         try:
             program = trace_once(run)
-        except NumbersRead as no:
+        except VaryingFloatRead as no:
             blocks = blocks.with_constants(no.kind)
             continue
         except NotABlock as no:

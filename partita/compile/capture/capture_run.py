@@ -137,7 +137,7 @@ class CaptureRun:
                 gate_writes(made.graph, self.asked.given.values)
             program = self._make_trace().program(made)
         program.answers = self.asked.given
-        program.blocks = BlocksTraced(structures, self._blocks.told)
+        program.blocks = BlocksTraced(structures, self._blocks.apart_by_name)
         if not structures:
             program.work = [work for wire in self.wires.values() for work in wire.work]
         self.numbers.env.forget()

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from partita.comm import DryWire, Wire, stand_ins, user_line
 from partita.compile.capture.capture import taking_turns
 from partita.compile.capture.capture_context import compiling, swapped, unseen
-from partita.compile.capture.captured_attributes import Attributes
+from partita.compile.capture.captured_attributes import ModuleAttributes
 from partita.compile.capture.fakes import local_of
-from partita.compile.capture.refusals import users_line
+from partita.compile.capture.refusals import user_line_of
 from partita.compile.capture.state import State, tensors_of_call
 from partita.compile.capture.state_search import state_of
 from partita.layout import Fix, LayoutError
@@ -70,7 +70,7 @@ def rehearse(
         stack.enter_context(unseen())
         stack.enter_context(_without_nodes())
         stack.enter_context(_refusing_steps(state))
-        stack.enter_context(Attributes(state).restored())
+        stack.enter_context(ModuleAttributes(state).restored())
         stack.enter_context(swapped(state.slots, fakes.stand_in))
         given, named = pytree.tree_map(fakes.stand_in, (args, kwargs))
         stack.enter_context(HERE.breaking_off())
@@ -179,7 +179,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _asks_value(error: Exception) -> LayoutError:
     return LayoutError(
         "the explained function asks for the value of a tensor",
-        place=users_line(error),
+        place=user_line_of(error),
         reason="nothing is computed, so that no value is known",
         fixes=(Fix("explain the part before it", "and the part after it by itself"),),
     )

@@ -33,7 +33,7 @@ from .symbolic import is_symbolic
 
 __all__ = [
     "Answers",
-    "Asked",
+    "AskedQuestions",
     "Guesses",
     "OtherAnswers",
     "StepRaises",
@@ -142,7 +142,7 @@ class StepRaises(Exception):
         self.error = error
 
 
-class Asked:
+class AskedQuestions:
     """The questions of one capture.
 
     Attributes:

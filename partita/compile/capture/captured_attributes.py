@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,15 +25,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from partita.layout import Fix
 from partita.tensor.tensor_state import state_of
 
-from ..errors import not_captured
+from ..errors import CaptureError, not_captured
+from ..guards import ReadRecord, Write
+from ..guards.codes import line_of_write
+from ..guards.expected import MISSING, brief
 from ..guards.marks import attributes_of, hooks_of
+from ..guards.places import entry
+from ..program import Input
 from .differentiate import asks_gradient, has_history
 from .state import State
 from .state_slots import Slot
 from .symbolic import is_symbolic, is_text_of_unknown
 
 __all__ = [
-    "Attributes",
+    "InputAttributes",
+    "ModuleAttributes",
     "attributes_given_to",
     "check_no_marks",
     "check_result",
@@ -40,6 +48,7 @@ __all__ = [
     "left_gradient",
     "left_in",
     "retains_gradient",
+    "unrepeated_write_error",
 ]
 
 
@@ -48,7 +57,7 @@ _LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.opti
 _MANY = 10_000  # objects that are looked into
 
 
-class Attributes:
+class ModuleAttributes:
     """What stands in a step's modules, beside their parameters."""
 
     def __init__(self, state: State):
@@ -117,6 +126,38 @@ class Attributes:
                 elif not _is_list_of_parameters(home[key], held.get(key)):
                     raise left_in(f"{name}.{key}")
         return found
+
+
+class InputAttributes:
+    """Attributes that the program has set on input tensors, and that their stand-ins have too.
+
+    Args:
+        record: of what the step reads of Python: these attributes become guards.
+    """
+
+    def __init__(self, record: ReadRecord):
+        self._record = record
+        self._before: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
+
+    def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
+        """Give `fake`, which stands for an input, the input's attributes."""
+        held = given.tensor.__dict__
+        for name in attributes_of(given.tensor):
+            self._record.read_at(entry(f"{given.name}.{name}", held, name), held[name])
+            fake.__dict__[name] = stand_in(held[name])
+        before = {name: fake.__dict__[name] for name in attributes_given_to(fake)}
+        self._before.append((given, fake, before))
+
+    def check_unchanged(self) -> None:
+        """Raise CaptureError if the step has set an attribute of an input tensor."""
+        for given, fake, before in self._before:
+            for name in {*before, *attributes_given_to(fake)}:
+                if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
+                    raise not_captured(
+                        f"the step sets {given.name}.{name}",
+                        "an attribute of a tensor is no part of a graph: it would be set once",
+                        Fix("do it outside the step", "before or after the call"),
+                    )
 
 
 def check_result(value: Any) -> None:
@@ -263,3 +304,27 @@ def check_no_marks(made: torch.Tensor) -> None:
             "what is no value is no part of a graph: it would be there once",
             Fix("set it outside the step", "on what the call returns"),
         )
+
+
+def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
+    """The error to raise where a graph would not write again what the step writes into Python.
+
+    Args:
+        codes: of the functions that ran.
+        step: whose line is given where that of the write is not known.
+    """
+    was, now = brief(write.before), brief(write.after)
+    changed = f" ({was} became {now})" if was != now else ""
+    return not_captured(
+        f"the step changes {write.name}{changed}",
+        "a graph is of tensors: this would change once, at capture, and not in each call",
+        Fix("do it outside the step", "before or after the call"),
+        place=line_of_write(codes, write.key) or _line_of(step),
+    )
+
+
+def _line_of(step: Any) -> str:
+    """The line at which a step is defined; "" where it has none."""
+    f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
+    code = getattr(f, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,9 +1,14 @@
-"""A captured graph without writes: each node is a value, which a pass may move, merge or drop.
+"""Functionalization: the traced graph without writes, in which each node is a value.
 
-What a step writes in place (gradients that are added up, parameters, optimizer state) becomes a new
-value; what it wrote into its inputs is copied into them by the last nodes of the graph. Only these
-`copy_` write. The graph is rewritten call by call; where it is not sure which values a write
-changes, it is traced once more under torch's own functionalization, which takes as long as capture.
+Passes may then move, merge or drop nodes. What a step writes in place (accumulated gradients,
+parameters, optimizer state) becomes a new value; writes into inputs become `copy_` nodes at the end
+of the graph, the only nodes that write:
+
+    add_(w, g); mul_(w, 2)     ->     a = add(w, g); b = mul(a, 2); copy_(w, b)
+
+`functional_rewrite` does this call by call. Where it is not sure which values a write changes, the
+graph is traced once more under torch's own functionalization (`trace_without_writes`), which is
+right whatever the graph writes and takes as long as capture.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from .functional_calls import (
     call_without_writes,
     calls_of_list,
     changes_without_writes,
-    entering,
+    value_of_input,
 )
 from .functional_memory import makers_of_shared, memory_that_is_written
 from .functional_rewrite import UnsureOfWrites, rewrite_without_writes
@@ -47,7 +52,10 @@ def functionalize_graph(
     """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
 
     Args:
-        equal: inputs that hold the same number, by their places.
+        equal: groups of inputs, by place, that hold the same number.
+
+    Raises:
+        CaptureError: a result cannot be a view of what it is a view of in eager.
     """
     without_views_in_place(graph.graph)
     memory = memory_that_is_written(graph.graph)
@@ -61,12 +69,12 @@ def functionalize_graph(
     inputs = made.graph.find_nodes(op="placeholder")
     reckon_once(made.graph, [[inputs[i] for i in places] for places in equal])
     _remove_redundant_nodes(made.graph)
-    keep_apart(made.graph, overlapping)  # a gradient is a copy of what came, where others have that
+    keep_apart(made.graph, overlapping)  # what was dropped may have been a copy between results
     return made
 
 
 def _remove_redundant_nodes(graph: fx.Graph) -> None:
-    """Drop what functionalization and autograd leave: aliases, and copies into fresh memory."""
+    """Drop aliases, copies into new memory, and a profiler's marks; then what nobody uses."""
     for node in list(graph.nodes):
         if facts_of(node.target).shows_all:
             node.replace_all_uses_with(node.args[0])
@@ -97,20 +105,20 @@ def _has_same_metadata(a: Any, b: Any) -> bool:
 def trace_without_writes(
     graph: fx.GraphModule, makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+    """`graph` without writes, traced again under torch's functionalization. Notes are kept.
 
     Args:
-        makers: nodes that made memory.
+        makers: nodes whose memory several results show.
 
     Returns:
-        And for makers what their memory holds at the end.
+        The graph module, and for each of `makers` the node of what its memory holds at the end.
     """
 
     def run_noting_graph(*inputs: torch.Tensor) -> Any:
         return _Noting(graph, makers).run(*inputs)
 
     inputs = graph.graph.find_nodes(op="placeholder")
-    fakes = [entering(n.meta["val"]) for n in inputs]
+    fakes = [value_of_input(n.meta["val"]) for n in inputs]
     with torch.no_grad(), lazy_graph_modules():
         made: fx.GraphModule = make_fx(functionalize(run_noting_graph, remove="mutations"))(*fakes)
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
@@ -118,7 +126,7 @@ def trace_without_writes(
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
     for node in made.graph.nodes:
         if node.op == "call_function":
-            node.meta.setdefault("val", None)  # of what gives nothing torch says nothing
+            node.meta.setdefault("val", None)  # torch notes no value of a call that returns nothing
     (end,) = made.graph.find_nodes(op="output")
     values: Any = end.args[0]
     results = len(values) - len(makers)
@@ -127,9 +135,9 @@ def trace_without_writes(
 
 
 class _Noting(fx.Interpreter):
-    """Runs a graph while another is made of it; new nodes get the notes of the old.
+    """Interprets a graph while another is traced of it; new nodes get the notes of the old.
 
-    What the nodes in `makers` gave, it gives behind the graph's results.
+    Its results are those of the graph, and then the values of the nodes in `makers`.
     """
 
     def __init__(self, graph: fx.GraphModule, makers: Sequence[fx.Node]):
@@ -174,14 +182,16 @@ class _Noting(fx.Interpreter):
 
 
 def without_views_in_place(graph: fx.Graph) -> None:
-    """Have calls give views, where nobody reads afterwards what they were given.
+    """Replace calls that change how a tensor shows its memory (`x.t_()`) by views (`x.t()`).
 
-    An input's own shape is no value: what changes that is left as it is.
+    They write nothing: who reads `x` afterwards reads what the call returns. Left as they are where
+    `x` itself is read afterwards, or is an input. Pooling channels-last images to one place makes
+    such a call, too.
     """
     place: dict[fx.Node, int] = {}
     for i, node in enumerate(graph.nodes):
         place[node] = i
-        node.target = _find_view_said(node.target)
+        node.target = _safe_view_of(node.target)
     for node, i in place.items():
         if node.op != "call_function" or torch.Tag.inplace_view not in getattr(
             node.target, "tags", ()
@@ -194,8 +204,8 @@ def without_views_in_place(graph: fx.Graph) -> None:
             node.target = view
 
 
-def _find_view_said(target: Any) -> Any:
-    """What does the same as `target` and says in its schema that it gives views; else `target`."""
+def _safe_view_of(target: Any) -> Any:
+    """For `unsafe_split` and the like, the op whose schema says that it gives views."""
     if not facts_of(target).shows_unsaid or not target._opname.startswith("unsafe_"):
         return target
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
@@ -203,7 +213,7 @@ def _find_view_said(target: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _view_like(target: Any) -> Any:
-    """The operator that gives the view; None where there is none of the same arguments."""
+    """The out-of-place view op with the arguments of `target`; None where there is none."""
     packet = getattr(_aten, target._opname.removesuffix("_"), None)
     for name in packet.overloads() if packet is not None else ():
         found = getattr(packet, name)

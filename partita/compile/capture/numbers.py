@@ -24,14 +24,14 @@ from ..program import Input
 from .optimizers import ParamGroup
 from .symbolic import NumberEnv
 
-__all__ = ["NUMBER", "Numbers", "Plain"]
+__all__ = ["NUMBER", "CapturedNumbers", "PlainNumbers"]
 
 NUMBER = torch.zeros((), dtype=torch.float64)
 """Like what a number is in a graph."""
 
 
 @dataclass
-class Plain:
+class PlainNumbers:
     """Which numbers stay Python numbers, that must be the same whenever the program runs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plain:
     zeros: set[str] = field(default_factory=set)
 
 
-class Numbers:
+class CapturedNumbers:
     """The floats of one capture.
 
     Args:
@@ -51,7 +51,7 @@ class Numbers:
         plain: those that are not traced.
     """
 
-    def __init__(self, env: NumberEnv, plain: Plain):
+    def __init__(self, env: NumberEnv, plain: PlainNumbers):
         self.env, self.plain = env, plain
         self.made: list[Input] = []
         self._symbols: dict[str, Input] = {}

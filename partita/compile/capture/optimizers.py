@@ -31,7 +31,7 @@ from ..errors import not_captured
 from ..node_metadata import Recorder
 from .state_slots import Slot
 
-__all__ = ["Stepping", "drop_unused_state", "make_optimizer_state"]
+__all__ = ["CapturedOptimizers", "drop_unused_state", "make_optimizer_state"]
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
@@ -190,7 +190,7 @@ class _StateOf:
         self.optimizer.state[self.p][key] = value
 
 
-class Stepping:
+class CapturedOptimizers:
     """The optimizers of a step while it is captured."""
 
     def __init__(self, optimizers: dict[str, Optimizer]):

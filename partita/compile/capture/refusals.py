@@ -15,7 +15,7 @@ from partita.layout import Fix, LayoutError
 
 from ..errors import CaptureError, not_captured, of_data
 
-__all__ = ["not_an_input", "told_of", "users_line"]
+__all__ = ["explain_error", "not_an_input", "user_line_of"]
 
 _NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
 
@@ -29,7 +29,7 @@ _OF_MEMORY = (
 )
 
 
-def told_of(error: Exception, line: str) -> Exception:
+def explain_error(error: Exception, line: str) -> Exception:
     """What torch raised while a step was captured, said of the step; or the error itself.
 
     Args:
@@ -145,7 +145,7 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
     )
 
 
-def users_line(error: BaseException) -> str:
+def user_line_of(error: BaseException) -> str:
     """The user's innermost line in the traceback of an error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):

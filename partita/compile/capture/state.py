@@ -79,6 +79,14 @@ class State:
         found.searches = self.searches + 1
         return ReachedMore(found)
 
+    def names_by_id(self) -> dict[int, str]:
+        """By id, the names of modules, of the modules within them, and of optimizers."""
+        names = {id(o): name for name, o in self.optimizers.items()}
+        for name, module in self.modules.items():
+            for prefix, part in module.named_modules():
+                names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
+        return names
+
     def identities_found(self) -> set[Any]:
         """What tells the places and objects that were found from others."""
         objects = (*self.modules.values(), *self.optimizers.values())

@@ -31,7 +31,7 @@ from .fakes import has_memory
 from .inputs import GraphInputs
 from .refusals import not_an_input
 from .symbolic import as_number
-from .tensor_facts import Facts
+from .tensor_facts import TensorFacts
 
 __all__ = ["StepFunctionMode", "check_values"]
 
@@ -50,21 +50,22 @@ class StepFunctionMode(TorchFunctionMode):
 
     Attributes:
         reads_number: the user's line that first reads one; "" where none is read.
-        meets_others: is a tensor asked for something that is no input, nor made by the step?
+        meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
+            the step?
     """
 
-    def __init__(self, inputs: GraphInputs, facts: Facts):
+    def __init__(self, inputs: GraphInputs, facts: TensorFacts):
         super().__init__()
         self._inputs, self._facts = inputs, facts
         self.reads_number = ""
-        self.meets_others = False
+        self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
         with Local():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and has_memory(args[0]):
-            self.meets_others = True
+            self.meets_unknown_tensors = True
             if getattr(func, "__self__", func) in _OF_LEAVES:
                 raise not_an_input(user_line())
         if func == _set_data:

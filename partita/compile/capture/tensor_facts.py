@@ -25,7 +25,7 @@ from ..guards.codes import is_recorded
 from .inputs import GraphInputs
 from .symbolic import identity_of
 
-__all__ = ["FactCondition", "Facts"]
+__all__ = ["FactCondition", "TensorFacts"]
 
 _HELD = {
     inspect.getattr_static(torch.Tensor, name): name
@@ -73,7 +73,7 @@ class FactCondition:
         return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
-class Facts:
+class TensorFacts:
     """The facts for which a step asks while it is captured.
 
     Args:

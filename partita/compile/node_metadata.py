@@ -32,7 +32,7 @@ from partita.tensor.scalar_reads import is_read_in_part
 from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE
 
-from .capture.capture_context import unheard
+from .capture.capture_context import unprofiled
 from .capture.ctc import REPLACED
 from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
 from .capture.refusals import not_an_input
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists ask it of each operand, several times: a sixth of a trace.
             return args[0].device
-        return unheard(self._call_and_note, func, args, kwargs or {})
+        return unprofiled(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
         if HERE.block is not None:

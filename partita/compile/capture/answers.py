@@ -1,10 +1,11 @@
-"""Answers: what torch's own code asks of a tensor's value, and what a program takes them to be.
+"""Answers: what torch's own code asks of tensors' values, and the answers a program is made for.
 
-An update is skipped where gradients overflow, an average begins as a copy, a loss looks whether its
-variances are negative: torch asks for a value, and goes one way or the other. While a step is
-captured there are no values. Capture goes one way, and the graph gives the answers as it finds
-them. Where one is another than the program was made for, the graph leaves what it writes as it
-was, and the call runs the program of these answers instead.
+GradScaler skips an update where gradients overflow, an averaged model begins as a copy, a loss
+checks that variances are not negative: torch branches on a value. During capture there are none, so
+each question gets a guess: the answer of an earlier run, or what `predict_answer` computes from the
+call's small inputs. The graph computes the true answers as one more output. Where one differs from
+the guess, `gate_writes` has kept the graph from writing anything, and the call runs the program of
+the other answers (`OtherAnswers`), capturing it first if there is none.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ __all__ = [
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx" + os.sep, "utils" + os.sep)
-"""Of torch: what hands a question on, and asks none."""
+"""Files of torch that only pass a question on."""
 _CHECKS = "distributions" + os.sep
-_MOST = 4096  # questions of a step
-_WAYS = 8  # that are tried where the step raises
+_MOST_QUESTIONS = 4096  # of a step
+_MOST_TRIES = 8  # of guesses, where the step raises
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the first questions of a capture are answered; those that follow are predicted.
+    """Answers to the first questions of a capture; those that follow are predicted.
 
     Attributes:
         values: the answers.
-        certain: so many of them are known to be the call's.
+        certain: so many of them, from the first, are known to be the call's own.
         turned: the numbers of those that were tried both ways.
-        tried: how many ways were.
+        tried: how many sequences of answers were tried.
     """
 
     values: tuple[bool, ...] = ()
@@ -68,9 +69,11 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[bool]) -> Guesses | None:
-        """Other guesses, where the step has raised on the way of `answers`: perhaps it is not the
-        call's. None where all ways were tried."""
-        for i in reversed(range(self.certain, len(answers) if self.tried < _WAYS else 0)):
+        """The next guesses, where the step has raised with `answers`, perhaps not the call's own.
+
+        None where all were tried.
+        """
+        for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned:
                 before = {n for n in self.turned if n < i}
                 values = (*answers[:i], not answers[i])
@@ -80,13 +83,13 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """A run whose answers were others than its program's: it has changed nothing.
+    """The result of a run whose answers differ from its program's: it has changed nothing.
 
     Attributes:
-        answers: as the graph found them.
-        certain: so many of them are the call's, whichever program it runs: those behind the first
-            that is another were found on a way that the call does not go.
-        line: the user's, whose call asks for the first that is another.
+        answers: as the graph computed them.
+        certain: so many of them are the call's own: those behind the first that differs were
+            computed on a branch that the call does not take.
+        line: the user's line that asks for the first that differs.
     """
 
     answers: tuple[bool, ...]
@@ -95,46 +98,45 @@ class OtherAnswers:
 
     @property
     def reason(self) -> str:
-        """Why another program is due."""
+        """Why another program is needed."""
         last = self.answers[self.certain - 1]
         return f"what torch asks of a value at {self.line}: {not last} became {last}"
 
     @property
     def guesses(self) -> Guesses:
-        """What another capture goes by."""
+        """The guesses of another capture."""
         return Guesses(self.answers, self.certain)
 
     def agrees(self, answers: Sequence[bool]) -> bool:
-        """May a program that takes these for granted run in the call?"""
+        """May a program made for these answers run in the call?"""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a program takes for granted of the values that torch asks for.
+    """The answers that a program is made for.
 
     Attributes:
-        values: the answers, in the order of the questions.
-        lines: of each question the user's, whose call asks.
+        values: in the order of the questions.
+        lines: for each question the user's line whose call asks.
     """
 
     values: tuple[bool, ...] = ()
     lines: tuple[str, ...] = ()
 
     def compare(self, found: Sequence[bool]) -> OtherAnswers | None:
-        """What to do where a run has found other answers."""
-        for i, (one, other) in enumerate(zip(self.values, found, strict=True)):
-            if one is not other:
+        """The other answers of a run; None where `found` are these."""
+        for i, (expected, answer) in enumerate(zip(self.values, found, strict=True)):
+            if expected is not answer:
                 return OtherAnswers(tuple(found), i + 1, self.lines[i])
         return None
 
 
 class StepRaises(Exception):
-    """The step raises on the way that the call's answers lead. The call runs eagerly, so that
-    it raises what it does there, with values.
+    """The step raises with the call's own answers: the call runs eagerly, to raise with values.
 
     Attributes:
-        error: what it raised while it was captured.
+        error: what the step raised while it was captured.
     """
 
     def __init__(self, error: Exception):
@@ -143,10 +145,10 @@ class StepRaises(Exception):
 
 
 class AskedQuestions:
-    """The questions of one capture.
+    """The questions of one capture run.
 
     Attributes:
-        values: of each question what stands for its answer.
+        values: for each question the symbolic bool of its answer, an output of the graph.
     """
 
     def __init__(self, guesses: Guesses):
@@ -157,11 +159,11 @@ class AskedQuestions:
         self._known: dict[Any, bool] = {}
 
     def answer(self, question: Any, predict: Callable[[torch.SymBool], bool]) -> bool | None:
-        """The answer that capture goes on with; None where it is the user's code that asks.
+        """The answer with which capture goes on; None where the user's code asks.
 
         Args:
             question: the node of a symbolic bool.
-            predict: the likely answer to one that nothing is known of.
+            predict: gives the likely answer where there is no guess.
         """
         file = _file_that_asks()
         if not file:
@@ -170,9 +172,9 @@ class AskedQuestions:
         if known is not None:
             return known
         number = len(self._answers)
-        if number == _MOST:
+        if number == _MOST_QUESTIONS:
             raise not_captured(
-                f"torch asks for more than {_MOST} values in one step",
+                f"torch asks for more than {_MOST_QUESTIONS} values in one step",
                 "each answer is one more way through it, and a graph of its own",
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
@@ -185,22 +187,22 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Guesses by which the step may not raise as it did; None where it is the call's way."""
+        """Guesses with which the step may not raise; None where all were tried."""
         return self._guesses.try_other_way(self._answers)
 
     @property
     def given(self) -> Answers:
-        """Those that capture went on with."""
+        """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
 def _is_check(file: str) -> bool:
-    """Does a distribution of torch's check its arguments, most of which are right?"""
+    """Does a distribution of torch check its arguments, which are most likely valid?"""
     return file.startswith(_CHECKS)
 
 
 def _file_that_asks() -> str:
-    """The file of torch's whose code asks for a value now; "" where it is the user's."""
+    """The file of torch whose code asks for a value now; "" where the user's code does."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -220,10 +222,16 @@ _DEEP = 32  # calls
 def predict_answer(
     question: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]
 ) -> bool | None:
-    """The likely answer; None where it cannot be told.
+    """Compute the likely answer from inputs of the graph.
+
+    Only where all that the question depends on is small, and no input that the step has written.
+    It is a guess, which spares a run and a capture where it is right.
 
     Args:
-        value_of: what an input of the graph is in the call, where that may be read.
+        value_of: gives the value of an input in this call, or None where it may not be read.
+
+    Returns:
+        None where it cannot be computed.
     """
     known: dict[fx.Node, Any] = {}
     try:
@@ -234,7 +242,7 @@ def predict_answer(
 
 
 class _Unknown(Exception):
-    pass
+    """A value cannot be predicted."""
 
 
 def _predict_value(
@@ -273,9 +281,10 @@ _aten = torch.ops.aten
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
-    """Have a graph write only where the answers, its last outputs, are those that are given.
+    """Have a graph write only if its answers, the last outputs, are `answers`.
 
-    They become one output: a tensor of bools.
+    Each `copy_` writes what the input holds where they are not, so that no write waits for Python.
+    The answers become one output: a tensor of bools.
 
     Raises:
         CaptureError: a call of the graph writes by itself, whatever the answers are.

@@ -41,7 +41,7 @@ from .block_traces import (
     traced_node,
 )
 from .symbolic import BlockNumberRead
-from .traced_tensors import become, tensors_of
+from .traced_tensors import replace_tensor, tensors_of
 
 __all__ = ["BlockCalls"]
 
@@ -170,7 +170,7 @@ class BlockCalls:
             else:
                 wire.admit(taken[a.number])
         for number, stand in held.items():
-            become(stand, by_number[number])
+            replace_tensor(stand, by_number[number])
         call.note_versions([*taken, *held.values()])
         if len(trace.results) > 1:
             results = [t for n, t in held.items() if n in trace.results]

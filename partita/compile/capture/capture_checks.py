@@ -1,4 +1,9 @@
-"""Checks of the graph that a run has made, before anything is done to it."""
+"""Checks of a capture run: what the step asked and called that a graph cannot answer.
+
+`check_truth` and `check_arguments` refuse `is` where it would compare a stand-in: `x.item() is
+True`, and an argument (containers are made anew for the step) with an object known by name.
+`check_constants` and `check_operators` look at the traced graph before anything is done to it.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +29,10 @@ __all__ = ["check_arguments", "check_constants", "check_operators", "check_truth
 
 
 def check_constants(graph: fx.Graph) -> None:
-    """Raise CaptureError if a tensor that is no input has come into the graph with its value.
+    """Raise CaptureError if a tensor that is no input is a constant of the graph.
 
-    What a step makes of numbers is copied first. Fake modes refuse any other tensor, but a proxy
-    mode takes some calls of a tensor of one number on itself.
+    Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
+    other tensor, but a proxy mode handles some calls of one-element tensors itself.
     """
     for node in graph.find_nodes(op="get_attr"):
         for user in node.users:
@@ -49,7 +54,7 @@ def check_operators(graph: fx.Graph) -> None:
 
 
 def check_truth(codes: Iterable[CodeType], line: str) -> None:
-    """Raise CaptureError if the step asks whether `.item()`, at this line, `is True`."""
+    """Raise CaptureError if a function asks `is True` in a step that calls `.item()` at `line`."""
     for asking in filter(asks_whether_true, codes if line else ()):
         raise not_captured(
             f"{asking.co_name} asks whether something `is True`, in a step that reads a value",

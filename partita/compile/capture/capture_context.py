@@ -1,4 +1,4 @@
-"""Capture context: what is different while a step is captured, for the thread that captures."""
+"""Capture context: settings of torch and Python while a step is captured, for its thread alone."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .state_slots import Slot
 __all__ = [
     "call_by_call",
     "compiling",
-    "heard_by",
+    "profiled_by",
     "swapped",
-    "unheard",
     "unlogged",
+    "unprofiled",
     "unseen",
     "without_dispatch_modes",
 ]
 
 
 class _InThisThread:
-    """A flag that is set in the threads that capture; to whoever calculates with it, a bool."""
+    """A bool that is True in threads that capture, and elsewhere what it was."""
 
     def __init__(self, otherwise: Any):
         self.otherwise = otherwise
@@ -74,7 +74,7 @@ _capturing = 0  # threads
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Tell torch and partita that a graph is made: optimizers then read no number from a tensor.
+    """Within, torch and partita know that a graph is made: optimizers read no number of a tensor.
 
     Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
     """
@@ -98,7 +98,7 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Keep from whoever follows the program (remat, an offload) what has no memory."""
+    """Within, watchers of the program (remat, saved-tensor hooks) see no fake tensor."""
     before, HERE.watcher = HERE.watcher, None
     hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if saving_hooks() else nullcontext()
     try:
@@ -110,9 +110,9 @@ def unseen() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Within, no mode follows each op (a counter of flops, a user's own): it follows the graph's.
+    """Within, no dispatch mode of the user's (a flop counter) is active; it sees the graph's ops.
 
-    Private torch: the stack of such modes. Where some are torch's own, all is traced anyway.
+    Private torch: the stack of modes. If torch's own are among them, all are left active.
     """
     stack = _get_current_dispatch_mode_stack()
     hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
@@ -122,9 +122,9 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep from the user's log what fake tensors note of an error: it is raised, and told.
+    """Within, errors of fake tensors are not logged in this thread: they are raised and explained.
 
-    Private torch: the name of their logger. Other threads' are noted.
+    Private torch: the name of their logger.
     """
     thread = threading.get_ident()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -141,15 +141,15 @@ def unlogged() -> Iterator[None]:
 
 @contextmanager
 def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within, nn.LSTM is the calls that it is made of, as the other recurrent layers are.
+    """Within, nn.LSTM is captured as the calls that it is made of, as other recurrent layers are.
 
-    For backward oneDNN's layer keeps memory whose size only oneDNN knows: it is in no graph.
+    oneDNN's own layer keeps memory for backward whose size only oneDNN knows.
     """
     if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
         yield
         return
     onednn: Any = torch.backends.mkldnn
-    # As torch asks for it: whoever disabled global flags may still set them for a while.
+    # `flags` works after `disable_global_flags()`, too; what it is not given it sets to defaults.
     others = {"deterministic": onednn.deterministic, "allow_tf32": onednn.allow_tf32}
     with onednn.flags(enabled=False, **others, fp32_precision=onednn.fp32_precision):
         yield
@@ -157,7 +157,7 @@ def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Within, every slot holds what stands for its value; gives what each then holds."""
+    """Within, every slot holds `stand_in` of its value; gives what each holds."""
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):
@@ -174,8 +174,12 @@ _here = threading.local()
 
 
 @contextmanager
-def heard_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Within, `event` is told of each call of this thread, but for those that `unheard` makes."""
+def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Within, `event` is the profile function of this thread, but for calls by `unprofiled`.
+
+    For each op torch makes about a thousand Python calls over fake tensors. None is the user's, and
+    reporting them would take longer than making them.
+    """
     before = sys.getprofile(), getattr(_here, "event", None)
     _here.event = event
     sys.setprofile(event)
@@ -186,8 +190,8 @@ def heard_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
         sys.setprofile(before[0])
 
 
-def unheard(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """`function(*args, **kwargs)`, which calls nothing of the user's."""
+def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """`function(*args, **kwargs)` without the profile function: it calls nothing of the user's."""
     event = getattr(_here, "event", None)
     if event is None:
         return function(*args, **kwargs)

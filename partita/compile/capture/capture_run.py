@@ -44,7 +44,7 @@ from .captured_attributes import (
     left_in,
     unrepeated_write_error,
 )
-from .differentiate import made_inputs
+from .differentiate import make_seeds_inputs
 from .equal_counts import find_equal_counts, places_of_equal
 from .functionalize import functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs
@@ -140,7 +140,7 @@ class CaptureRun:
             raise explained from error
         check_constants(made.graph)
         check_operators(made.graph)
-        made_inputs(made.graph, self.outputs.seeds, inputs)
+        make_seeds_inputs(made.graph, self.outputs.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)
         read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]

@@ -1,9 +1,10 @@
-"""Captured attributes.
+"""What a step leaves beside its results: tensors in attributes, marks on tensors, other writes.
 
-Which tensors does a step leave in its modules' attributes, and where else may it leave none?
-
-A module may keep what it computes: a loss of its own, scores to look at. During capture that is a
-tensor without memory, which must not stay there; the graph gives what stands there afterwards.
+A module may keep what it computes (a loss of its own, scores to look at). During capture that is a
+fake tensor, which must not stay there: `ModuleAttributes` restores modules, and the graph returns
+what stands there after each call. A gradient left on a tensor that the step makes is an output too.
+What the graph could not repeat in each call is refused: tensors in lists or variables, attributes
+and hooks on tensors, and writes of other Python objects that change each time.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ __all__ = [
 ]
 
 
-_SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
+_SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
 _LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
-_MANY = 10_000  # objects that are looked into
+_MOST_OBJECTS = 10_000  # that a search looks into
 
 
 class ModuleAttributes:
-    """What stands in a step's modules, beside their parameters."""
+    """The attributes of a step's modules, beside parameters and buffers."""
 
     def __init__(self, state: State):
         self._homes = [
@@ -70,7 +71,7 @@ class ModuleAttributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, a step may write them; no tensor without memory stays there."""
+        """Within, a step may set attributes; fake tensors are taken out again at the end."""
         self._before = [dict(home) for _, home in self._homes]
         containers = [
             (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))
@@ -92,11 +93,11 @@ class ModuleAttributes:
                     (container.update if isinstance(container, dict) else container.extend)(copy)
 
     def holds(self, home: Any) -> bool:
-        """Are these the attributes of one of the modules?"""
+        """Is `home` the `__dict__` of one of the modules?"""
         return any(home is known for _, known in self._homes)
 
     def left_in(self, home: Any, name: str, value: Any) -> Exception:
-        """What to raise where the step leaves `value` in `home`, under its `name`."""
+        """The error to raise where the step leaves `value` in `home`, called `name`."""
         for _, attributes in self._homes:
             if home is not None and home is attributes.get("_buffers"):
                 return not_captured(
@@ -108,10 +109,10 @@ class ModuleAttributes:
         return left_in(name, value)
 
     def left(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Within, after the step: the attributes in which it leaves a tensor.
+        """The attributes in which the step leaves a tensor; called within `restored`.
 
         Args:
-            known: homes by identity and keys of the places that are looked after as inputs.
+            known: identities of the slots that are inputs.
 
         Raises:
             CaptureError: it leaves one in a list, a dictionary or a variable that held none.
@@ -161,7 +162,7 @@ class InputAttributes:
 
 
 def check_result(value: Any) -> None:
-    """Raise CaptureError if a part of a step's result that is no tensor holds, or says, some."""
+    """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
     if is_text_of_unknown(value):
         raise not_captured(
             "the step returns text that a tensor, or what .item() gave, was put into",
@@ -179,7 +180,7 @@ def check_result(value: Any) -> None:
 
 
 def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """Is it a list or a dictionary in which tensors stand at known places alone?"""
+    """Is it a list or dictionary whose tensors all stand at known places?"""
     if not isinstance(value, (list, dict)):
         return False
     items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -191,15 +192,15 @@ def _find_filled_keys(home: dict[str, Any]) -> list[str]:
 
 
 def is_filled(value: Any) -> bool:
-    """Does it hold a tensor without memory, or refer to one?"""
+    """Is it, or does a container of it hold, a fake tensor or a symbolic number?"""
     return any(map(_stands_in, _walk_reachable(value, _in_container)))
 
 
 def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
-    """Does an object, of whatever class, hold a tensor without memory?
+    """Does an object of any class hold a fake tensor that the step has made?
 
     Args:
-        inputs: but for these, which stand for others.
+        inputs: the fakes that stand for inputs.
     """
     found = _walk_reachable(value, _in_object)
     return any(
@@ -208,10 +209,10 @@ def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
 
 
 def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """It, and what is within it, each once."""
-    seen: dict[int, Any] = {}  # which keeps them: an id is one object's as long as that lives
+    """`value` and all that it holds, each once."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
-    while waiting and len(seen) < _MANY:
+    while waiting and len(seen) < _MOST_OBJECTS:
         found = waiting.pop()
         if id(found) not in seen:
             seen[id(found)] = found
@@ -242,9 +243,9 @@ def _stands_in(value: Any) -> bool:
 
 
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """Is it a list that a module, nn.GRU say, makes of its parameters whenever it finds others?
+    """Is it a list of parameters, or of weak references to them, that replaces an equal list?
 
-    Of them, or of weak references to them.
+    nn.GRU makes such a list whenever its parameters are exchanged.
     """
     if type(value) is not type(before) or not isinstance(value, (list, tuple)):
         return False
@@ -257,6 +258,7 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
 
 
 def left_in(name: str, value: Any = None) -> Exception:
+    """The error to raise where the step leaves a tensor or number in `name`."""
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     return not_captured(
         f"the step leaves {what} in {name}",
@@ -268,32 +270,32 @@ def left_in(name: str, value: Any = None) -> Exception:
 
 _grad: Any = torch._C.TensorBase.grad
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
-"""Attributes that a tensor without memory has."""
+"""Attributes that every fake tensor has."""
 _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 
 
 def attributes_given_to(fake: torch.Tensor) -> list[str]:
-    """The names of a tensor's attributes, but of what it remembers of itself: of `.item()`, say."""
+    """The names of attributes set on a tensor, without what a fake caches, as of `.item()`."""
     return [name for name in attributes_of(fake) if not name.endswith(_MEMO)]
 
 
 def left_gradient(made: torch.Tensor) -> torch.Tensor | None:
-    """What backward passes of the step left in the `.grad` of a tensor that it made."""
+    """The `.grad` that the step's backward passes left on a tensor that it made."""
     if has_history(made) and not retains_gradient(made):
-        return None  # torch warns who asks
+        return None  # torch warns whoever reads it
     with Local():
         found: torch.Tensor | None = _grad.__get__(made)
         return found
 
 
 def retains_gradient(made: torch.Tensor) -> bool:
-    """Has the step asked for the gradient of a value that it computed?"""
+    """Has the step called `retain_grad()` on a value that it computed?"""
     with Local():
         return made.retains_grad
 
 
 def check_no_marks(made: torch.Tensor) -> None:
-    """Raise CaptureError if the step gives a tensor that it makes a hook or an attribute."""
+    """Raise CaptureError if the step sets a hook or an attribute on a tensor that it makes."""
     given = [name for name in attributes_given_to(made) if name not in _OF_FAKES]
     marks = [f"the attribute {name}" for name in given]
     if asks_gradient(made) and hooks_of(made):

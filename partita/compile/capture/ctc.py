@@ -1,7 +1,7 @@
-"""CTC loss in a graph: two ops whose shapes are known before they run.
+"""CTC loss in a graph: two ops whose output shapes are known before they run.
 
-Torch's keeps a table for backward whose size depends on the longest target. Here backward makes it
-again, so that no node of a graph has it.
+torch's op returns a table for backward whose size depends on the longest target. Here backward
+computes it again, so that it is the value of no node.
 """
 
 from __future__ import annotations

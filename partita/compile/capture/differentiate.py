@@ -1,10 +1,13 @@
-"""Gradients of a captured function.
+"""Gradients of a captured function whose results have a history: a region of a larger model.
 
-Which gradients can the caller of a captured function ask for, and what are they?
+No backward has run through these results, so the caller may ask for their gradients. Backward is
+traced right behind forward, into the same graph, so that passes see both. Where the gradients of
+results come in, the graph gets "cotangent" inputs, laid out by the dual of the results' placements.
 
-A function through whose results no backward has run is a region of a larger model. Its backward is
-traced right behind its forward, into the same graph, so that passes see both. Where the gradients
-of its results come in the graph gets inputs, "cotangents"; they are laid out by duality.
+Results that share history go backward at once, so that it is gone through once, as in eager: they
+are one `ResultPart`. A result from which another one is computed, without other shared history, is
+a part of its own, which runs later: autograd adds up its gradients in between, and shows hooks the
+sum.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ __all__ = [
     "cut_history",
     "differentiate",
     "has_history",
-    "made_inputs",
+    "make_seeds_inputs",
     "part_results",
 ]
 
@@ -42,15 +45,15 @@ _SPENT = (
     "Trying to backward through the graph a second time",
     "modified by an inplace operation",
 )
-"""What autograd says of a history that a backward, or an update, has used up."""
+"""Autograd's messages where a backward or an update has used up a history."""
 
 
 @dataclass(frozen=True)
 class Seed:
-    """Where the gradient of a result comes in.
+    """A node that stands for the gradient of a result until it becomes an input.
 
     Attributes:
-        node: the name of the node that stands there while the graph is made.
+        node: its name.
         spec: of the gradient, where the result is a DTensor.
         number: of the result.
     """
@@ -61,7 +64,7 @@ class Seed:
 
 
 def has_history(value: torch.Tensor) -> bool:
-    """Could a caller of the function that made `value` go backward from it?"""
+    """Can the caller of the function that made `value` go backward from it?"""
     if not _requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
@@ -69,7 +72,7 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """Does it require a gradient without a history, as leaves do, and views under `no_grad`?"""
+    """Does it require a gradient and have no history, as leaves, and views made under `no_grad`?"""
     return _requires_grad(value) and not _is_computed(value)
 
 
@@ -91,17 +94,16 @@ def differentiate(
     like: Mapping[int, torch.Tensor] | None = None,
     again: bool = False,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
-    """The gradients of `inputs`, and where those of `results` come in.
+    """Trace the gradients of `inputs` with respect to `results`.
 
     Args:
-        again: what is computed here may be asked once more.
-        like: gradients of the results as they will be, strides and all; then what is computed here
-            may be asked once more, of others.
+        like: by the number of a result, a gradient with the strides that it will have; the history
+            is then kept.
+        again: keep the history, for another call.
 
     Returns:
-        None where a backward within the function has used up what they are computed by: there is
-        nothing left to give, in eager neither. And where no input has one: a history that begins
-        within the function ends there.
+        The seeds (gradients of `results`) and the gradients of `inputs`. None where there are no
+        inputs, or a backward within the function has used up the history, as in eager.
     """
     if not inputs:
         return None
@@ -119,7 +121,7 @@ def differentiate(
                 results, inputs, values, retain_graph=again or like is not None, allow_unused=True
             )
         except RuntimeError as error:
-            if any(told in str(error) for told in _SPENT):
+            if any(message in str(error) for message in _SPENT):
                 return None
             raise
         with Local():
@@ -132,8 +134,8 @@ def _make_seed_gradient(like: torch.Tensor, exactly: bool) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
-    """Make inputs of the graph of the nodes at which gradients come in."""
+def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
+    """Replace the nodes of seeds by inputs of the graph."""
     if not seeds:
         return
     nodes = {n.name: n for n in graph.nodes}
@@ -161,9 +163,9 @@ class ResultPart:
 
     Attributes:
         results: their numbers.
-        ancestors: of the results that these are made of, by way of no other one.
-        unheard: of `results`, those of which others in it are made: what comes by way of these does
-            not come to them.
+        ancestors: the numbers of the results from which these are computed directly.
+        unheard: those of `results` from which others of the part are computed: the gradient that
+            flows through those others does not reach them.
     """
 
     results: list[int]
@@ -172,12 +174,10 @@ class ResultPart:
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
-    """The parts of the backward of `results`, which have a history, in the order in which they run:
-    each before those of its ancestors.
+    """Split `results`, which have a history, into parts, each before the parts of its ancestors.
 
-    All are one part where a result and what is made of it have both come of a value that is none:
-    its gradient would come in two halves, each to hooks of its own, and all that is behind it be
-    gone through twice.
+    All are one part where a result and one of its ancestors share the history of a value that is no
+    result: its gradient would come in two halves, and its history be gone through twice.
     """
     edges = [edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
@@ -202,21 +202,21 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
 
 
 def edge_of(t: torch.Tensor) -> Edge:
-    """Where the gradient of a tensor with a history comes in."""
+    """The edge of the autograd graph that a tensor's gradient enters: (node, output number)."""
     with Local():
         return t.grad_fn, t.output_nr
 
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, a gradient comes to `results`, past their hooks, and goes on no further."""
+    """Within, gradients of `results` are returned, without their hooks, and go no further."""
     handles, hidden = [], []
     try:
         with Local():
             for t in results:
                 node, place = edge_of(t)
                 handles.append(node.register_prehook(partial(_drop_gradient, place=place)))
-                if t._backward_hooks:  # they hear of the whole, when its own part runs
+                if t._backward_hooks:  # they see the whole gradient, when its own part runs
                     hidden.append((t._backward_hooks, dict(t._backward_hooks)))
                     t._backward_hooks.clear()
         yield
@@ -233,10 +233,10 @@ def _drop_gradient(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
 
 @dataclass
 class _History:
-    """What autograd goes through from a result, up to other results.
+    """The autograd graph behind a result, up to other results.
 
     Attributes:
-        nodes: but for those that take gradients of leaves.
+        nodes: of it, without those of leaves.
         ancestors: the numbers of the results where it ends.
     """
 
@@ -259,7 +259,7 @@ def _find_history(edge: Edge, results: dict[Edge, int]) -> _History:
 
 
 def _compute_levels(histories: Sequence[_History]) -> list[int]:
-    """For each result how many are made of it, one of the other, at most."""
+    """For each result the length of the longest chain of results computed from it."""
     levels = [0] * len(histories)
     ahead = [*range(len(histories))]
     while ahead:

@@ -26,7 +26,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..node_metadata import NOTE
-from .equal_counts import reckon_once
+from .equal_counts import share_equal_counts
 from .functional_calls import (
     call_in_list,
     call_without_writes,
@@ -67,7 +67,7 @@ def functionalize_graph(
     share_memory_of_results(graph.graph, made.graph, memory, shared)
     overlapping = overlapping_results(made.graph)
     inputs = made.graph.find_nodes(op="placeholder")
-    reckon_once(made.graph, [[inputs[i] for i in places] for places in equal])
+    share_equal_counts(made.graph, [[inputs[i] for i in places] for places in equal])
     _remove_redundant_nodes(made.graph)
     keep_apart(made.graph, overlapping)  # what was dropped may have been a copy between results
     return made

@@ -2,8 +2,8 @@
 
 In such a graph a write gives a new value to all that shows a memory, so that results of one memory
 would become values of their own: a view of an argument would not follow the argument, nor two
-views each other. `share_memory_of_results` makes such a result a view again, by the calls that made it, of
-the input into which the graph's end writes, or of another result.
+views each other. `share_memory_of_results` makes such a result a view again, by the calls that made
+it, of the input into which the graph's end writes, or of another result.
 
 `overlapping_results` finds the pairs of results that show common elements. Who writes one after the
 step changes the other, so passes must keep the pairs as they were; `keep_apart` copies new ones.
@@ -193,7 +193,7 @@ def _make_view_error(node: fx.Node) -> CaptureError:
 
 
 Pairs = frozenset[frozenset[int]]
-"""Pairs of places of results; for a result that shows the input at place i: its place and -1 - i."""
+"""Pairs of places of results; for a result that shows input i, its place and -1 - i."""
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:

@@ -1,8 +1,12 @@
-"""Writes of `.data` in a captured step: `x.data = y` gives x what y holds, and the graph writes it.
+"""The torch-function mode of a captured step: it follows what the step calls of tensors by name.
 
-A tensor's memory is not exchanged in a graph. What reads x from then on reads y; at the step's end
-what x holds is copied into the memory that it has. What else shows the old memory keeps the old
-values until then, as it does in eager.
+- `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
+  end y's value is copied into the memory of x. Other views of the old memory keep their values
+  until then, as in eager.
+- `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
+- Metadata of inputs, as `is_leaf`: conditions of the program (`tensor_facts`).
+- Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
+- Changes of an input's shape, and calls through replaced functions of torch: refused.
 """
 
 from __future__ import annotations
@@ -38,18 +42,18 @@ __all__ = ["StepFunctionMode", "check_values"]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
-"""What another tensor than the one that stands for it must not be asked: it would answer."""
+"""What a real tensor must not be asked in place of its fake: it would answer wrongly."""
 
 
 class StepFunctionMode(TorchFunctionMode):
-    """Follows the `.data` of tensors while a step is traced, and what is read out of them.
+    """Follows the torch functions that a step calls while it is traced.
 
     Args:
         inputs: of the graph.
-        facts: what is asked of them beside their values.
+        facts: answers what is asked of their metadata.
 
     Attributes:
-        reads_number: the user's line that first reads one; "" where none is read.
+        reads_number: the user's line that first calls `.item()`; "" where none does.
         meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
             the step?
     """
@@ -69,12 +73,12 @@ class StepFunctionMode(TorchFunctionMode):
             if getattr(func, "__self__", func) in _OF_LEAVES:
                 raise not_an_input(user_line())
         if func == _set_data:
-            return self._write(*args)
+            return self._set_data(*args)
         name = getattr(func, "__name__", "")
         if name in ("item", "tolist"):
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
-        if name in ("__bool__", "is_nonzero"):  # torch's own would ask for a number first
+        if name in ("__bool__", "is_nonzero"):  # torch would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
         if facts_of_function(name).changes_shape and args[0] in self._inputs.identities:
             raise _shape_is_changed(name)
@@ -83,7 +87,8 @@ class StepFunctionMode(TorchFunctionMode):
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
 
-    def _write(self, x: Any, value: Any) -> None:
+    def _set_data(self, x: Any, value: Any) -> None:
+        """`x.data = value`."""
         with Local(), torch.no_grad():
             before = x.detach()
         with torch.no_grad():
@@ -106,7 +111,9 @@ class StepFunctionMode(TorchFunctionMode):
             copies = []
             for x, before in self._written.values():
                 value = x.detach()
-                if value.untyped_storage()._cdata in held:  # which is written before it is read
+                if (
+                    value.untyped_storage()._cdata in held
+                ):  # or it would be overwritten before it is read
                     value = value.clone()
                 copies.append((before, value))
             for before, value in copies:
@@ -123,9 +130,10 @@ def _shape_is_changed(name: str) -> CaptureError:
 
 
 def _check_function(func: Any) -> None:
-    """Raise CaptureError where the program has put `func` in place of torch's own, which it calls.
+    """Raise CaptureError where the program has replaced a function of torch by one that calls it.
 
-    Torch's own says that it is what stands in its place, and that would be called once more.
+    Torch announces the call of its own function under the replacement's name, so that the
+    replacement would run twice.
     """
     if isinstance(func, FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
@@ -137,7 +145,7 @@ def _check_function(func: Any) -> None:
 
 
 def _laid_out_like(x: Any, value: Any) -> Any:
-    """The value as x is laid out, which x stays.
+    """`value`, redistributed to the layout of x, which x keeps.
 
     Raises:
         CaptureError: it is another kind of tensor than x.
@@ -157,7 +165,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
 
 
 Checks = Iterator[tuple[torch.Tensor, str]]
-"""What must be true, and what torch says where it is not."""
+"""What must be true, and torch's message where it is not."""
 
 
 _CHECKS: dict[Any, Callable[..., Checks]] = {}
@@ -165,7 +173,7 @@ _QUANTILES = ("quantile", "nanquantile")
 
 
 def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., Checks]]:
-    """Register what calls of functions check."""
+    """Register the checks that `functions` make of their operands."""
 
     def register_checks(f: Callable[..., Checks]) -> Callable[..., Checks]:
         _CHECKS.update(dict.fromkeys(functions, f))
@@ -175,7 +183,7 @@ def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., 
 
 
 def check_values(func: Any, args: Any, kwargs: Any) -> None:
-    """Have the graph check the values that `func` would check in eager: of this rank's pieces."""
+    """Have the graph check what `func` checks in eager, of this rank's local values."""
     if func not in _CHECKS:
         return
     with Local(), torch.no_grad():

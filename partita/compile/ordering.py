@@ -1,4 +1,4 @@
-"""Topological order: in which order can things run that need each other?"""
+"""Orders of a graph's nodes: topological, and with writes into inputs as early as they may be."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ N = TypeVar("N", bound=Hashable)
 
 
 def behind_needs(wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]) -> Iterator[N]:
-    """`wanted` in order, each behind what it needs; nothing that is done.
+    """`wanted` in order, each after what it needs, without what is done.
 
     Args:
-        needs: what each needs, without cycles. What is not in it is there already.
-        done: grows by what is given.
+        needs: by node what it needs, without cycles; what is not a key is there already.
+        done: what was yielded is added.
     """
     stack = list(wanted)[::-1]
     while stack:
@@ -42,18 +42,18 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
-    """The calls, each write into an input where what it needs is there and nobody reads what was.
+    """The calls of a graph, each write into an input as early as it may be.
 
-    None before a check that it stands behind: where that raises, the write has not been made. And
-    each piece of what a call gives directly behind that.
+    A write comes after its operands and the last use of the old value, and stays behind the checks
+    before it, so that nothing is written where one raises. A `getitem` follows its call directly.
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    place: dict[fx.Node, int] = {}  # in the new order, of what is moved that of what it is behind
+    place: dict[fx.Node, int] = {}  # in the new order; moved nodes share that of their predecessor
     for i, node in enumerate(calls):
         if node.target is operator.getitem:
             i = place.get(node.args[0], i)  # type: ignore[call-overload, arg-type]
         place[node] = i
-    used: dict[int, int] = {}  # of each storage where it is read or written last
+    used: dict[int, int] = {}  # by storage, the place of its last use
     for node in calls:
         if node.target is not _COPY:
             _record_last_use(used, storages, node.all_input_nodes, place[node])
@@ -70,7 +70,7 @@ def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
             place[node] = max(places)
             _record_last_use(written, storages, [into], place[node])  # type: ignore[list-item]
             _record_last_use(used, storages, node.all_input_nodes, place[node])
-    return sorted(calls, key=lambda n: place[n])  # which keeps the order of those of one place
+    return sorted(calls, key=lambda n: place[n])  # a stable sort
 
 
 def _record_last_use(

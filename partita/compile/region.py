@@ -26,7 +26,7 @@ from .capture.shared_results import overlapping_results
 from .captured_program import CapturedProgram
 from .errors import of_anomalies
 from .key import key_of
-from .ledger_replay import tell
+from .ledger_replay import record_moves
 from .padding_boundary import Border
 from .program import Call, Program
 from .split import Halves, find_cotangents, split
@@ -275,6 +275,6 @@ class _RegionPart(Function):
         part: _BackwardPart = ctx.part
         saved = dict(zip(part.saved, ctx.saved_tensors, strict=True))
         if part.backward.scope is not None and part.backward.scope.busy:
-            tell(part.backward)
+            record_moves(part.backward)
         cotangents = dict(zip(part.numbers, grads, strict=True))
         return None, None, None, *part.grads(cotangents, saved)

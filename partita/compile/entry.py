@@ -1,4 +1,4 @@
-"""`pt.compile`: how does a user ask for a compiled step, and in which way?"""
+"""`pt.compile`: how a user asks for a compiled step or region, with which options."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ..conditions import Conditions
 from ..graph_nodes import drop_unused
 from ..padding_boundary import border_of
 from ..program import Input, Output
-from ..replicated_input_check import compared
+from ..replicated_input_check import extract_compared
 from .inputs import GraphInputs
 from .shared_results import refuse_cut_views
 
@@ -81,7 +81,7 @@ class StepTrace:
             self.constants,
             sorted(set(cleared)),
             groups,
-            compared=compared(made, used, admitted, user_line()),
+            compared=extract_compared(made, used, admitted, user_line()),
             conditions=self.conditions,
         )
 

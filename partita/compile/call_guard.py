@@ -156,7 +156,7 @@ class CallGuard:
             return False
         if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
             return False
-        if self._state.regrouped():
+        if self._state.has_other_groups():
             return False
         for optimizer, state, keys, entries, counts in self._optimizers:
             if optimizer.state is not state or len(state) != len(keys):

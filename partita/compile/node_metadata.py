@@ -165,13 +165,13 @@ class Recorder(TorchDispatchMode):
         args, kwargs = taken_as_numbers(func, args, kwargs)
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
-        out = self._traced(func, args, kwargs)
+        out = self._trace_or_repeat(func, args, kwargs)
         count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
             raise of_data(func._schema.name)
         newest = self.newest()
         if newest is not self._last:
-            note = self._note()
+            note = self._make_note()
             node = newest
             while node is not self._last:
                 node.meta[NOTE] = note
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
                 self._made.append((newest, out))
         return out
 
-    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
         if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
             return out
@@ -317,7 +317,7 @@ class Recorder(TorchDispatchMode):
             self._lines[torch.autograd._get_sequence_nr() - 1] = line
         return line
 
-    def _note(self) -> Note:
+    def _make_note(self) -> Note:
         phase = "forward"
         if self._move.reason == "settle":  # the reduction of a pending gradient
             phase = "backward"
@@ -346,12 +346,12 @@ class Recorder(TorchDispatchMode):
 
     def note_made(self, node: fx.Node) -> None:
         """Give a note to a node that was added without a call."""
-        node.meta[NOTE] = self._note()
+        node.meta[NOTE] = self._make_note()
         self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
         """Give a note to nodes that were added without a call, of which `made` makes `out`."""
-        note = self._note()
+        note = self._make_note()
         for node in nodes:
             node.meta[NOTE] = note
         self._last = self.newest()

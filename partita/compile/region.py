@@ -111,7 +111,7 @@ class _BackwardPart:
             _find_reached_cotangents(backward),
         )
 
-    def grads(
+    def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """Run the backward; the gradients of ancestors and leaves.
@@ -164,7 +164,7 @@ class Region(CapturedProgram):
         self.parts = [_BackwardPart.make(self, b, results[n]) for n, b in backwards.items()]
 
     @cached_property
-    def alone(self) -> list[int]:
+    def unshared(self) -> list[int]:
         """The places of results that share memory with no other result and no input."""
         pairs = overlapping_results(self.halves.forward.graph.graph)
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
@@ -194,7 +194,7 @@ class Region(CapturedProgram):
             results, inside = list(made[:count]), iter(made[count:])
             with torch.no_grad():
                 # A view could not be written: autograd would look for its base.
-                for i in self.alone:
+                for i in self.unshared:
                     results[i] = results[i].detach()
                 saved = [next(inside).detach() if i < 0 else tensors[i] for i in self.halves.saved]
             for part in reversed(self.parts):  # ancestors first
@@ -280,4 +280,4 @@ class _RegionPart(Function):
         if part.backward.scope is not None and part.backward.scope.busy:
             record_moves(part.backward)
         cotangents = dict(zip(part.numbers, grads, strict=True))
-        return None, None, None, *part.grads(cotangents, saved)
+        return None, None, None, *part.compute_gradients(cotangents, saved)

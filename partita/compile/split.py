@@ -161,7 +161,7 @@ def _is_written(node: fx.Node) -> bool:
 def _make_forward(
     program: Program, given: dict[fx.Node, Input], late: set[fx.Node], saved: list[fx.Node]
 ) -> Program:
-    new = _New(program)
+    new = _NewGraph(program)
     clones: list[fx.Node] = []
 
     def save() -> None:
@@ -196,7 +196,7 @@ def _make_backward(
     inside: list[fx.Node],
     part: int,
 ) -> Program:
-    new = _New(program)
+    new = _NewGraph(program)
     own = _with_memory_of_their_own(program, [n for n in saved if n not in given])
     for number, node in enumerate(saved):
         if node in given and node not in inside:
@@ -239,7 +239,7 @@ def _with_memory_of_their_own(
     return found
 
 
-class _New:
+class _NewGraph:
     """A new graph, built of parts of a program's."""
 
     def __init__(self, program: Program):

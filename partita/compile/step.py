@@ -116,7 +116,7 @@ class CompiledStep(LastProgram):
         watcher = HERE.watcher
         if watcher is None:
             program, tensors = self._find_program(args, kwargs)
-            return self._result(program, tensors, args, kwargs)
+            return self._run_program(program, tensors, args, kwargs)
         HERE.watcher = None  # finding or making a program is not the user's code
         try:
             program, tensors = self._find_program(args, kwargs)
@@ -155,7 +155,7 @@ class CompiledStep(LastProgram):
                 write.undo()
         return program
 
-    def _result(
+    def _run_program(
         self,
         program: CapturedProgram | None,
         tensors: list[Any],
@@ -199,7 +199,7 @@ class CompiledStep(LastProgram):
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
             return self._admit_program(guard.program, tensors)
         state = self._state
-        if state is None or state.moved() or not state.is_of(args, kwargs):
+        if state is None or state.has_changed() or not state.is_of(args, kwargs):
             state = self._search_state(args, kwargs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
@@ -236,7 +236,7 @@ class CompiledStep(LastProgram):
         for key, program in reversed(self._programs.items()):
             if key[0] != signature or not (program.guards is None or program.guards.hold()):
                 continue
-            if found is not None and not found.agrees(program.answers.values):
+            if found is not None and not found.agrees_with(program.answers.values):
                 continue
             failed = program.conditions.failed(tensors)
             if failed is None:
@@ -305,7 +305,7 @@ class CompiledStep(LastProgram):
         watcher = HERE.watcher
 
         def run() -> Any:
-            return self._result(program, tensors, args, kwargs, watcher)
+            return self._run_program(program, tensors, args, kwargs, watcher)
 
         return watcher.run_function(self, tuple(tensors), {}, run)
 
@@ -336,9 +336,9 @@ class CompiledStep(LastProgram):
             "options": self._list_options(),
         }
         guesses = found.guesses if found is not None else Guesses()
-        blocks = BlockChoice.of(self.blocks)
+        blocks = BlockChoice.from_option(self.blocks)
 
-        def making() -> CapturedProgram:
+        def make() -> CapturedProgram:
             assert self._state is not None
             call = self.step, args, kwargs, self._state
             return make_program(
@@ -352,7 +352,7 @@ class CompiledStep(LastProgram):
 
         made_state = make_optimizer_state(state.optimizers)
         try:
-            program = making()
+            program = make()
         except ReachedMore as more:
             drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
@@ -377,7 +377,7 @@ class CompiledStep(LastProgram):
             # The program's inputs have indices among leaves of which some are gone now.
             for write in reversed(program.writes):
                 write.undo()
-            program = making()
+            program = make()
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))

@@ -107,7 +107,7 @@ class OtherAnswers:
         """The guesses of another capture."""
         return Guesses(self.answers, self.certain)
 
-    def agrees(self, answers: Sequence[bool]) -> bool:
+    def agrees_with(self, answers: Sequence[bool]) -> bool:
         """May a program made for these answers run in the call?"""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
@@ -191,7 +191,7 @@ class AskedQuestions:
         return self._guesses.try_other_way(self._answers)
 
     @property
-    def given(self) -> Answers:
+    def answers(self) -> Answers:
         """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
 

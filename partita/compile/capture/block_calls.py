@@ -95,7 +95,7 @@ class BlockCalls:
             for wire in self._wires.values():
                 wire.admit_otherwise = None
             for call in self._calls:
-                call.forget()
+                call.drop_references()
             self._calls.clear()
 
     def call_block(
@@ -123,7 +123,7 @@ class BlockCalls:
                     raise NotABlock(kind, f"it raises {type(error).__name__}") from error
                 held = follower.finish_tape()
                 if follower.is_new:
-                    traces.append(tracing.finish(follower))
+                    traces.append(tracing.finish_trace(follower))
         finally:
             torch.set_autocast_cache_enabled(casts)
             HERE.block = None
@@ -214,7 +214,9 @@ class BlockCalls:
         except BlockNumberRead as error:
             raise VaryingFloatRead(trace.kind) from error
 
-    def tensors(self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]) -> list[FakeTensor]:
+    def make_fakes(
+        self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]
+    ) -> list[FakeTensor]:
         """Fake tensors that the nodes make."""
         return tensors_of(nodes, likes, self._mode)
 
@@ -238,7 +240,7 @@ class _BlockCall:
     node: fx.Node | None = None
     _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
-    def forget(self) -> None:
+    def drop_references(self) -> None:
         """Drop all references, once the step is captured.
 
         C++ may keep autograd's node, and this with it, in a cycle with the node's results.
@@ -252,7 +254,7 @@ class _BlockCall:
         """Add the `block_forward` node; the tensors of `numbers` that it makes."""
         self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)
         nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
-        return self.calls.tensors(nodes, [self.trace.likes[n] for n in self.numbers])
+        return self.calls.make_fakes(nodes, [self.trace.likes[n] for n in self.numbers])
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the versions of tensors that backward may read, for `check_unwritten`."""
@@ -286,7 +288,7 @@ class _BlockCall:
         node = self.calls.add_node(block_backward, back, self.node, *cotangents)
         nodes = [self.calls.add_node(block_output, node, i) for i in back.gradients]
         likes = [g.meta["val"] for g in back.gradients.values()]
-        made = dict(zip(back.gradients, self.calls.tensors(nodes, likes), strict=True))
+        made = dict(zip(back.gradients, self.calls.make_fakes(nodes, likes), strict=True))
         return [made.get(i) for i in trace.takes]
 
 

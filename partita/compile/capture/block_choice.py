@@ -58,7 +58,7 @@ class BlockChoice:
     constants: frozenset[type] = frozenset()
 
     @classmethod
-    def of(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
+    def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
         """The choice that the argument `blocks` of `pt.compile` means.
 
         Raises:
@@ -80,7 +80,7 @@ class BlockChoice:
         """The same choice, in which floats of this class are constants."""
         return replace(self, constants=self.constants | {kind})
 
-    def leaving(self, kind: type, reason: str) -> BlockChoice:
+    def without_class(self, kind: type, reason: str) -> BlockChoice:
         """The same choice without modules of this class."""
         return replace(self, apart=(*self.apart, (kind, reason)))
 

@@ -321,7 +321,7 @@ class BlockFollower(TorchFunctionMode):
             with self._trace.tracing():
                 return call.func(*args, **kwargs)
         except BlockNumberRead:
-            self._trace.discard(self.kind)
+            self._trace.discard_last_call(self.kind)
         args, kwargs = bind_operands(values.__getitem__)
         with self._trace.tracing():
             out = call.func(*args, **kwargs)
@@ -334,7 +334,7 @@ class BlockFollower(TorchFunctionMode):
         self.is_tracing = True
         try:
             for t in self.taken[len(self.traced_taken) :]:
-                inner = self._trace.enter(t)
+                inner = self._trace.enter_tensor(t)
                 self._recorded[id(inner)] = TakenTensor(len(self.traced_taken))
                 self.traced_taken.append(inner)
         finally:

@@ -382,10 +382,10 @@ def is_closed(value: Any) -> bool:
 
 
 def scalar_places(func: Any) -> frozenset[int | str]:
-    """Where among its operands a function of torch takes a number of any kind for what it reckons
-    with, and never a size or a dimension: positions and keywords.
+    """The positions and keywords at which a torch function takes a number to compute with, and
+    never a size or a dimension.
 
-    A tensor of floats takes an int there as it takes the float of that value.
+    With a float tensor, an int there has the effect of the float of that value.
     """
     owner, _, name = getattr(func, "__qualname__", "").rpartition(".")
     if owner not in ("TensorBase", "Tensor", "_VariableFunctionsClass"):

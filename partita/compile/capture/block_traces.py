@@ -290,7 +290,7 @@ class BlockTracing:
         self.symbols.append(symbol)
         self.numbers.append(node)
 
-    def discard(self, kind: type) -> None:
+    def discard_last_call(self, kind: type) -> None:
         """Erase the nodes of the last call, which raised BlockNumberRead and will be repeated.
 
         Raises:
@@ -323,7 +323,7 @@ class BlockTracing:
             args[at[0]] = self.numbers[number]
         node.args = tuple(args)
 
-    def enter(self, t: torch.Tensor) -> torch.Tensor:
+    def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor that is traced in place of `t`: an alias of it at which history begins."""
         with Local(), torch.no_grad():
             inner = t.detach()
@@ -340,7 +340,7 @@ class BlockTracing:
             own_state(inner).gathered_from = state_of(t).gathered_from
         return inner
 
-    def finish(self, follower: BlockFollower) -> BlockTrace:
+    def finish_trace(self, follower: BlockFollower) -> BlockTrace:
         """The trace of the block that `follower` has recorded.
 
         Raises:

@@ -21,7 +21,7 @@ from ..guards.expected import MISSING
 from .answers import Guesses, StepRaises
 from .block_choice import BlockChoice
 from .block_tape import NotABlock, VaryingFloatRead
-from .capture_context import unlogged, without_dispatch_modes
+from .capture_context import errors_not_logged, without_dispatch_modes
 from .capture_run import CaptureRun
 from .numbers import PlainNumbers
 from .state import State
@@ -35,7 +35,7 @@ _ONE_AT_A_TIME = threading.RLock()
 @contextmanager
 def taking_turns() -> Iterator[None]:
     """Within, no other thread captures, and no dispatch mode of the user's follows the calls."""
-    with _ONE_AT_A_TIME, without_dispatch_modes(), unlogged():
+    with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
 
@@ -81,7 +81,7 @@ def capture(
             blocks = blocks.with_constants(refusal.kind)
             continue
         except NotABlock as refusal:
-            blocks = blocks.leaving(refusal.kind, refusal.reason)
+            blocks = blocks.without_class(refusal.kind, refusal.reason)
             continue
         except Exception as error:
             if (more := state.find_more(run.record.places.values())) is not None:

@@ -24,13 +24,13 @@ from partita.tensor.watch import HERE
 from .state_slots import Slot
 
 __all__ = [
-    "call_by_call",
     "compiling",
+    "errors_not_logged",
+    "hidden_from_watchers",
+    "lstm_as_calls",
     "profiled_by",
-    "swapped",
-    "unlogged",
+    "slots_swapped",
     "unprofiled",
-    "unseen",
     "without_dispatch_modes",
 ]
 
@@ -97,7 +97,7 @@ def compiling() -> Iterator[None]:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def hidden_from_watchers() -> Iterator[None]:
     """Within, watchers of the program (remat, saved-tensor hooks) see no fake tensor."""
     before, HERE.watcher = HERE.watcher, None
     hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if saving_hooks() else nullcontext()
@@ -121,7 +121,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 @contextmanager
-def unlogged() -> Iterator[None]:
+def errors_not_logged() -> Iterator[None]:
     """Within, errors of fake tensors are not logged in this thread: they are raised and explained.
 
     Private torch: the name of their logger.
@@ -140,7 +140,7 @@ def unlogged() -> Iterator[None]:
 
 
 @contextmanager
-def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Within, nn.LSTM is captured as the calls that it is made of, as other recurrent layers are.
 
     oneDNN's own layer keeps memory for backward whose size only oneDNN knows.
@@ -156,7 +156,7 @@ def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
+def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
     """Within, every slot holds `stand_in` of its value; gives what each holds."""
     before = [slot.value for slot in slots]
     try:

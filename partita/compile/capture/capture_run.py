@@ -35,13 +35,13 @@ from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
 from .block_traces import inline_blocks
 from .capture_checks import check_arguments, check_constants, check_operators, check_truth
-from .capture_context import call_by_call, compiling, swapped, unseen
+from .capture_context import compiling, hidden_from_watchers, lstm_as_calls, slots_swapped
 from .captured_attributes import (
     InputAttributes,
     ModuleAttributes,
     holds_made,
     is_filled,
-    left_in,
+    make_left_error,
     unrepeated_write_error,
 )
 from .differentiate import make_seeds_inputs
@@ -151,7 +151,7 @@ class CaptureRun:
         with inputs.mode:
             made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
             if self.questions.values:
-                gate_writes(made.graph, self.questions.given.values)
+                gate_writes(made.graph, self.questions.answers.values)
             trace = StepTrace(
                 inputs,
                 self.wires,
@@ -162,7 +162,7 @@ class CaptureRun:
                 self._collect_conditions(),
             )
             program = trace.program(made)
-        program.answers = self.questions.given
+        program.answers = self.questions.answers
         program.blocks = BlocksTraced(structures, self._blocks.apart_by_name)
         if not structures:
             program.work = [work for wire in self.wires.values() for work in wire.work]
@@ -201,17 +201,17 @@ class CaptureRun:
             stack.enter_context(compiling())
             # A function that is wrapped by `torch.compile` is captured as the function itself.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(call_by_call(self.modules))
-            stack.enter_context(unseen())
+            stack.enter_context(lstm_as_calls(self.modules))
+            stack.enter_context(hidden_from_watchers())
             calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)
             stack.enter_context(calls.intercepting(mode.tracer))
             self.record.before_backward = calls.check_results
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(exclusive(self._find_tensor_holders()))
             stack.enter_context(self.attributes.restored())
-            self._slot_values_before = stack.enter_context(swapped(self.slots, stand_in))
+            self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
             stack.enter_context(
-                self.optimizers.traced(stand_in, self._make_symbolic_number, recorder)
+                self.optimizers.standing_in(stand_in, self._make_symbolic_number, recorder)
             )
             self._number_slots = stack.enter_context(self._swap_numbers())
             args, kwargs = self._stand_in_arguments()
@@ -324,7 +324,7 @@ class CaptureRun:
     def guards(self) -> Guards:
         """The guards of what the step has read, with the values of now."""
         number_places = set()
-        for given in self.numbers.given:
+        for given in self.numbers.inputs_met:
             if given.path:
                 home = given.home
                 if isinstance(home, (Cell, ParamGroup)):
@@ -334,7 +334,9 @@ class CaptureRun:
         def is_number_input(home: Any, key: Any) -> bool:
             return (id(home), key) in number_places
 
-        return self.record.guards(is_number_input, self._slot_identities, self.state.guarded())
+        return self.record.guards(
+            is_number_input, self._slot_identities, self.state.guarded_places()
+        )
 
     def undo(self) -> None:
         """Undo what the step has written into Python objects."""
@@ -349,7 +351,7 @@ class CaptureRun:
         """
         seen = [
             *self.slots,
-            *self.attributes.left(self._slot_identities),
+            *self.attributes.list_left_tensors(self._slot_identities),
             *(slot for slot, _ in self._number_slots),
         ]
         slots = {slot.identity for slot in seen}
@@ -357,13 +359,13 @@ class CaptureRun:
             if write.identity in slots:
                 continue
             if is_filled(write.after):
-                if not self.attributes.holds(write.home):
+                if not self.attributes.is_of_module(write.home):
                     self._tensor_writes.append(write)
                     kept = write.attribute and not self._is_argument(write)
                     if not (isinstance(write.after, torch.Tensor) and kept):
-                        raise self.attributes.left_in(write.home, write.name, write.after)
+                        raise self.attributes.make_left_error(write.home, write.name, write.after)
             elif holds_made(write.after, self.inputs.identities):
-                raise left_in(write.name)
+                raise make_left_error(write.name)
             elif not write.again or self._is_argument(write):
                 raise self.make_unrepeated_write_error(write)
             else:
@@ -393,7 +395,7 @@ class CaptureRun:
         """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
         outputs = self.outputs
         outputs.add_result(result, self._is_returned_as_itself)
-        new_state = self.optimizers.made(self.inputs.stood_for)
+        new_state = self.optimizers.list_new_state(self.inputs.stood_for)
         for slot, first in zip(self.slots, self._slot_values_before, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
                 self._check_slot(slot)
@@ -403,7 +405,7 @@ class CaptureRun:
         for slot, first in self._number_slots:
             if slot.value is not first:
                 outputs.add_slot(slot, slot.value)
-        for slot in self.attributes.left(self._slot_identities):
+        for slot in self.attributes.list_left_tensors(self._slot_identities):
             outputs.add_slot(slot, slot.value)
         for write in self._tensor_writes:
             outputs.add_slot(Slot(write.name, "value", write.home, write.key), write.after)

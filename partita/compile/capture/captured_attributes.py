@@ -47,7 +47,7 @@ __all__ = [
     "holds_made",
     "is_filled",
     "left_gradient",
-    "left_in",
+    "make_left_error",
     "retains_gradient",
     "unrepeated_write_error",
 ]
@@ -92,11 +92,11 @@ class ModuleAttributes:
                     container.clear()
                     (container.update if isinstance(container, dict) else container.extend)(copy)
 
-    def holds(self, home: Any) -> bool:
+    def is_of_module(self, home: Any) -> bool:
         """Is `home` the `__dict__` of one of the modules?"""
         return any(home is known for _, known in self._homes)
 
-    def left_in(self, home: Any, name: str, value: Any) -> Exception:
+    def make_left_error(self, home: Any, name: str, value: Any) -> Exception:
         """The error to raise where the step leaves `value` in `home`, called `name`."""
         for _, attributes in self._homes:
             if home is not None and home is attributes.get("_buffers"):
@@ -106,9 +106,9 @@ class ModuleAttributes:
                     Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
                     Fix("call the module once before", "where its forward registers what it lacks"),
                 )
-        return left_in(name, value)
+        return make_left_error(name, value)
 
-    def left(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
+    def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
         """The attributes in which the step leaves a tensor; called within `restored`.
 
         Args:
@@ -125,7 +125,7 @@ class ModuleAttributes:
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
                 elif not _is_list_of_parameters(home[key], held.get(key)):
-                    raise left_in(f"{name}.{key}")
+                    raise make_left_error(f"{name}.{key}")
         return found
 
 
@@ -257,7 +257,7 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
     )
 
 
-def left_in(name: str, value: Any = None) -> Exception:
+def make_left_error(name: str, value: Any = None) -> Exception:
     """The error to raise where the step leaves a tensor or number in `name`."""
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     return not_captured(

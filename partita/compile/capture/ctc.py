@@ -56,7 +56,7 @@ def _define_operators(kind: str, overload: str) -> tuple[Any, Any]:
 
 
 def _make_replacements(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What stands for torch's loss and for its backward."""
+    """Replacements of torch's loss op and of its backward op, with their signatures."""
 
     def forward(*args: Any, blank: int = 0, zero_infinity: bool = False) -> Any:
         given = (*args, *(blank, zero_infinity)[len(args) - 4 :])

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import drop_unused, lazy_graph_modules
-from .scalars import Scalar, call_with_scalars, has_scalars, reckon
+from .scalars import Scalar, call_with_scalars, compute_scalar, has_scalars
 from .symbolic import is_symbolic
 
 __all__ = [
@@ -257,7 +257,7 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs):
         if not name:
-            return reckon(target, args, like)
+            return compute_scalar(target, args, like)
         return call_with_scalars(name, args, kwargs, like)
     if target is _aten.native_batch_norm.default:
         # It writes the running statistics without saying so in its schema; this variant says it.

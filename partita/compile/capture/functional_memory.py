@@ -25,19 +25,19 @@ __all__ = [
     "invert_view",
     "is_plain_write",
     "is_reshaped",
+    "is_write",
     "lie_alike",
     "makers_of_shared",
     "memory_that_is_written",
     "part_of",
     "shown_operand",
     "view_of",
-    "writes",
 ]
 
 _aten = torch.ops.aten
 
 
-def writes(target: Any) -> bool:
+def is_write(target: Any) -> bool:
     """Does an op write operands, by its schema?"""
     return bool(facts_of(target).writes)
 
@@ -178,7 +178,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     if facts_of(target).statistics:
         statistics = node.args[3:5] if node.args[5] else ()
         return [t for t in statistics if isinstance(t, fx.Node)]
-    if not writes(target):
+    if not is_write(target):
         return []
     args, kwargs, found = node.args, node.kwargs, list[fx.Node]()
     for written in facts_of(target).writes:

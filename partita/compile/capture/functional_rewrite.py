@@ -36,10 +36,10 @@ from .functional_memory import (
     invert_view,
     is_plain_write,
     is_reshaped,
+    is_write,
     lie_alike,
     part_of,
     view_of,
-    writes,
 )
 from .scalars import Scalar
 from .symbolic import is_symbolic
@@ -153,8 +153,8 @@ class _Rewrite:
             self._call_list(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
-        if changes_without_writes(target, args, kwargs) or writes(target):
-            if writes(target) and not is_plain_write(target):
+        if changes_without_writes(target, args, kwargs) or is_write(target):
+            if is_write(target) and not is_plain_write(target):
                 raise UnsureOfWrites
             call = _bind_call(call_without_writes, target)
             given = node.args, node.kwargs

@@ -62,7 +62,7 @@ class CapturedNumbers:
         self._values: list[tuple[Input, float]] = []
 
     @property
-    def given(self) -> list[Input]:
+    def inputs_met(self) -> list[Input]:
         """The inputs of all floats that were met, also of those that are not traced."""
         return [given for given, _ in self._values]
 
@@ -92,12 +92,12 @@ class CapturedNumbers:
 
     def asked_zeros(self) -> bool:
         """Has the step read or compared a traced zero? It stays plain from the next run on."""
-        asked = set(map(id, self._asked()))
+        asked = set(map(id, self._list_asked()))
         found = {given.name for given, value in self._values if value == 0 and id(given) in asked}
         self.plain.zeros |= found
         return bool(found)
 
-    def _asked(self) -> list[Input]:
+    def _list_asked(self) -> list[Input]:
         """The inputs of floats that were compared or read."""
         read = [g.expr for g in self.env.guards if type(g.expr).__name__ == "Equality"]
         guarded = {str(s) for expr in read for s in expr.free_symbols}
@@ -127,7 +127,7 @@ class CapturedNumbers:
                     tuple(names),
                 )
             )
-        asked = self._asked()
+        asked = self._list_asked()
         if asked:
             found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
         for given, value in self._values:

@@ -197,7 +197,7 @@ class CapturedOptimizers:
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
 
     @contextmanager
-    def traced(
+    def standing_in(
         self,
         stand_in: Callable[[Any], Any],
         number: Callable[..., Any],
@@ -304,7 +304,7 @@ class CapturedOptimizers:
                 now[name] = value
         return now
 
-    def made(
+    def list_new_state(
         self, stood_for: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
         """After the step: (slot, value) of state that optimizers did not hold before.

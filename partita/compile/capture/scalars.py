@@ -2,7 +2,7 @@
 
 A step is traced with symbolic numbers, but a graph has tensors alone. So each call that takes such
 a number is made again as one that takes a tensor (`call_with_scalars`), with the dtype that the
-number would have given, and arithmetic of Python becomes arithmetic on tensors (`reckon`).
+number would have given, and arithmetic of Python becomes arithmetic on tensors (`compute_scalar`).
 A number is a float64 tensor, as Python's floats are, an int64 or a bool.
 """
 
@@ -25,9 +25,9 @@ from .symbolic import is_symbolic
 __all__ = [
     "Scalar",
     "call_with_scalars",
+    "compute_scalar",
     "has_scalars",
-    "reckon",
-    "reckons",
+    "is_scalar_operation",
     "taken_as_numbers",
     "with_exact_numbers",
 ]
@@ -132,18 +132,18 @@ def _name_of(target: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def reckons(target: Any) -> bool:
+def is_scalar_operation(target: Any) -> bool:
     """Is `target` an operation on Python numbers that tensors can do?"""
     return _name_of(target) in _RECKONED
 
 
-def reckon(target: Any, args: Sequence[Any], like: Any) -> Scalar:
+def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     """An operation on Python numbers, done with tensors; `like` is its value when it was traced.
 
     Raises:
         CaptureError: tensors cannot do it as Python does.
     """
-    if not reckons(target):
+    if not is_scalar_operation(target):
         raise not_captured(
             f"the step asks for {_name_of(target)}(x) of a number that .item() gave",
             "it is known when the graph has run, and tensors do not reckon this as Python does",

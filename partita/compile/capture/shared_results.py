@@ -33,7 +33,7 @@ from .functional_memory import lie_alike, shown_operand
 __all__ = [
     "Pairs",
     "keep_apart",
-    "overlap",
+    "nodes_overlap",
     "overlapping_results",
     "refuse_cut_views",
     "share_memory_of_results",
@@ -122,7 +122,7 @@ def _make_views_of_each_other(
         base, calls = views_of(node, bases)
         if base in bases:
             values[i] = _call_again(calls, bases[base])
-        elif any(overlap(node, other) for other in kept):
+        elif any(nodes_overlap(node, other) for other in kept):
             _make_views(results, makers, values)
             return
         else:
@@ -252,7 +252,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
     end.args = (values,)
 
 
-def overlap(one: fx.Node, other: fx.Node) -> bool:
+def nodes_overlap(one: fx.Node, other: fx.Node) -> bool:
     """Do two nodes show an element of the same memory?"""
     first = views_of(one)[0]
     return first is views_of(other)[0] and _has_common_elements(*_replay_views([one, other], first))

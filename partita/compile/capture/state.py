@@ -97,20 +97,20 @@ class State:
         given = modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
-    def moved(self) -> bool:
+    def has_changed(self) -> bool:
         """Has a module or optimizer been exchanged, or the contents of a module or list changed?"""
         try:
             if any(slot.value is not value for slot, value in self.found):
                 return True
         except LookupError:  # a list or a dictionary that has become shorter
             return True
-        if self.regrouped():
+        if self.has_other_groups():
             return True
         if any(len(held) != count for held, count in self.lists):
             return True
         return any(contents_of_module(module) != inside for module, inside in self.parts)
 
-    def regrouped(self) -> bool:
+    def has_other_groups(self) -> bool:
         """Has an optimizer got other group dictionaries, as by `load_state_dict`?"""
         return any(
             len(now := group_lists_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
@@ -138,7 +138,7 @@ class State:
                 yield f"{name}.params[{i}]", len(group["params"])
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
-    def guarded(self) -> Iterator[Place]:
+    def guarded_places(self) -> Iterator[Place]:
         """Places that are guarded even if no read of them was seen: groups, marks of tensors."""
         for name, optimizer in self.optimizers.items():
             yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))

@@ -63,6 +63,9 @@ def key_of_operands(value: Any) -> Any:
     return (type(value), value) if isinstance(value, (bool, int)) else value
 
 
+# -- modules ---------------------------------------------------------------------------------------
+
+
 def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """A module of `graph` with the attributes of `root` that it uses; its code is made on use."""
     # Private torch: its own class for this, which Inductor and Dynamo use.
@@ -74,6 +77,9 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
     """Within, the modules that `make_fx` makes have their code made on use, too."""
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
+
+
+# -- effects ---------------------------------------------------------------------------------------
 
 
 def drop_unused(graph: fx.Graph) -> None:

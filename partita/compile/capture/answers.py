@@ -215,6 +215,9 @@ def _file_that_asks() -> str:
     return ""
 
 
+# -- predicted answers -----------------------------------------------------------------------------
+
+
 _SMALL = 64  # elements
 _DEEP = 32  # calls
 
@@ -278,6 +281,9 @@ def _compute_node(
 
 
 _aten = torch.ops.aten
+
+
+# -- gated writes ----------------------------------------------------------------------------------
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:

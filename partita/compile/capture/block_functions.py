@@ -68,6 +68,9 @@ def is_question(func: Any) -> bool:
     )
 
 
+# -- torch modes -----------------------------------------------------------------------------------
+
+
 def current_modes() -> tuple[Any, ...]:
     """The settings of torch that decide what a call does."""
     # Private, but one question for all devices: a block asks it often.

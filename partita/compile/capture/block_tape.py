@@ -286,6 +286,9 @@ def contains(value: Any, kind: type) -> bool:
     return type(value) is tuple and any(contains(v, kind) for v in value)
 
 
+# -- recording operands ----------------------------------------------------------------------------
+
+
 _ALIKE = (Enum, Spec, torch.Generator)
 """Types whose objects are compared by identity."""
 _PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))

@@ -235,6 +235,9 @@ def _shows_all(node: fx.Node) -> bool:
     return bool(made.shape == shown.shape and made.stride() == shown.stride())
 
 
+# -- tracing ---------------------------------------------------------------------------------------
+
+
 def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
     """The node that makes `t`. Raises NotABlock, for a block of class `kind`, if none does."""
     node = node_of(t)

@@ -168,6 +168,9 @@ def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iter
             slot.put(value)
 
 
+# -- profile function ------------------------------------------------------------------------------
+
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _here = threading.local()

@@ -129,6 +129,9 @@ class ModuleAttributes:
         return found
 
 
+# -- attributes of tensors -------------------------------------------------------------------------
+
+
 class InputAttributes:
     """Attributes that the program has set on input tensors, and that their stand-ins have too.
 
@@ -268,6 +271,9 @@ def make_left_error(name: str, value: Any = None) -> Exception:
     )
 
 
+# -- marks on tensors that the step makes ----------------------------------------------------------
+
+
 _grad: Any = torch._C.TensorBase.grad
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
 """Attributes that every fake tensor has."""
@@ -306,6 +312,9 @@ def check_no_marks(made: torch.Tensor) -> None:
             "what is no value is no part of a graph: it would be there once",
             Fix("set it outside the step", "on what the call returns"),
         )
+
+
+# -- other writes ----------------------------------------------------------------------------------
 
 
 def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:

@@ -154,6 +154,9 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
         inputs.add_made(Input(f"gradient {number}", "cotangent", like, number))
 
 
+# -- parts of a backward ---------------------------------------------------------------------------
+
+
 Edge = tuple[Any, int]
 
 

@@ -312,6 +312,9 @@ def _find_single_op(name: str) -> Any:
     return lambda x, *args, **kwargs: x.copy_(made(x, *args, **kwargs))
 
 
+# -- inputs ----------------------------------------------------------------------------------------
+
+
 def value_of_input(value: Any) -> torch.Tensor:
     """An input's value in the graph without writes, in which numbers are tensors."""
     if is_symbolic(value):

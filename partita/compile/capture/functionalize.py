@@ -102,6 +102,9 @@ def _has_same_metadata(a: Any, b: Any) -> bool:
     )
 
 
+# -- tracing the graph again -----------------------------------------------------------------------
+
+
 def trace_without_writes(
     graph: fx.GraphModule, makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -179,6 +182,9 @@ class _Noting(fx.Interpreter):
         if changes_without_writes(target, args, kwargs):
             return call_without_writes(target, args, kwargs, self._made)
         return super().call_function(target, args, kwargs)
+
+
+# -- views in place --------------------------------------------------------------------------------
 
 
 def without_views_in_place(graph: fx.Graph) -> None:

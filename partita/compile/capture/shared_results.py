@@ -192,6 +192,9 @@ def _make_view_error(node: fx.Node) -> CaptureError:
     )
 
 
+# -- results that overlap --------------------------------------------------------------------------
+
+
 Pairs = frozenset[frozenset[int]]
 """Pairs of places of results; for a result that shows input i, its place and -1 - i."""
 

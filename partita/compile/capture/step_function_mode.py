@@ -164,6 +164,9 @@ def _laid_out_like(x: Any, value: Any) -> Any:
     return value if one is None else tagged(value, one)
 
 
+# -- checks of values ------------------------------------------------------------------------------
+
+
 Checks = Iterator[tuple[torch.Tensor, str]]
 """What must be true, and torch's message where it is not."""
 

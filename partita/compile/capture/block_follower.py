@@ -64,7 +64,7 @@ class BlockFollower(TorchFunctionMode):
     Attributes:
         taken: the tensors from outside, in the order of first use.
         operands: the recorded operands of each call, with the floats of this block.
-        tape: the tape of this block: None while several match, set once a new one is begun or
+        tape: the tape of this block: None while known ones match, set once a new one is begun or
             forward has ended.
         traced_taken, traced_made: for a new tape, by number, the fake tensors that are traced.
         is_tracing: is a call being traced, so that calls are not the block's own?

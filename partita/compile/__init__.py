@@ -1,12 +1,15 @@
 """A training step as one graph: captured, checked, rewritten and compiled.
 
-In reading order: `entry` and `step` (the call), `call_guard` and `guards/` (may a program be used
-again), `pipeline` (how one is made): `capture/`, `program` and `captured_program`, `passes/`,
-`verify` and `key`, `backend/`; `memory/` (its schedule), `region` and `split` (a part of an eager
-model), `graph`, `pass_report` and `last_program` (what people read), `ledger_replay`,
-`padding_boundary`, `sharing` and `replicated_input_check` (around a run); and small parts:
-`arguments` (leaves of a call), `conditions`, `errors`, `phases`, `node_metadata`, `graph_nodes`,
-`effects`, `cotangents`, `repeats`, `ordering`, `graph_modules`, `step_facts`, `length_buckets`.
+In reading order:
+
+- The call: `entry` (`pt.compile`), `step`, `call_guard`, `guards/` (may a program be used again).
+- How a program is made: `pipeline`, which calls `capture/`, `passes/`, `verify`, `key`, `backend/`.
+- What a program is: `program`, `captured_program`, `conditions`, `arguments` (leaves of a call),
+  `node_metadata`, `graph_nodes`, `ordering`, `memory/` (its schedule).
+- A part of an eager model: `region` and `split`.
+- Around a run: `padding_boundary`, `sharing`, `replicated_input_check`, `ledger_replay`, `phases`.
+- What people read: `graph` and `repeats`, `pass_report`, `step_facts`, `last_program`, `errors`.
+- For batches of many lengths: `length_buckets`.
 """
 
 from .entry import compile

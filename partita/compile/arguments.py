@@ -1,8 +1,8 @@
-"""Arguments of a step: the leaves of a call, whatever holds them.
+"""Arguments of a step: the leaves of a call, in whatever containers and objects.
 
-torch's pytrees know lists, tuples and dictionaries. What a library makes of a batch (a dataclass, a
-UserDict, a SimpleNamespace, a class of one's own) is taken apart as well, where it has tensors and
-beside them nothing but data, and is made anew of what stands for its leaves.
+torch's pytrees know lists, tuples and dictionaries. An object that a library makes of a batch (a
+dataclass, a UserDict, a SimpleNamespace, a class of one's own) is taken apart as well, if it holds
+tensors and otherwise data alone; `unflatten_call` makes a new one of other leaves.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # what stands for num
 _LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
 _SIMPLE = frozenset(_NUMBERS)
 LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
-"""Types of which each value is a leaf as it is."""
+"""Types whose values are leaves."""
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
-"""What an object is made as, that has no `__new__` of its own."""
+"""Bases whose `__new__` makes an object of a class without a `__new__` of its own."""
 _DEPTH = 32  # of objects in one another; each costs frames of Python's stack
 
 
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of arguments or results, and what `unflatten_call` makes them again by.
+    """The leaves of arguments or results, and the structure that `unflatten_call` takes.
 
     Args:
-        stays: of which objects none is made anew.
+        stays: is an object to be a leaf, not taken apart?
     """
     leaves, structure = pytree.tree_flatten(call)
     if LEAVES.issuperset(map(type, leaves)):
@@ -64,7 +64,7 @@ def flatten_call(
 
 
 def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    """What `flatten_call` took apart, made of other leaves: what was one object is one again."""
+    """Put `leaves` into the structure of `flatten_call`; what was one object is one again."""
     try:
         return pytree.tree_unflatten(leaves, structure)
     finally:
@@ -72,18 +72,18 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
 
 
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
-    """The classes of the objects that `flatten_call` took apart."""
+    """The classes of objects that `flatten_call` has taken apart."""
     within = [kind for child in structure.children() for kind in classes_of_call(child)]
     return [structure.context[0], *within] if structure.type is _Parts else within
 
 
 def is_taken_apart(value: Any) -> bool:
-    """Is it an object of which `flatten_call` gives what it holds?"""
+    """Does `flatten_call` take this object apart?"""
     return _Opener().open(value) is not value
 
 
 def refuse_closed(name: str, leaf: Any) -> None:
-    """Raise if a leaf holds tensors that a captured step would not know for its inputs."""
+    """Raise CaptureError if a leaf holds tensors, which would be no inputs of a graph."""
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return
     inside = list(leaf) if isinstance(leaf, Set) else [_attributes_of_object(leaf)]
@@ -99,7 +99,7 @@ def refuse_closed(name: str, leaf: Any) -> None:
 
 
 class _MadeHere(threading.local):
-    """What this thread makes objects of."""
+    """By number, the objects that `unflatten_call` has made so far, in this thread."""
 
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}  # by number
@@ -110,7 +110,7 @@ _HERE = _MadeHere()
 
 @dataclass(frozen=True)
 class _Parts:
-    """An object taken apart: what it has as a dictionary or list, and its attributes by name."""
+    """An object taken apart: its items as a dictionary or list, and its attributes by name."""
 
     kind: type
     items: Any
@@ -120,7 +120,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Same:
-    """The object with this number, met once more."""
+    """Another occurrence of the object with this number."""
 
     number: int
 
@@ -130,17 +130,17 @@ def _is_parts(value: Any) -> bool:
 
 
 class _Opener:
-    """Objects of one call, each of which is taken apart once."""
+    """Takes the objects of one call apart, each once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and what stands for it
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and its parts
 
     def open(self, value: Any, depth: int = 0) -> Any:
         """`value`, or its parts where it is an object of data with tensors."""
         if isinstance(value, (*_DATA, *_LIVE)):
             return value
         if id(value) not in self._known:
-            self._known[id(value)] = value, value  # one that holds itself stays closed
+            self._known[id(value)] = value, value  # an object that holds itself stays whole
             if depth < _DEPTH:
                 self._known[id(value)] = value, self._open_value(value, depth + 1)
         return self._known[id(value)][1]
@@ -156,7 +156,7 @@ class _Opener:
             items = list(base.__iter__(value))
         attributes = _attributes_of_object(value)
         if not items and _SIMPLE.issuperset(map(type, attributes.values())):
-            return value  # settings, as most are
+            return value  # settings alone, as in most objects
         inside = items, attributes
         if _has_live(pytree.tree_leaves(inside)):
             return value
@@ -169,7 +169,7 @@ class _Opener:
 
 
 def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
-    """`value` with a number for each object that was taken apart, whose parts stand there once."""
+    """Number the objects taken apart; later occurrences become `_Same`."""
     if not isinstance(value, _Parts):
         return value
     if id(value) in numbers:
@@ -183,7 +183,7 @@ def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
 
 
 def _base_of(kind: type) -> type | None:
-    """As what an object of `kind` is made; None where Python cannot make one without its class."""
+    """The base whose `__new__` makes an object of `kind`; None where none does."""
     if kind.__module__ == "builtins":
         return None
     base = next(b for b in _BASES if issubclass(kind, b))
@@ -197,14 +197,14 @@ def _attributes_of_object(value: Any) -> dict[str, Any]:
 
 
 def _slots_of(kind: type) -> list[str]:
-    """The names under which objects have what stands in the slots of `kind`."""
+    """The attribute names of the `__slots__` of `kind`."""
     given = kind.__dict__.get("__slots__", ())
     names = (given,) if isinstance(given, str) else tuple(given)
     return [_own_name(kind, s) for s in names if s not in ("__dict__", "__weakref__")]
 
 
 def _own_name(kind: type, name: str) -> str:
-    """As Python calls a `__name` within a class."""
+    """The name as mangled by Python within the class `kind`."""
     own = kind.__name__.lstrip("_")
     private = name.startswith("__") and not name.endswith("__") and own
     return f"_{own}{name}" if private else name

@@ -1,7 +1,8 @@
-"""Call guards: whether a call is like the one before in all but the values of its tensors.
+"""Call guards: does a call differ from the one before in more than the values of its tensors?
 
-To say of hundreds of tensors what they are takes longer than a small step computes. But most calls
-find the same tensors in the same memory as the call before, and that is seen by identity.
+To describe hundreds of tensors takes longer than a small step computes. But most calls find the
+same tensor objects in the same storages as the call before, which identity comparisons show. A call
+that is not like the last one takes the longer way through signatures (`CompiledStep`).
 """
 
 from __future__ import annotations
@@ -32,20 +33,19 @@ _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 
 
 class CallGuard:
-    """One call, to which others are compared.
+    """One call, with which later ones are compared.
 
     Args:
-        slots: its tensors, those of optimizers too.
+        slots: of the state, those of optimizers too.
         tensors: the leaves of the call, as `tensors_of_call` gives them.
         call: its (args, kwargs).
-        program: what it runs.
+        program: that it runs.
         state: what the step reaches.
 
     Attributes:
-        program: as given.
-        usable: whether calls can be compared to this one. Not where one tensor is two arguments,
-            nor where a module holds what has a history, a gathered parameter, which must not be
-            held.
+        usable: can calls be compared with this one? Not where one tensor is two arguments, nor
+            where a module holds a tensor with a history (a gathered parameter), which a guard
+            must not keep alive.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class CallGuard:
         self._others = Conditions(c for c in program.conditions if c not in asked)
 
     def _find_fixed_input(self, kind: str, index: int, count: int) -> torch.Tensor | None:
-        """An input that is the same memory in each call; None of others."""
+        """The local tensor of an input that has the same memory in each call; None of others."""
         if kind in ("parameter", "buffer", "optimizer", "value") and 0 <= index < count:
             return local_of(self._held[index])
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """The leaves of a call, where it is like this one; else None."""
+        """The leaves of a call like this one; None where it differs."""
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
                 return None
@@ -119,7 +119,7 @@ class CallGuard:
         try:
             if not self._as_before():
                 return None
-        except LookupError:  # a place that a list or a dictionary has no longer
+        except LookupError:  # a list or dictionary has become shorter
             return None
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
@@ -130,7 +130,7 @@ class CallGuard:
         return tensors if self._has_met_conditions(tensors) else None
 
     def _has_met_conditions(self, tensors: list[Any]) -> bool:
-        """Do the program's conditions hold? Those of numbers do while these are the same ones."""
+        """Do the program's conditions hold? Those on numbers do for the same number objects."""
         numbers = [given.number(tensors) for given in self._asked]
         if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
             return self._others.failed(tensors) is None
@@ -139,7 +139,7 @@ class CallGuard:
         return holds
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """What the program's inputs are in a call whose leaves are `tensors`."""
+        """The values of the program's inputs in a call with these leaves."""
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)
             if value is not self._values[i]:
@@ -150,12 +150,13 @@ class CallGuard:
         return found
 
     def _as_before(self) -> bool:
+        """Are guards, training flags, optimizers and state tensors as in this call?"""
         assert self.program.guards is not None
         if not self.program.guards.hold():
             return False
         if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
             return False
-        if self._state.regrouped():
+        if self._state.has_other_groups():
             return False
         for optimizer, state, keys, entries, counts in self._optimizers:
             if optimizer.state is not state or len(state) != len(keys):
@@ -168,7 +169,7 @@ class CallGuard:
 
 
 def _kind_of(value: Any) -> tuple[Any, ...]:
-    """What a graph is made for, of one leaf of a call."""
+    """What a program is made for, of one leaf of a call."""
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
     with Local():  # or each attribute of a DTensor would enter it for itself

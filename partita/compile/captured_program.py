@@ -1,4 +1,8 @@
-"""Captured programs: a graph, what capture took for granted, and how a call of the step runs it."""
+"""Captured programs: a program with the conditions of its capture, and how a call runs it.
+
+`run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
+the result. Conditions, guards and answers say when the program may run instead of the step.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +39,15 @@ class CapturedProgram(Program):
     """A captured step.
 
     Attributes:
-        compared: plain values that stand next to DTensors, which ranks compare before the first
-            run.
-        conditions: what it takes for granted of Python numbers.
-        guards: what must be as it was at capture.
-        writes: what the step changes of Python, the same in each call.
-        answers: what it takes for granted of the values that torch asks for.
+        compared: plain values used with DTensors, which ranks compare before the first run.
+        conditions: on its inputs: numbers, gradients, facts of tensors.
+        guards: on what the step read of Python at capture.
+        writes: what the step changes in Python objects, the same in each call.
+        answers: to what torch asks of values, for which the program was made.
         blocks: how its blocks were traced.
-        work: its matrix products, as ledgers are told of them; none where blocks are traced once.
-        captured: it, before any pass.
-        sharing: looks whether what it writes lies in the memory of another input.
+        work: its matrix products, for ledgers; empty where blocks are traced once.
+        captured: the program before any pass.
+        sharing: finds inputs that overlap one that is written.
     """
 
     compared: Compared | None = None
@@ -59,12 +62,12 @@ class CapturedProgram(Program):
 
     @cached_property
     def changes(self) -> list[Any]:
-        """What each pass did to the graph. They are run again: it may take seconds."""
+        """What each pass did to the graph. The passes run again, which may take seconds."""
         assert self.captured is not None
         return changes_of(self.captured, self.without, self.passes)
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if a plain value or a number that is taken for one value differs."""
+        """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
         numbers = [i for i in self.inputs if i.kind == "number"]
         for wire in self.wires if numbers else ():
             agree(
@@ -79,9 +82,9 @@ class CapturedProgram(Program):
             self.compared.check(tensors, function_of(self.compared.graph, self.groups))
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Look at the memory of what stays between calls, which may be another than before.
+        """Look at the memory of state, which may have been exchanged since the last call.
 
-        Let it have room for its padding, where it has come without, and note where it is.
+        Uneven shards get room for their padding, and `sharing` notes the storages.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -91,14 +94,14 @@ class CapturedProgram(Program):
         self.sharing.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Run it over the tensors of a call, and put everything where it belongs.
+        """Run it in a call with these leaves, and put its outputs where the step puts them.
 
         Args:
             inputs: as for `run_graph`.
 
         Returns:
-            What the step does; an `OtherAnswers` where the call has other answers: it has then
-            changed nothing, and drawn nothing.
+            The step's result; or an `OtherAnswers` where this call's answers differ from the
+            program's. Nothing has changed then, and generators are as they were.
         """
         if self.answers.values:
             generators = map(default_generator, self.draws_on)
@@ -117,13 +120,13 @@ class CapturedProgram(Program):
         made: dict[int, Any] = {}
         value: Any
         for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
-            if output.asks_gradient:  # itself, but for an input, which is the caller's
+            if output.asks_gradient:  # of an input an alias: the input itself is the caller's
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
                 value = tagged(value, output.spec)
-            if output.scalar and isinstance(value, torch.Tensor):  # else the step's own constant
+            if output.scalar and isinstance(value, torch.Tensor):  # else a constant of the step
                 value = value.item()
-            if output.retains_grad and value.requires_grad:  # else its history is used up
+            if output.retains_grad and value.requires_grad:  # else its history was used up
                 value.retain_grad()
             made[output.tensor] = value
             if output.kind == "result":

@@ -1,4 +1,8 @@
-"""Conditions of a program: what it takes for granted of the numbers and gradients that it reads."""
+"""Conditions of a program: what it takes as given of its inputs' numbers, gradients and facts.
+
+Before a program runs in a call, each condition must hold for the call's leaves; if one does not,
+another program is found or captured, and `reason` says why.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,15 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """What a program takes for granted of its numbers.
+    """A condition on Python numbers.
 
     Attributes:
-        text: as a person would say it: "optimizer.weight_decay[0] != 0".
-        line: the user's, that asks.
-        numbers: that it is about.
+        text: for people, as "optimizer.weight_decay[0] != 0".
+        line: the user's line that asks.
+        numbers: the inputs that it is about.
         values: theirs at capture.
-        code: over `numbers` by their symbols; None where they must be what they were.
-        symbols: of `numbers`.
+        code: an expression of their `symbols`; None where they must have the same values.
+        symbols: the names of `numbers` in `code`.
     """
 
     text: str
@@ -55,7 +59,7 @@ class Condition:
             return False
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        """Why it does not hold: which number became what, and who asks."""
+        """Why it does not hold: which number became what, and which line asks."""
         changed = [
             f"{given.name}: {was} became {now}"
             for given, was in zip(self.numbers, self.values, strict=True)
@@ -77,12 +81,12 @@ def _is_same_number(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientCondition:
-    """Whether a tensor whose gradient a program reads has one, and of what kind.
+    """A condition on the gradient of an input: that there is one (or none), and its metadata.
 
     Attributes:
         name: of the tensor.
-        index: among those of a call.
-        kind: of the gradient at capture.
+        index: among the leaves of a call.
+        kind: `kind_of_gradient` at capture.
     """
 
     name: str
@@ -102,11 +106,11 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """Tensors of one number each, which a program takes for the same number.
+    """A condition that tensors of one number each hold the same number (`capture/equal_counts`).
 
     Attributes:
         names: of the tensors.
-        indices: among those of a call.
+        indices: among the leaves of a call.
     """
 
     names: tuple[str, ...]
@@ -129,8 +133,10 @@ class EqualInputs:
 
 
 def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The numbers that tensors of no dimensions, alike but for that, hold; read at once, which is
-    five times as fast as one by one. Zeros where they have no memory, as before the first step."""
+    """The values of zero-dimensional tensors of equal metadata; zeros for meta tensors.
+
+    They are read at once, which is five times as fast as one by one.
+    """
     with Local(), torch.no_grad():
         if tensors[0].is_meta:
             return [0.0] * len(tensors)
@@ -142,7 +148,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def kind_of_gradient(t: torch.Tensor) -> Any:
-    """What a program is made for, of the gradient of `t`; None where there is none."""
+    """Layout or shape, dtype, device and strides of the gradient of `t`; None without one."""
     with Local():
         grad = _grad.__get__(t)
         if grad is None:
@@ -151,15 +157,15 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
 
 
 class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondition", ...]):
-    """All that a program takes for granted of the values of its inputs."""
+    """All conditions of a program."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
-        """Why a call with these leaves needs another program, if it does."""
+        """The reason of the first condition that does not hold for these leaves; else None."""
         for condition in self:
             if not condition.holds(tensors):
                 return condition.reason(tensors)
         return None
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """Do numbers of optimizers differ, that the program takes for equal?"""
+        """Does an `EqualInputs` not hold?"""
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)

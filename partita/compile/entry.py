@@ -1,4 +1,4 @@
-"""`pt.compile`: how does a user ask for a compiled step, and in which way?"""
+"""`pt.compile`: how a user asks for a compiled step or region, with which options."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compile(
         "blocks": blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
         "sections": sections,
     }
-    BlockChoice.of(options["blocks"])
+    BlockChoice.from_option(options["blocks"])
     if step is None:
         return lambda f: compile(f, **options)
     if not isinstance(step, nn.Module):

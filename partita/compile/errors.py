@@ -1,4 +1,4 @@
-"""Errors of capture: what is raised where a step cannot become one graph?"""
+"""Errors of capture: what is raised where a step cannot become one graph, and when to try again."""
 
 from __future__ import annotations
 
@@ -8,33 +8,61 @@ from partita.comm import user_line
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
-__all__ = ["EAGER", "CaptureError", "Holding"]
+__all__ = ["EAGER", "CaptureError", "Holding", "RefusedCall"]
 
 EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
 
 
 class Holding(Protocol):
-    """What a step had read when it could not be captured, and whether it is still so: guards."""
+    """Guards of what a step had read when it could not be captured."""
 
     def hold(self) -> bool:
         """Is everything as it was?"""
 
     def as_now(self) -> Holding:
-        """The same of what is there now."""
+        """The same guards with the values of now."""
 
 
 class CaptureError(LayoutError):
-    """A step does what a graph cannot say: a branch on data, a tensor from nowhere.
+    """A step does what a graph cannot express: a branch on data, a tensor that is no input.
 
     Attributes:
-        guards: what the step had read of Python until then; None where that is not known.
+        guards: of what the step had read of Python until then; None where that is not known.
     """
 
     guards: Holding | None = None
 
 
+class RefusedCall:
+    """A kind of call that could not be captured, and what the step had read of Python by then.
+
+    It is tried again when something of that has changed, but not by the step itself when it runs
+    eagerly: what stands there after a run is what the next call is compared to.
+
+    Args:
+        guards: of what was read; None where it is not known.
+        tries: how many captures have failed; after `_MOST_TRIES` none is made any more.
+    """
+
+    def __init__(self, guards: Holding | None, tries: int):
+        self._guards = guards if tries < _MOST_TRIES else None
+        self.tries = tries
+
+    def holds(self) -> bool:
+        """Would another capture read what the last one read?"""
+        return self._guards is None or self._guards.hold()
+
+    def note_run(self) -> None:
+        """The step has run eagerly."""
+        if self._guards is not None and not self._guards.hold():
+            self._guards = self._guards.as_now()
+
+
+_MOST_TRIES = 16  # captures of one kind of call, for other values of Python
+
+
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:
-    """The error to raise; `place` is the user's line where None."""
+    """The error to raise; `place` is the user's current line where None."""
     return CaptureError(
         f"capture: {fact}",
         place=user_line() if place is None else place,
@@ -44,7 +72,7 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
 
 
 def of_data(op: str, *, place: str | None = None) -> CaptureError:
-    """The error to raise where `op`, as "aten::nonzero", makes what has no shape beforehand."""
+    """The error to raise where the output shape of `op`, as "aten::nonzero", depends on data."""
     return not_captured(
         f"the shape of {op.removeprefix('aten::')} depends on data",
         "a graph is of tensors whose shapes are known before it runs",
@@ -53,7 +81,7 @@ def of_data(op: str, *, place: str | None = None) -> CaptureError:
 
 
 def of_anomalies() -> CaptureError:
-    """The error to raise where a backward pass is to be watched for NaN."""
+    """The error to raise where a backward pass runs in anomaly mode."""
     return not_captured(
         "the step has a backward pass in torch's anomaly mode",
         "a graph has a backward pass of its own, in which nobody looks for NaN",
@@ -62,7 +90,7 @@ def of_anomalies() -> CaptureError:
 
 
 def cannot_be_kept(budget: int, least: int) -> CaptureError:
-    """The error to raise where a step needs more than its budget; `least` is what it needs."""
+    """The error to raise where a step needs more bytes than its budget; `least` suffices."""
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",

@@ -1,8 +1,8 @@
-"""Graphs as text: how does a person read a graph, and how does a machine compare two?
+"""Graphs as text, for people and for comparison.
 
-A node is a line. `Graph` shows what a person asks: what it makes, laid out how, how many bytes, in
-which move and why, for which line of the program. `canonical` says only what the program is, and
-nothing of the process that captured it, so that equal programs are equal texts.
+`Graph` prints a line for each node: name, call, shape and layout, bytes, the move and its reason,
+and the user's line. `canonical` gives lines that contain what the program is and nothing of the
+process that captured it, so that equal programs are equal texts on all ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class Graph:
         return [n for n in self.nodes if is_collective(n)]
 
     def to_string(self, repeats: bool = True) -> str:
-        """A line for each node, and one for all.
+        """A line for each node, and a total.
 
         Args:
-            repeats: print what repeats itself, as equal blocks do, each time; else once, and how
-                often it comes.
+            repeats: print repeated parts, as equal blocks, each time; else once, with a count.
         """
         nodes, roles = self.nodes, list(self._find_roles())
         rows = [_row_of_node(node, says) for node, says in zip(nodes, roles, strict=True)]
@@ -81,7 +80,7 @@ class Graph:
 
 
 def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
-    """Name, what it does, what it makes, bytes, why, where."""
+    """The cells of a line: name, call, value, bytes, reason, place."""
     note, value = note_of(node), node.meta.get("val")
     shape, size = "", ""
     if isinstance(value, torch.Tensor):
@@ -98,25 +97,25 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str
     return node.name, called, shape, size, why, where
 
 
-_FEW = 8
-"""Lines: what repeats itself is at least as long."""
+_LEAST_LINES = 8
+"""The shortest part that is folded as a repeat, in lines."""
 
 
 def _signature_of_row(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
-    """What is equal for lines that say the same of two blocks, which have numbers."""
+    """A key that is equal for corresponding lines of two blocks, whose names have other numbers."""
     others = fx.node.map_arg((node.args, node.kwargs), lambda _: None)
     called = "" if node.op == "placeholder" else f"{node.target}{others}"
     return called, *row[2:4], re.sub(r"\d+", "", row[4]), row[5]
 
 
 def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
-    """The lines, with what repeats itself once."""
-    if len(lines) < 2 * _FEW or (found := repeats_of(alike, _FEW)) is None:
+    """The lines, with each repeated part printed once."""
+    if len(lines) < 2 * _LEAST_LINES or (found := repeats_of(alike, _LEAST_LINES)) is None:
         return lines
     part, period = found
     begin, times = part.start, len(part) // period
     end, more = begin + times * period, (times - 1) * period
-    if more < 2 * _FEW:
+    if more < 2 * _LEAST_LINES:
         return lines
     said = f"... these {period} lines {times - 1} more time{'s' * (times > 2)} ({more} lines)"
     return [
@@ -132,25 +131,25 @@ def _format_operands(node: fx.Node) -> str:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of what a node makes on a rank; 0 where that is no tensor."""
+    """Bytes of a node's value on a rank; 0 where that is no tensor."""
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Does it send?"""
+    """Is it a collective that sends?"""
     space = getattr(node.target, "namespace", "")
     named = space == "_c10d_functional" and "wait_tensor" not in str(node.target)
     return named or node.target in (all_gather, all_to_all)
 
 
-# -- as a machine reads it -------------------------------------------------------------------------
+# -- for comparison -------------------------------------------------------------------------------
 
 
 def canonical(program: Program) -> list[str]:
     """The program as lines that are equal for equal programs, on every rank and in every run.
 
-    Not in them: names, source lines, addresses, the index of a device, where a rank is.
+    They do not contain names, source lines, addresses, device indices or coordinates.
     """
     number: dict[fx.Node, str] = {}
     lines = []
@@ -178,7 +177,7 @@ def canonical(program: Program) -> list[str]:
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """A call, an input or an output as text that is equal where it is the same.
+    """A node as text that is equal for equal nodes.
 
     Args:
         number: how the nodes that it reads are named.

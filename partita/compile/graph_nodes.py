@@ -1,25 +1,40 @@
-"""Nodes of a graph, added, copied and told apart in one way.
+"""Nodes and modules of graphs: added, copied and dropped without what torch.fx spends on them.
 
-`fx.Graph` walks through the operands of each call that it is given, to warn of symbolic numbers
-among them: half of what a node costs, and a graph has thousands. The grammar of a captured graph
-(`verify`) has none. A node that is given its operands afterwards is the same, without the walk.
+`fx.Graph` walks through the operands of each new call to warn of symbolic numbers: half of what a
+node costs. A captured graph (`verify`) has none, so operands are assigned afterwards.
+`fx.GraphModule` writes and compiles Python code whenever its graph is set; between capture and the
+last pass nobody runs it, so that the modules here do it on first use. `drop_unused` erases calls
+whose value nobody uses, unless they have an effect: they write, draw or check.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx
+from torch.fx import _lazy_graph_module
 
-__all__ = ["add_call", "copy_node", "key_of_operands"]
+from partita.tensor.op_facts import facts_of
+
+__all__ = [
+    "add_call",
+    "checks_value",
+    "copy_node",
+    "drop_unused",
+    "has_effect",
+    "key_of_operands",
+    "lazy_graph_module",
+    "lazy_graph_modules",
+]
 
 
 def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
-    """A call more, where the graph inserts; as `fx.Graph.call_function`."""
+    """Add a call at the graph's insertion point; as `fx.Graph.call_function`."""
     node = graph.create_node("call_function", target, name=name)
     node.args = args
     if kwargs:
@@ -28,7 +43,7 @@ def add_call(
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
-    """A copy of a node, of whose operands `of` gives the new ones; as `fx.Graph.node_copy`."""
+    """Add a copy of a node whose operands are mapped by `of`; as `fx.Graph.node_copy`."""
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     made.args = fx.node.map_arg(node.args, of)
     if node.kwargs:
@@ -38,7 +53,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> f
 
 
 def key_of_operands(value: Any) -> Any:
-    """What tells the operands of a call from others: 1 is not 1.0, nor True, and 0.0 not -0.0."""
+    """A key of operands, in which 1 is not 1.0, nor True, and 0.0 is not -0.0."""
     if isinstance(value, (list, tuple)):
         return tuple(key_of_operands(v) for v in value)
     if isinstance(value, dict):
@@ -46,3 +61,44 @@ def key_of_operands(value: Any) -> Any:
     if isinstance(value, float):
         return float, value.hex()
     return (type(value), value) if isinstance(value, (bool, int)) else value
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of `graph` with the attributes of `root` that it uses; its code is made on use."""
+    # Private torch: its own class for this, which Inductor and Dynamo use.
+    made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
+    return made
+
+
+def lazy_graph_modules() -> AbstractContextManager[None]:
+    """Within, the modules that `make_fx` makes have their code made on use, too."""
+    found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
+    return found
+
+
+# -- effects ---------------------------------------------------------------------------------------
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase calls whose value nobody uses, collectives too, unless they have an effect."""
+    for node in reversed(graph.nodes):  # fx's own looks at the whole graph first
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Must a node stay though nobody uses its value: does it write, draw or check?"""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    facts = facts_of(node.target)
+    if facts.statistics:
+        return bool(node.args[3] is not None and node.args[5])
+    return bool(facts.writes) or facts.draws or facts.checks
+
+
+def checks_value(node: fx.Node) -> bool:
+    """Does a call only raise where a value is not as it must be?"""
+    return node.op == "call_function" and facts_of(node.target).checks

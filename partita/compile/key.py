@@ -1,9 +1,9 @@
-"""Keys of programs: under which key is a compiled step found, and do all ranks mean the same?
+"""Keys of programs: a hash that is equal for equal programs, and the check that all ranks agree.
 
-The key is a hash of what the program is, never of objects: the canonical text of its graph, the
-layouts of its inputs, the options, and the versions of what compiles it. Ranks compare keys with
-one small collective before any of them compiles. Where they differ, the first line that does is
-sought by halves, and all ranks raise the same error.
+The key hashes what the program is, never objects: the canonical text of its graph, the layouts of
+its inputs, the options, and the versions of what compiles it. Ranks compare hashes with one small
+collective before any of them compiles. Where they differ, bisection over the lines finds the first
+that does, and all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["agree", "digest_of", "key_of", "versions"]
 
 
 def versions() -> list[str]:
-    """What else decides what is compiled: versions and the machine's kind."""
+    """The versions and the kind of machine, which also decide what is compiled."""
     return [f"torch {torch.__version__}", f"partita {version('partita')}", platform.machine()]
 
 
@@ -32,7 +32,7 @@ def key_of(lines: Sequence[str]) -> str:
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """63 bits that tell texts apart, the same in every process."""
+    """A 63-bit hash of lines, the same in every process."""
     raw = hashlib.sha256("\n".join(lines).encode()).digest()
     return int.from_bytes(raw[:8], "big") >> 1
 
@@ -48,17 +48,17 @@ def agree(
     Args:
         lines: the program of this rank.
         where: for each line the user's line that it comes from.
-        stages: gives what made the program, capture and passes, and a digest of it after each.
-            It is asked for only where ranks differ, and then on all of them.
+        stages: gives (name, digest of the program after it) for capture and each pass. Called
+            only where ranks differ, and then on all of them.
 
     Raises:
         LayoutError: the first line in which two ranks differ, as both have it.
     """
-    told = wire.gather_ints(_hash_lines(lines))
-    if len(set(told)) <= 1:
+    hashes = wire.gather_ints(_hash_lines(lines))
+    if len(set(hashes)) <= 1:
         return
     shortest = min(n for (n,) in wire.gather_ints((len(lines),)))
-    same, differ = 0, shortest + 1  # that many lines are equal; that many are not
+    same, differ = 0, shortest + 1  # the first `same` lines are equal, the first `differ` are not
     while differ - same > 1:
         middle = (same + differ) // 2
         if middle <= shortest and len(set(wire.gather_ints(_hash_lines(lines[:middle])))) <= 1:
@@ -69,7 +69,7 @@ def agree(
     place = where[same] if same < len(where) else ""
     texts = gather_texts(f"{mine}   {place}".rstrip(), wire)
     other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
-    by = _parted_at(stages(), wire)
+    by = _find_diverging_pass(stages(), wire)
     raise LayoutError(
         f"compile: the pass {by} has made different programs on the ranks"
         if by
@@ -84,12 +84,12 @@ def agree(
     )
 
 
-def _parted_at(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
-    """The first pass after which the ranks' programs differ; "" where capture's did, or options."""
+def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
+    """The first pass after which ranks differ; "" if capture or options do."""
     count = min(n for (n,) in wire.gather_ints((len(stages),)))
-    told = wire.gather_ints(tuple(digest for _, digest in stages[:count])) if count else [()]
+    by_rank = wire.gather_ints(tuple(digest for _, digest in stages[:count])) if count else [()]
     for i in range(count):
-        if len({digests[i] for digests in told}) > 1:
+        if len({digests[i] for digests in by_rank}) > 1:
             return stages[i][0] if i else ""
     return ""
 

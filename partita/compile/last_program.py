@@ -1,4 +1,4 @@
-"""The last program: what does a compiled step say of what ran last?"""
+"""The last program of a compiled step: its graph, memory, passes and key, for people to read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LastProgram:
 
     @property
     def program(self) -> CapturedProgram:
-        """What ran last.
+        """The program that ran last.
 
         Raises:
             ValueError: nothing was captured yet.
@@ -50,25 +50,25 @@ class LastProgram:
 
     @property
     def graph(self) -> Graph:
-        """What ran last, to be printed: a line for each node. Raises as `program`."""
+        """The graph of the last program, printed with a line for each node. Raises as `program`."""
         from .graph import Graph
 
         return Graph(self.program)
 
     def explain(self) -> str:
-        """What each pass did to what ran last, and what it saved. Raises as `program`.
+        """What each pass did to the last program, and what it saved. Raises as `program`.
 
         The passes are run again to see what each does to the predicted peak: it may take seconds.
         """
-        from .pass_report import explained
+        from .pass_report import explain_passes
 
         captured = self.program.captured
         assert captured is not None
-        return explained(captured, self.without, self.passes)
+        return explain_passes(captured, self.without, self.passes)
 
     def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
-        """Write what ran last as a page that needs no network: memory over the step by class, what
-        holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
+        """Write a page on the last program that needs no network: memory over the step by class,
+        what holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
         plotly.
 
         Args:
@@ -94,10 +94,10 @@ class LastProgram:
 
     @property
     def memory(self) -> Memory:
-        """When each buffer of what ran last is there, and what holds the peak. Raises as `program`.
+        """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
 
         Raises:
-            ValueError: or this torch generates code of another kind than is known.
+            ValueError: also where this torch generates code of an unknown form.
         """
         from .memory.storages import scheduled
 
@@ -105,13 +105,13 @@ class LastProgram:
 
     @property
     def artifact(self) -> Built | None:
-        """How what ran last was had: "compiled in 10.3 s", "loaded in 0.4 s". Raises as `program`.
+        """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
 
-        None where it runs without having been compiled.
+        None where it runs without being compiled. Raises as `program`.
         """
         return self.program.built
 
     @property
     def key(self) -> str:
-        """The key of what ran last: equal for equal programs, on every rank and in every run."""
+        """The key of the last program: equal for equal programs, on every rank and in every run."""
         return self.program.key

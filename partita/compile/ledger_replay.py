@@ -1,14 +1,15 @@
-"""Ledger replay: what do ledgers, `strict()` and `check_ranks()` learn of a graph that runs?
+"""Ledger replay: what ledgers, `strict()` and `check_ranks()` are told of a graph that runs.
 
-What they would of the same moves made eagerly: each collective with its bytes, its reason and the
-user's line. A graph's are known beforehand, so a run costs nothing where nobody listens.
+They get the records that the same moves give in eager: each collective with its bytes, its reason
+and the user's line. A graph's moves are known beforehand, so a run costs nothing without listeners.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from partita.comm import Record, Wire
+from partita.comm import Record, Wire, user_line
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
@@ -17,11 +18,11 @@ from .graph import is_collective
 from .node_metadata import Note, note_of
 from .program import Program
 
-__all__ = ["list_sent_moves", "tell", "tell_work"]
+__all__ = ["announce_run", "list_sent_moves", "record_moves"]
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """The moves that send, in the order in which they begin. A bucket is one."""
+    """The records of moves that send, in the order in which they begin; one for each bucket."""
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
         given = program.inputs[i]
@@ -33,7 +34,7 @@ def list_sent_moves(program: Program) -> list[Record]:
         if is_collective(node):
             note = note_of(node)
             wire, axes = program.groups[str(node.args[-1])]
-            # What is done by several collectives on some backend is one move.
+            # On some backends a move is several collectives.
             found.setdefault(
                 (note.move, note.phase, note.reason) if note.move else id(note),
                 _record_of_note(note, wire, axes),
@@ -55,8 +56,8 @@ def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
     )
 
 
-def tell(program: Program) -> None:
-    """Note what a program is going to carry; of a region, what its forward is.
+def record_moves(program: Program) -> None:
+    """Add the moves of a program, of a region those of its forward, to the ledgers.
 
     Raises:
         LayoutError: it makes an implicit move, and `strict()` forbids it.
@@ -76,8 +77,27 @@ def tell(program: Program) -> None:
         log.moves += program.carried
 
 
-def tell_work(program: CapturedProgram) -> None:
-    """Tell the ledgers which matrix products a program is going to do, and who repeats them."""
+def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
+    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run.
+
+    Args:
+        title: how errors call the step.
+        tensors: the leaves of the call.
+
+    Raises:
+        LayoutError: `strict()` forbids it, or ranks differ under `check_ranks()`.
+    """
+    assert program.scope is not None
+    if program.scope.check is not None:
+        for wire in program.wires:
+            wire.check(f"compiled {title} runs {program.key[:16]} at {user_line()}")
+        program.compare(tensors)
+    record_moves(program.runs)
+    _record_work(program)
+
+
+def _record_work(program: CapturedProgram) -> None:
+    """Add a program's matrix products to the ledgers, which count who repeats them."""
     assert program.scope is not None
     for log in program.scope.ledgers:
         for op, source, axes, operations in program.work:

@@ -1,8 +1,7 @@
-"""Length buckets: how do batches of many lengths need few programs?
+"""Length buckets: batches of many lengths, padded to a few, so that few programs are captured.
 
-Padded at their end to one of a few lengths. Only whoever makes the batch knows what a place that is
-no data must hold: an ignored target is no target, a padded token is read by nobody before it. So it
-is said there, tensor by tensor, and nothing is padded unseen.
+Only whoever makes the batch knows what padding must hold (a target that the loss ignores, a token
+that nothing reads). So it is padded tensor by tensor, with a value that is given.
 """
 
 from __future__ import annotations

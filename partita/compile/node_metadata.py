@@ -1,8 +1,9 @@
-"""Metadata of nodes: where does each node of a graph come from?
+"""Metadata of nodes: the line, phase, layout, move and region that each node of a graph comes from.
 
-Every ATen call of a step passes here while it is captured. Its nodes are noted with the user's line
-that asked for it (in backward: the line of the forward call whose gradient it is), with the phase
-of the step, and, in a redistribution, with the move.
+`Recorder` is the dispatch mode through which every ATen call of a captured step goes. It traces the
+call (or repeats an equal one: `repeated_calls`), and gives the new nodes a `Note`: the user's line
+that asked for it (in backward: the line of the forward call whose gradient it is), the phase of the
+step and, within a redistribution, the move.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from partita.tensor.scalar_reads import is_read_in_part
 from partita.tensor.tensor_state import own_state
 from partita.tensor.watch import HERE
 
+from .capture.capture_context import unprofiled
 from .capture.ctc import REPLACED
 from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
-from .capture.hearing import unheard
 from .capture.refusals import not_an_input
 from .capture.repeated_calls import RepeatedCalls, is_over_lists
 from .capture.scalars import taken_as_numbers, with_exact_numbers
@@ -48,7 +49,7 @@ _READ = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 
 NOTE = "partita"
-"""Under which a node's `meta` has its note."""
+"""The key of the note in a node's `meta`."""
 
 
 def _shape_of_value(value: Any) -> Any:
@@ -57,8 +58,8 @@ def _shape_of_value(value: Any) -> Any:
 
 
 def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
-    """Is the shape of this result known beforehand, though that of others of `func` is not?"""
-    if func is _aten.index.Tensor:  # a mask's places are counted, integers are taken as they come
+    """Is the output shape of this call known, though for other operands of `func` it is not?"""
+    if func is _aten.index.Tensor:  # masks have a data-dependent count, integers have not
         given = [i for i in args[1] if i is not None]
         return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
     if func is _aten.one_hot.default:
@@ -75,15 +76,14 @@ class Note:
     Attributes:
         source: the user's "file:line".
         phase: "forward", "backward" or "update" (within an optimizer's step).
-        layout: of the tensor that the node makes, where it is a DTensor.
-        kind, axes, nbytes, op, reason: of the move that the node belongs to, as in a ledger's
-            `Record`; kind is "" where there is none.
-        move: numbers the moves of a step, so that the nodes of one can be told.
-        region: numbers the calls of `pt.remat` regions; 0 outside of them.
-        kept: the region's policy keeps what the node makes.
-        again: a pass put it there, to make or gather for a second time what forward had.
-        budget: that the regions of a module share, of all that is called within the module: its
-            number, and its bytes.
+        layout: of the value, where it is a DTensor.
+        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
+            a ledger's `Record`; kind is "" where there is none.
+        move: the number of the move in the step; 0 for none.
+        region: the number of the call of a `pt.remat` region; 0 outside.
+        kept: the region's policy keeps the value.
+        again: a pass added the node, to recompute or gather again what forward had.
+        budget: (number, bytes) of the remat budget that applies to it; None for none.
     """
 
     source: str = ""
@@ -104,6 +104,7 @@ class Note:
 
 
 def note_of(node: fx.Node) -> Note:
+    """The note of a node; an empty one where it has none."""
     found: Note = node.meta.get(NOTE, _NOTHING)
     return found
 
@@ -112,10 +113,14 @@ _NOTHING = Note()
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the nodes that each call adds to `graph`.
+    """Traces each call and notes the nodes that it adds to `graph`.
 
-    It also makes every call see shards: kernels that Python implements ask for shapes, and in
-    backward, where torch-function must be on, a saved DTensor would tell its global one.
+    Calls see local shapes: kernels that Python implements ask for shapes, and in backward, where
+    torch functions must be on, a saved DTensor would answer with its global one.
+
+    Attributes:
+        updating: is an optimizer stepping?
+        exact: while one of torch's steps, the ids for `with_exact_numbers`; else None.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -137,9 +142,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # Kernels over lists ask it of each operand, several times: a sixth of a trace.
+            # Kernels over lists ask it for each operand, several times: a sixth of a trace.
             return args[0].device
-        return unheard(self._call_and_note, func, args, kwargs or {})
+        return unprofiled(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
         if HERE.block is not None:
@@ -155,18 +160,18 @@ class Recorder(TorchDispatchMode):
         if func is _READ and is_read_in_part(args[0]):
             with self:
                 return read_number(args[0])
-        if any(map(has_memory, tensors_written(func, args, kwargs))):  # it would be written now
+        if any(map(has_memory, tensors_written(func, args, kwargs))):  # a real tensor
             raise not_an_input(user_line())
         args, kwargs = taken_as_numbers(func, args, kwargs)
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
-        out = self._traced(func, args, kwargs)
+        out = self._trace_or_repeat(func, args, kwargs)
         count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
             raise of_data(func._schema.name)
         newest = self.newest()
         if newest is not self._last:
-            note = self._note()
+            note = self._make_note()
             node = newest
             while node is not self._last:
                 node.meta[NOTE] = note
@@ -176,7 +181,7 @@ class Recorder(TorchDispatchMode):
                 self._made.append((newest, out))
         return out
 
-    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
         if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
             return out
@@ -192,7 +197,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def finish(self) -> None:
-        """Note the layouts, which tensors are given after they are made."""
+        """Note the layouts, which tensors get after the calls that make them."""
         for node, made in self._made:
             if isinstance(made, DTensor):
                 node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
@@ -200,7 +205,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def noting(self, wire: Wire, move: Move, itemsize: int, op: str, reason: str) -> Iterator[None]:
-        """What is called within makes `move`; bytes as a ledger counts them."""
+        """Within, nodes belong to `move`, with bytes as a ledger counts them."""
         outer, self._moves = self._move, self._moves + 1
         self._move = Note(
             kind=move.kind,
@@ -219,7 +224,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """What is called within is a region's, the outermost's where they lie within each other."""
+        """Within, nodes belong to a remat region; to the outermost where regions are nested."""
         outer = self._region
         if not outer:
             self._regions += 1
@@ -231,7 +236,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def sharing(self, budget: Any) -> Iterator[None]:
-        """The regions within share a budget, of so many `nbytes`; the outermost is the one."""
+        """Within, regions share a budget of `budget.nbytes`; the outermost budget applies."""
         outer = self._budget
         if outer is None:
             if not any(b is budget for b in self._budgets):
@@ -245,7 +250,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def keeping(self, keep: bool) -> Iterator[None]:
-        """What is called within is kept for backward, if so."""
+        """Within, values are kept for backward if `keep`."""
         outer, self._kept = self._kept, self._kept or keep
         try:
             yield
@@ -253,7 +258,7 @@ class Recorder(TorchDispatchMode):
             self._kept = outer
 
     def keep(self, x: torch.Tensor) -> None:
-        """What made the memory of `x` is kept for backward."""
+        """Have the nodes that made the memory of `x` kept for backward."""
         if HERE.block is not None:
             HERE.block.refuse("it names a value that is kept")
         with Local():
@@ -263,14 +268,14 @@ class Recorder(TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def exchange(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Have `x` be what `value` is, as `x.data = value` does in eager."""
+        """Have `x` be the value of `value` from now on, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
-        # Modes do not hear of it: it is no write of the user's.
+        # Hidden from torch-function modes: it is no write of the user's.
         with torch._C.DisableTorchFunction():
             x.data = value
         own_state(x).moved = None
-        # Private torch: which node stands for a tensor. The calls that follow read the value's.
+        # Private torch: the node of a tensor. Later calls on x read the node of `value`.
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 
     def __enter__(self) -> Any:
@@ -287,7 +292,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def behind_forward(self) -> Iterator[None]:
-        """What is called within belongs to backward."""
+        """Within, nodes belong to backward."""
         self._behind = True
         try:
             yield
@@ -296,11 +301,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_behind_forward(self) -> bool:
-        """Is a backward traced that nobody has asked for yet?"""
+        """Is the backward of a region being traced, which the step itself has not asked for?"""
         return self._behind
 
     def line(self) -> str:
-        """The user's line that is at work now."""
+        """The user's line that calls now; in backward that of the forward call."""
         backward = torch._C._current_autograd_node()  # private; there is no public way to ask
         if backward is not None:
             known = self._lines.get(backward._sequence_nr(), "")
@@ -308,13 +313,13 @@ class Recorder(TorchDispatchMode):
                 return known
         line = user_line(here=self._here)
         if torch.is_grad_enabled() or self._move is not _NOTHING:
-            # The node of this call has the number before the next one.
+            # The autograd node of this call has the number before the next one.
             self._lines[torch.autograd._get_sequence_nr() - 1] = line
         return line
 
-    def _note(self) -> Note:
+    def _make_note(self) -> Note:
         phase = "forward"
-        if self._move.reason == "settle":  # what backward left to do
+        if self._move.reason == "settle":  # the reduction of a pending gradient
             phase = "backward"
         elif self.updating:
             phase = "update"
@@ -331,29 +336,29 @@ class Recorder(TorchDispatchMode):
 
     @property
     def marks(self) -> tuple[int, bool, Any]:
-        """What the nodes that are made now are marked with: a region, whether kept, a budget."""
+        """(region, kept, budget) of the nodes that are made now."""
         return self._region, self._kept, self._budget
 
     @property
     def regions_begun(self) -> int:
-        """How many regions there have been."""
+        """How many remat regions have begun."""
         return self._regions
 
     def note_made(self, node: fx.Node) -> None:
-        """Note where a node comes from that no call has made."""
-        node.meta[NOTE] = self._note()
+        """Give a note to a node that was added without a call."""
+        node.meta[NOTE] = self._make_note()
         self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Note where nodes come from that no call has made; the one that makes `out` is `made`."""
-        note = self._note()
+        """Give a note to nodes that were added without a call, of which `made` makes `out`."""
+        note = self._make_note()
         for node in nodes:
             node.meta[NOTE] = note
         self._last = self.newest()
         self._made.append((made, out))
 
     def erase(self, node: fx.Node) -> None:
-        """Take a node away that was made last."""
+        """Erase the node that was added last."""
         self._made = [(n, out) for n, out in self._made if n is not node]
         self.graph.erase_node(node)
         self._last = self.newest()

@@ -1,13 +1,10 @@
-"""The padding boundary.
+"""The padding boundary: how a rank with a smaller piece runs the graph made for the largest.
 
-How does a rank whose pieces are smaller than the first rank's run the same graph?
-
-The graph is made for the first rank's pieces, the largest. Where a tensor enters, a smaller piece
-is padded with copies of its last element (so what is computed of the padding is as finite as what
-is computed of the value), a gradient with zeros; a rank whose piece is empty takes the copies from
-the rank before it. Where the piece has room for it behind itself (`tensor/padded_storage.py`),
-what enters is not copied, and what is written is written in its place. Where a tensor leaves, the
-padding is cut off.
+A graph is made for the pieces of the first rank, the largest. Where a tensor enters, a smaller
+piece is padded with copies of its last element, so that what is computed of the padding is as
+finite as what is computed of the value; a gradient with zeros. A rank whose piece is empty takes
+the copies from the rank before it. If the piece has room behind it (`tensor/padded_storage.py`), it
+is padded in place, and written there. Where a tensor leaves, the padding is cut off.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Lender:
-    """For a dimension in which ranks are empty: who has the element before each of them.
+    """For a dimension in which some ranks are empty: the rank with the element before each.
 
     Attributes:
-        axes: those that split the dimension.
-        members: how many ranks they are.
-        place: which of them, in the group's order, lends to this rank; None where it has its own.
+        axes: the mesh axes that split the dimension.
+        members: the number of ranks along them.
+        place: in the group's order, the rank that lends to this one; None if it is not empty.
     """
 
     axes: tuple[str, ...]
@@ -47,15 +44,15 @@ class _Lender:
 
 @dataclass(frozen=True)
 class Border:
-    """What happens to one tensor of uneven pieces on its way into a graph and out of it.
+    """How one tensor of uneven pieces is padded into a graph, and cut when it leaves.
 
     Attributes:
-        true, padded: this rank's shape, and that of the first rank.
-        behind: is the padding behind the piece, so that there may be room for it?
-        stays: is it there between calls, so that it is given room?
+        true, padded: the local shape of this rank, and of the first rank.
+        behind: does the padding lie behind the piece in memory, so that there may be room for it?
+        stays: is the tensor there between calls, so that it is given room?
         zeros: is it padded with zeros?
-        read: does anybody read the padding?
-        lenders: by dimension.
+        read: does the graph read the padding?
+        lenders: by dimension in which some ranks are empty.
     """
 
     wire: Wire
@@ -69,12 +66,12 @@ class Border:
 
     @property
     def in_place(self) -> bool:
-        """Is what enters written where it is, and not copied?"""
+        """Is the tensor padded where it is, and not in a copy?"""
         return self.behind and self.stays
 
     def enter(self, local: torch.Tensor) -> torch.Tensor:
         """`local`, contiguous and padded: in its own memory, or a copy where that has no room."""
-        local = local.data  # what happens to the padding is no change of the tensor
+        local = local.data  # so that padding it is no write of the tensor
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:
             whole = find_padded(local, self.padded)
@@ -89,7 +86,7 @@ class Border:
         for dim, (have, want) in enumerate(zip(self.true, self.padded, strict=True)):
             if have == want and dim not in self.lenders:
                 continue
-            here = whole  # padded in the dimensions before this one, not yet in those behind it
+            here = whole  # padded in earlier dimensions, not yet in later ones
             for later in range(dim + 1, whole.dim()):
                 here = here.narrow(later, 0, self.true[later])
             padding = here.narrow(dim, have, want - have)
@@ -109,7 +106,7 @@ class Border:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """What is carried for ranks without an element: the axes, and the bytes a rank sends."""
+        """For each collective that serves empty ranks: its axes, and the bytes a rank sends."""
         found = []
         for dim, lender in self.lenders.items():
             last = math.prod(n for d, n in enumerate(self.padded) if d != dim)
@@ -117,7 +114,7 @@ class Border:
         return found
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """What of `value`, which the graph has made, is this rank's own, in memory of its own."""
+        """This rank's piece of `value`, an output of the graph, in memory of its own."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
@@ -125,7 +122,7 @@ class Border:
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """A view of what of `value` is this rank's own."""
+        """A view of this rank's piece of `value`."""
         for dim, n in enumerate(self.true):
             value = value.narrow(dim, 0, n)
         return value
@@ -134,12 +131,12 @@ class Border:
 def border_of(
     spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
 ) -> Border | None:
-    """What a tensor of `spec` passes; None where all ranks hold equally much.
+    """The border of a tensor of `spec`; None where its pieces are even.
 
     Args:
         stays: is it there between calls?
-        zeros: it is a gradient.
-        read: does anybody read its padding, which is then like the value?
+        zeros: is it padded with zeros, as a gradient?
+        read: does the graph read its padding, which then must be like the value?
     """
     if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
         return None
@@ -151,7 +148,7 @@ def border_of(
 
 
 def _fills_its_own(value: torch.Tensor) -> bool:
-    """Is it all that there is in its memory, which nobody else has?"""
+    """Does it fill a storage that nothing else refers to?"""
     # On a device others may have it in hand on another stream, of which `record_stream` tells the
     # allocator, and not through memory that is shown.
     at_once = Device(value.device.type).runs_at_once

@@ -1,7 +1,7 @@
-"""The report of the passes: what did each pass do to a program, to its peak of memory too?
+"""The report of the passes: what each did to a program, and to its predicted peak of memory.
 
-To say it in lines takes longer than all passes together, and nobody may ask. So the graph is kept
-as it was captured, and who asks has the passes run over it again.
+To describe changes takes longer than all passes together, and mostly nobody asks. So a program is
+kept as captured (`AsCaptured`), and whoever asks has the passes run over it again.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import fx
 
 from partita.comm.ledger import human
 
-from .graph_modules import lazy_graph_module
+from .graph_nodes import lazy_graph_module
 from .memory.storages import memory_of
 from .passes import Change, Passes, record_changes
 from .passes.change import worth
 from .program import Program
 
-__all__ = ["AsCaptured", "changes_of", "explained", "peaks_of_changes"]
+__all__ = ["AsCaptured", "changes_of", "explain_passes", "peaks_of_changes"]
 
 P = TypeVar("P", bound=Program)
 
 
 class AsCaptured(Generic[P]):
-    """A program as it is now, before passes change it: a row for each node, until somebody asks."""
+    """A copy of a program before the passes: a row for each node, made a program on request."""
 
     def __init__(self, program: P):
         self._kind, self._root_module = type(program), program.graph
@@ -42,7 +42,7 @@ class AsCaptured(Generic[P]):
             self._parts[name] = list(self._parts[name])
 
     def program(self) -> P:
-        """One like it, to be changed."""
+        """A new program like it, which may be changed."""
         parts: dict[str, Any] = {
             **self._parts,
             "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
@@ -60,26 +60,25 @@ class AsCaptured(Generic[P]):
         return graph
 
 
-def explained(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
-    """What each pass changes, what that saves, and a short diff; then all of them together."""
+def explain_passes(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
+    """What each pass changes and saves, with a short diff; then all of them together."""
     program = captured.program()
     changes, peaks = _changes_and_peaks(program, without, passes)
-    told = []
+    texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
         peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
-        told.append(change.text(*peak))
+        texts.append(change.text(*peak))
     if changes:
-        told.append(_summarize_changes(changes[0], changes[-1], peaks))
+        texts.append(_summarize_changes(changes[0], changes[-1], peaks))
     if blocks := str(program.blocks):
-        told.insert(0, f"blocks\n{indent(blocks, '  ')}")
-    return "\n".join(told)
+        texts.insert(0, f"blocks\n{indent(blocks, '  ')}")
+    return "\n".join(texts)
 
 
 def peaks_of_changes(
     captured: AsCaptured[Any] | None, without: Iterable[str], passes: Passes
 ) -> tuple[list[Change], list[int]]:
-    """What each pass changes, and the predicted peak (bytes above the inputs) as captured and after
-    each."""
+    """The change of each pass, and the predicted peak (bytes above the inputs) around each."""
     assert captured is not None
     return _changes_and_peaks(captured.program(), without, passes)
 
@@ -96,7 +95,7 @@ def _changes_and_peaks(
 
 
 def changes_of(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> list[Change]:
-    """What each pass changes in a captured program."""
+    """The change of each pass in a captured program."""
     return _record_quietly(captured.program(), without, passes, lambda change: None)
 
 
@@ -104,7 +103,7 @@ def _record_quietly(
     program: Program, without: Iterable[str], passes: Passes, after: Callable[[Change], None]
 ) -> list[Change]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it was said when the step was captured
+        warnings.simplefilter("ignore")  # the warnings were given at capture
         return record_changes(program, without, passes, after)
 
 

@@ -1,4 +1,4 @@
-"""Phases of what a compiled step does, for whoever wants to know where a rank is."""
+"""Phases of a compiled step ("capture", "compile", "graph"), for whoever shows its progress."""
 
 from __future__ import annotations
 

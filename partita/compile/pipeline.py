@@ -1,4 +1,8 @@
-"""How is a program made for a call, the same on all ranks: captured, rewritten, agreed on?"""
+"""The pipeline: how a program is made for a call, the same on all ranks.
+
+Capture, passes, the split of a region, then the key, which ranks compare before anything is
+compiled. If a rank fails, the others learn it in the comparison and raise too.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +51,11 @@ def make_program(
 
     Args:
         state: what the step reaches.
-        guesses: answers to what torch asks of values in it.
-        options: what of how it is going to be compiled makes another program of it.
+        guesses: answers to what torch asks of values.
+        options: compiler options that are part of the key.
         budget: the most bytes that it may take above its inputs.
         blocks: which modules are traced once for all that are built alike.
-        counts_apart: what optimizers count is not taken for equal where it is.
+        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
     Raises:
         CaptureError: it cannot be captured, on any rank.
@@ -77,10 +81,10 @@ def make_program(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Within, Python does not look for cycles.
+    """Within, Python's cycle collector does not run.
 
-    A graph grows by thousands of nodes that are all alive. The more there are, the longer each look
-    at all of them takes: it would be a third of a first step, and more the deeper the model is.
+    A graph grows by thousands of nodes that are all alive, and each collection visits all of them:
+    a third of the time of a first step, and more the deeper the model is.
     """
     was = gc.isenabled()
     gc.disable()
@@ -88,14 +92,16 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         if was:
-            _take_for_old()
+            _age_all_objects()
             gc.enable()
 
 
-def _take_for_old() -> None:
-    """Have Python take all that is there for old, which it is: else the next thing that is made
-    would have it look at each node three times, once for each generation."""
-    if not gc.get_freeze_count():  # else somebody has frozen what is his
+def _age_all_objects() -> None:
+    """Move all objects to the collector's oldest generation, in which they belong.
+
+    Else the next allocations would have it visit each node once for each younger generation.
+    """
+    if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
         gc.freeze()
         gc.unfreeze()
 
@@ -109,18 +115,18 @@ def kept_within(
     passes: Passes,
     options: Iterable[str],
 ) -> CapturedProgram:
-    """A program that is ready to run and takes no more than its budget. Every rank calls this.
+    """Compile a program so that it takes no more than its budget. Every rank calls this.
 
-    That is `program`, unless what is compiled of it takes more than its graph would: a kernel that
-    does the work of many calls has what all of them make there at once. Then more is made again.
+    Compiled code may take more than the graph would: a fused kernel holds what all of its calls
+    make at once. Then the program is rebuilt with a smaller budget, so that more is recomputed.
 
     Args:
-        prepare: has what runs a program.
-        tensors: those of the call for which it was made.
+        prepare: compiles a program.
+        tensors: the leaves of the call for which it was made.
         without, passes, options: as for `make_program`.
 
     Raises:
-        CaptureError: a budget that cannot be kept; it tells the least that can.
+        CaptureError: the budget cannot be kept; names the least that can.
     """
     budget, given, least = program.budget, program.captured, None
     while True:
@@ -150,7 +156,7 @@ def kept_within(
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
-    """Bytes that compiled code takes at most, on any rank; of what runs otherwise 0."""
+    """The peak bytes of compiled code, the most of all ranks; 0 where nothing is compiled."""
     if program.built is None:
         return 0
     taken = scheduled(program).peak
@@ -167,7 +173,7 @@ def _finish_program(
     passes: Passes,
     said: Sequence[str],
 ) -> CapturedProgram:
-    """What `make` has captured, rewritten by the passes, and agreed on."""
+    """The program that `make` gives, after passes and split, with its agreed key."""
     failed, lines, where, as_captured = None, [], [], None
     try:
         ran = list(in_order(passes, without))
@@ -193,10 +199,12 @@ def _finish_program(
 def _digest_stages(
     captured: AsCaptured[CapturedProgram] | None, without: Iterable[str], passes: Passes
 ) -> list[tuple[str, int]]:
-    """Capture and each pass, with a digest of what each makes; as far as one comes."""
+    """(name, digest of the program after it) for capture and each pass, up to one that raises."""
     if captured is None:
         return []
     found = [("capture", digest_of(canonical(captured.program())))]
-    with suppress(Exception):  # the other ranks are waiting, and it was raised before
+    with suppress(
+        Exception
+    ):  # other ranks wait for the digests, and the error is raised by the caller
         found += [(c.name, c.digest) for c in changes_of(captured, without, passes)]
     return found

@@ -1,4 +1,11 @@
-"""What is captured: a graph, and what its inputs and outputs are to the user's program?"""
+"""Programs: a graph, and what its inputs and outputs are to the user's step.
+
+An input says where its value is in each call (`Input.now`): the leaf of the call at `index`, that
+leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output says what
+becomes of its value: a part of the result, the content of a slot, a gradient. `run_graph` runs the
+compiled graph over local tensors; what is done with its outputs is in `captured_program` and
+`region`.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +35,8 @@ __all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
-# Private torch. A graph has its own backward: without this each collective would pass through
-# Python code of torch's that looks whether it is to be differentiated, at 8 us a call.
+# Private torch. A graph has its own backward. Without this each collective would pass through
+# torch's Python code that asks whether it has to be differentiated, 8 us for each call.
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -38,18 +45,16 @@ class Input:
     """One input of a graph.
 
     Attributes:
-        name: as a person would say it.
+        name: for people, as "model.head.weight".
         kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "number" (a
             Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
-            a result, which backward is given), "saved" (by forward, for backward), "kept" (an
-            input of forward that backward reads too) or, only while a step is captured, "mark" (a
-            gradient that is not there, to see whether the step reads it).
-        tensor: what it was at capture, or one like it without memory; of a coordinate what it
-            always is.
-        index: where it stands among the tensors of a call; for a gradient, where its tensor does;
-            for a cotangent the number of its result.
-        home, path: of a number where it stands, `home[path[0]][path[1]]...`, unless it is a leaf
-            of the call itself.
+            a result, an input of backward), "saved" (by forward, for backward), "kept" (an input of
+            forward that backward reads too) or, during capture alone, "mark" (a gradient that is
+            not there, which shows whether the step reads it).
+        tensor: the tensor at capture, or a fake of its metadata; of a coordinate its value.
+        index: among the leaves of a call; for a gradient that of its tensor; for a cotangent the
+            number of its result.
+        home, path: the place of a number, `home[path[0]][path[1]]...`, unless it is a leaf.
     """
 
     name: str
@@ -61,22 +66,22 @@ class Input:
 
     @property
     def spec(self) -> Spec | None:
-        """Of a DTensor."""
+        """The spec of a DTensor; None of a plain tensor."""
         return getattr(self.tensor, "_spec", None)
 
     @property
     def border(self) -> Border | None:
-        """What it passes on its way into the graph, where its pieces are uneven."""
-        if self.kind == "saved":  # as the graph made it
+        """How it is padded on its way into the graph; None where its pieces are even."""
+        if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
-        # Of a parameter that ZeRO gathers, and of what is only updated, nobody reads the padding.
+        # Nobody reads the padding of a parameter that ZeRO gathers, or of optimizer state.
         read = self.kind != "optimizer" and state_of(self.tensor).rest is None
-        stays = self.kind not in ("argument", "cotangent")  # what a caller brings along is copied
+        stays = self.kind not in ("argument", "cotangent")  # a caller's tensors are copied
         return border_of(self.spec, stays=stays, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """What it is in a call."""
+        """Its local value in a call with these leaves."""
         if self.kind == "coordinate":
             return self.tensor
         if self.kind == "number":
@@ -89,7 +94,7 @@ class Input:
         return local_of(found)
 
     def number(self, tensors: Sequence[Any]) -> Any:
-        """What a number is in a call."""
+        """The value of a number in a call with these leaves."""
         if self.index >= 0:
             return tensors[self.index]
         found = self.home
@@ -103,24 +108,25 @@ class Output:
     """One output of a graph.
 
     Attributes:
-        kind: "result" of the step, "slot" (it takes the place of a slot's value), "gradient",
-            "left gradient" (of a tensor that the step made), "cotangent" (a gradient that backward
-            gives), "saved" (for backward) or "answers" (of torch's questions, as they are in this
-            run).
-        spec: of a DTensor.
-        slot: which it becomes the value of.
-        index: where the tensor whose gradient it is stands among the tensors of a call; of a left
-            gradient: the `tensor` of that.
-        number: of a result or slot with a history: among all of these; of a gradient that is that
-            of such a result: of that. Else -1.
-        part: of what has a history: the part of the backward that it begins; of a gradient that
-            backward gives: the part that gives it.
-        unheard: of a result: others are made of it, whose gradients do not come by way of it.
-        scalar: it is a Python number to the program.
+        kind: "result" of the step, "slot" (the new value of a slot), "gradient" (the `.grad` of an
+            input), "left gradient" (the `.grad` of a tensor that the step made), "cotangent" (a
+            gradient that backward gives), "saved" (for backward) or "answers" (to torch's
+            questions, as they are in this run).
+        spec: of a DTensor; None of a plain tensor.
+        slot: whose value it becomes.
+        index: for a gradient, the index of its tensor among the leaves of a call; for a left
+            gradient the `tensor` of the output whose gradient it is.
+        number: for a result or slot with a history its number among all of these; for a cotangent
+            of such a result the number of that. Else -1.
+        part: for what has a history the part of backward that its gradient enters; for a
+            cotangent the part that gives it.
+        unheard: for a result, others of its part are computed from it, so that the gradient that
+            flows through those does not reach it.
+        scalar: to the step it is a Python number.
         tensor: equal for outputs that are one tensor to the step.
-        asks_gradient: it has no history, and requires a gradient: so does a view of a parameter
-            that is made under `no_grad`.
-        retains_grad: it has a history, and the step has asked for its gradient.
+        asks_gradient: it has no history and requires a gradient, as a view of a parameter made
+            under `no_grad`.
+        retains_grad: it has a history, and the step called `retain_grad()` on it.
     """
 
     kind: str
@@ -138,11 +144,11 @@ class Output:
 
 @dataclass(frozen=True)
 class ResultPlace:
-    """Where a tensor that a step returns comes from.
+    """Where a tensor in a step's result comes from.
 
     Attributes:
-        source: "result": the graph makes it; "input": it is a tensor of the call itself.
-        index: among the graph's results, or among the tensors of the call.
+        source: "result": an output of the graph; "input": a tensor of the call itself.
+        index: among the graph's results, or among the leaves of the call.
     """
 
     source: str
@@ -157,21 +163,20 @@ class Program:
         graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
             end.
         inputs, outputs: in the graph's order.
-        result: how what the step returns is put together of `constants`: a `ResultPlace` for each
-            tensor, and what is no tensor itself.
-        cleared: places of the tensors whose gradients the step leaves None.
-        groups: by the name that the graph calls it, each group: its wire and axes.
+        result: the structure of the step's result, whose leaves are `constants`.
+        constants: for each leaf a `ResultPlace`, or the leaf itself where it is no tensor.
+        cleared: indices of leaves whose `.grad` the step leaves None.
+        groups: by its name in the graph, each process group: its wire and axes.
         key: equal for equal programs.
-        call: what runs it, over its inputs.
-        carried: the moves that it makes, once somebody has asked for them.
+        call: runs the graph over its inputs.
+        carried: the records of its moves, once somebody has asked for them.
         written: the places of the inputs that it writes.
-        entering, leaving: how inputs are padded and outputs cut, by place, where those are uneven.
-        taken, given: the inputs that a call takes and the outputs that it gives: all, but for the
-            gradients that backward takes and gives.
-        built: what was compiled of it, or loaded; None where it runs otherwise.
-        metadata: what is kept of it beside what is compiled; JSON.
-        budget: the most bytes that the step may take above its inputs, where it is given one.
-        without, passes: the names of the passes that are left out, and those that were given.
+        entering, leaving: by place, how uneven inputs are padded and outputs cut.
+        taken, given: the inputs and outputs without cotangents, which are those of backward.
+        built: the compiled code; None where the graph runs without being compiled.
+        metadata: stored beside the compiled code; JSON.
+        budget: the most bytes that the step may take above its inputs; None for no limit.
+        without, passes: the names of the passes that are left out, and the user's passes.
     """
 
     graph: fx.GraphModule
@@ -204,23 +209,25 @@ class Program:
 
     @property
     def wires(self) -> list[Wire]:
-        """Those of its inputs, its outputs and its collectives, in one order on all ranks."""
+        """The wires of its inputs, outputs and collectives, in one order on all ranks."""
         specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
-        # What stands in for a result's gradient was laid out while the step was captured.
+        # A cotangent's spec has the wire that traced, whose real wire it is.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """By the place of an output that is an input the place of that."""
+        """By the place of an output that is an input, the place of that input."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """By the place of an output that is an earlier output too the place of that. One whose
-        padding is cut off is another than what backward is kept of it."""
+        """By the place of an output that is an earlier output too, the place of that.
+
+        An output whose padding is cut off is not the one that is saved with it.
+        """
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
         found = {
@@ -232,20 +239,19 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Those that its collectives may wait for for ever, as the job numbers them."""
+        """The ranks, as the job numbers them, for which its collectives may wait without end."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @cached_property
     def draws_on(self) -> list[torch.device]:
-        """The devices of whose generators it draws."""
+        """The devices whose generators it draws from."""
         nodes = [n for n in self.graph.graph.nodes if facts_of(n.target).draws]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
 
     @cached_property
     def numbers_to_keep(self) -> set[Input]:
-        """The inputs that are numbers of which nothing but new values are made: a tensor of one may
-        serve again, since no result lies in its memory."""
+        """The number inputs whose tensors later calls may use: no output shows their memory."""
         nodes = self.graph.graph.find_nodes(op="placeholder")
         numbers = [(n, i) for n, i in zip(nodes, self.inputs, strict=True) if i.kind == "number"]
         return {
@@ -256,24 +262,24 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """What runs when it is called: itself."""
+        """The program that runs when a call runs this one: itself; of a region its forward."""
         return self
 
     def example(self) -> list[torch.Tensor]:
-        """Tensors without memory like the inputs, for a compiler."""
+        """Fake tensors of the inputs, for a compiler."""
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        """Have what runs it: `call_of` compiles a program."""
+        """Compile it: `call_of` gives what runs a program."""
         self.call = call_of(self)
 
     def run_graph(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
-        """Run what `call` is over the tensors of a call; local values of the outputs.
+        """Run the graph in a call with these leaves; the local values of the outputs.
 
         Args:
-            inputs: what those in `taken` are in this call, where that is known.
+            inputs: the values of `taken` in this call, where the caller knows them.
         """
         assert self.call is not None
         locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
@@ -282,7 +288,7 @@ class Program:
                 found = self._call_padded(self.call, locals_)
             else:
                 found = self.call(*locals_)
-        if not self._has_run:  # a compiler may find that two nodes are one
+        if not self._has_run:  # a compiler may give one tensor for two outputs
             self._has_run, first = True, dict[int, int]()
             places = {i: first.setdefault(id(t), i) for i, t in enumerate(found)}
             self.given_again.update({i: j for i, j in places.items() if i != j})
@@ -291,18 +297,18 @@ class Program:
             for i, j in self.given_again.items():
                 one = self.outputs[i].tensor == self.outputs[j].tensor
                 found[i] = found[j] if one else found[j].detach()
-        # What is changed from outside torch's dispatcher is not counted, and we go by that count.
+        # Compiled code writes without increasing versions, by which partita tells writes.
         increment_version([locals_[i] for i in self.written])
         return found
 
     def _call_padded(self, call: Call, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """`call` over `given`, where some pieces are smaller than those of the first rank."""
+        """`call` over `given`, with uneven inputs padded and outputs cut."""
         inputs = list(given)
         for i, border in self.entering.items():
             inputs[i] = border.enter(given[i])
         found = list(call(*inputs))
         for i in self.written:
-            if inputs[i].data_ptr() != given[i].data_ptr():  # it was copied
+            if inputs[i].data_ptr() != given[i].data_ptr():  # it was padded in a copy
                 given[i].copy_(self.entering[i].cut(inputs[i]))
         for i, border in self.leaving.items():
             came = self.given_back.get(i)
@@ -316,7 +322,7 @@ def _index_borders(borders: Sequence[Border | None]) -> dict[int, Border]:
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
-    """The places of the inputs into which the graph copies."""
+    """The places of the inputs into which the graph has `copy_` nodes."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     targets = {n.args[0] for n in graph.nodes if n.target is torch.ops.aten.copy_.default}
     return [i for i, n in enumerate(inputs) if n in targets]

@@ -1,8 +1,10 @@
-"""Regions: how does a compiled part of an eager model run, and how do gradients cross it?
+"""Regions: a compiled part of an eager model, through which gradients flow.
 
-As one `autograd.Function` whose forward is a graph and whose backward is another. To autograd it is
-any other node: what it saves goes through the hooks that are set (remat, ZeRO, an offload), the
-gradients that it takes and gives are this rank's, laid out by duality.
+A program whose results have a history is split (`split`) into a forward graph and the parts of a
+backward graph. In a call each part is one `autograd.Function` (`_RegionPart`): forward has run
+already, backward runs the part's graph. To autograd these are nodes like any other: what they save
+goes through saved-tensor hooks (remat, ZeRO, offload), and gradients are this rank's, laid out by
+duality.
 """
 
 from __future__ import annotations
@@ -22,15 +24,14 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.autocast import without_any_autocast
 
-from .capture.overlapping_results import overlapping_results
+from .capture.shared_results import overlapping_results
 from .captured_program import CapturedProgram
-from .cotangents import find_cotangents
 from .errors import of_anomalies
 from .key import key_of
-from .ledger_replay import tell
+from .ledger_replay import record_moves
 from .padding_boundary import Border
 from .program import Call, Program
-from .split import Halves, split
+from .split import Halves, find_cotangents, split
 from .verify import verify
 
 __all__ = ["Region", "region_of"]
@@ -38,11 +39,11 @@ __all__ = ["Region", "region_of"]
 
 @dataclass(frozen=True)
 class _Entrance:
-    """How a tensor goes into the graph of a backward.
+    """How a tensor enters the graph of a backward.
 
     Attributes:
-        size, stride, dtype, device: for which the graph is made.
-        border: how it is padded first.
+        size, stride, dtype, device: of the input, for which the graph is made.
+        border: how it is padded; None where it is not.
     """
 
     size: torch.Size
@@ -52,7 +53,7 @@ class _Entrance:
     border: Border | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
-        """`x` as the graph takes it; zeros where it is None."""
+        """`x` with the metadata of the input; zeros where it is None."""
         if x is None:
             return self._new().zero_()
         x = x.detach()
@@ -68,18 +69,18 @@ class _Entrance:
 
 @dataclass(eq=False)
 class _BackwardPart:
-    """The gradients of results that go backward together.
+    """The backward of results that go backward together.
 
     Attributes:
-        backward: what computes them.
-        results: their places among the results of the region.
-        numbers: theirs, as gradients are told apart by.
-        ancestors: the places of the results that these are made of, to which it gives gradients.
-        graded: places, among the tensors of a call, of those whose gradients it gives then.
-        saved: the places, among what the region saves, of what it reads.
-        entrances: of its inputs.
-        reached: for each gradient that it gives, the numbers of the results' gradients that it is
-            computed of. Where none of them is there it is None, as without a graph.
+        backward: its program.
+        results: places of the results among the outputs of the region.
+        numbers: of these results, as in `Output.number`.
+        ancestors: places of the results from which these are computed: it gives their gradients.
+        graded: indices of the leaves of a call whose gradients it gives after those.
+        saved: places, among what the region saves, of what it reads.
+        entrances: for each of its inputs.
+        reached: for each gradient that it gives, the numbers of the cotangents from which it is
+            computed. Without any of them it is None, as in eager.
     """
 
     backward: Program
@@ -92,7 +93,7 @@ class _BackwardPart:
     reached: list[frozenset[int]]
 
     @staticmethod
-    def of(region: Region, backward: Program, results: list[int]) -> _BackwardPart:
+    def make(region: Region, backward: Program, results: list[int]) -> _BackwardPart:
         numbers = [o.number for o in region.given]
         ancestors = [numbers.index(o.number) for o in backward.outputs if o.number >= 0]
         return _BackwardPart(
@@ -102,7 +103,7 @@ class _BackwardPart:
             ancestors,
             [o.index for o in backward.outputs[len(ancestors) :]],
             sorted({i.index for i in backward.inputs if i.kind in ("saved", "kept")}),
-            # The device of what stands in for a tensor is that of the tensor.
+            # A fake has the device of the tensor that it stands for.
             [
                 _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
                 for i, x in enumerate(backward.example())
@@ -110,18 +111,18 @@ class _BackwardPart:
             _find_reached_cotangents(backward),
         )
 
-    def grads(
+    def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """What it gives.
+        """Run the backward; the gradients of ancestors and leaves.
 
         Args:
-            cotangents: the gradients of its results, by number.
-            saved: what it reads of what the region saved, by place there.
+            cotangents: by number, the gradients of its results.
+            saved: by place, what it reads of the saved tensors.
         """
         backward = self.backward
         given: dict[str, Any] = {"saved": saved, "kept": saved, "cotangent": cotangents}
-        # And without gradients, which `once_differentiable` sees to.
+        # `once_differentiable` has grad mode off.
         with Local(), without_any_autocast():
             args = []
             for what, entrance in zip(backward.inputs, self.entrances, strict=True):
@@ -141,12 +142,11 @@ class _BackwardPart:
 
 @dataclass(eq=False)
 class Region(CapturedProgram):
-    """A program whose results have a history: gradients of them are given later, and taken on.
+    """A program whose results have a history.
 
     Attributes:
         halves: its forward and its backward.
-        parts: of its backward, in the order in which they run: each of those results that go
-            backward together is one node of autograd's.
+        parts: of its backward, in the order in which they run; each is one autograd node.
     """
 
     halves: Halves = field(init=False)
@@ -156,16 +156,16 @@ class Region(CapturedProgram):
         super().__post_init__()
         self.halves = split(self)
         backwards = self.halves.backwards
-        # A result whose gradient comes to nothing that the region takes goes with the first part.
+        # A result that gives no input a gradient goes with the first part.
         results: dict[int, list[int]] = {number: [] for number in backwards}
         for place, output in enumerate(self.given):
             if output.number >= 0:
                 results.get(output.part, results[min(results)]).append(place)
-        self.parts = [_BackwardPart.of(self, b, results[n]) for n, b in backwards.items()]
+        self.parts = [_BackwardPart.make(self, b, results[n]) for n, b in backwards.items()]
 
     @cached_property
-    def alone(self) -> list[int]:
-        """The results that share memory with no other, nor with an input."""
+    def unshared(self) -> list[int]:
+        """The places of results that share memory with no other result and no input."""
         pairs = overlapping_results(self.halves.forward.graph.graph)
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
         return [i for i in range(len(self.given)) if i not in shared]
@@ -194,7 +194,7 @@ class Region(CapturedProgram):
             results, inside = list(made[:count]), iter(made[count:])
             with torch.no_grad():
                 # A view could not be written: autograd would look for its base.
-                for i in self.alone:
+                for i in self.unshared:
                     results[i] = results[i].detach()
                 saved = [next(inside).detach() if i < 0 else tensors[i] for i in self.halves.saved]
             for part in reversed(self.parts):  # ancestors first
@@ -235,7 +235,7 @@ def _find_reached_cotangents(backward: Program) -> list[frozenset[int]]:
 
 
 def _check_unheard(ctx: Any) -> None:
-    """Raise where the user looks at a gradient that does not come to where he looks."""
+    """Raise LayoutError where the user looks at the gradient of an `unheard` result."""
     for known in getattr(ctx, "unheard", ()):
         result = known()
         if result is not None and (result.retains_grad or result._backward_hooks):
@@ -256,6 +256,8 @@ def _check_unheard(ctx: Any) -> None:
 
 
 class _RegionPart(Function):
+    """The autograd node of a part: forward passes its results on, backward runs its graph."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -276,6 +278,6 @@ class _RegionPart(Function):
         part: _BackwardPart = ctx.part
         saved = dict(zip(part.saved, ctx.saved_tensors, strict=True))
         if part.backward.scope is not None and part.backward.scope.busy:
-            tell(part.backward)
+            record_moves(part.backward)
         cotangents = dict(zip(part.numbers, grads, strict=True))
-        return None, None, None, *part.grads(cotangents, saved)
+        return None, None, None, *part.compute_gradients(cotangents, saved)

@@ -1,7 +1,8 @@
-"""Repeats: where does a sequence of calls do again what it has just done?
+"""Repeats in a sequence of calls: where it does again what it has just done.
 
-A model of many equal layers is a graph that repeats itself, and so is the update of its parameters.
-Calls are compared by what they are, not by what they read: where they begin is all that is asked.
+A model of equal layers is a graph that repeats itself, and so is its update. Calls are compared by
+what they do, not by their operands. The distance to a call's last occurrence suggests periods; for
+each of the most frequent ones the longest run of calls equal to those one period later is found.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from collections.abc import Hashable, Sequence
 __all__ = ["repeats_of"]
 
 _PERIODS = 16
-"""How many of the distances at which calls are met again most often are tried."""
+"""How many of the most frequent distances between equal calls are tried as periods."""
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
-    """The longest part of `calls` that repeats itself, and the length of what it repeats.
+    """The longest part of `calls` that repeats itself, and its period.
 
     Args:
         calls: equal where they do the same.
-        least: the shortest that a repeat may be; what is shorter is taken several at once.
+        least: the shortest period; of shorter ones a multiple is taken.
 
     Returns:
-        The places of the part, at least two repeats long; None where there is no such part.
+        The range of the part, at least two periods long; None where there is none.
     """
     before: dict[Hashable, int] = {}
     often: Counter[int] = Counter()
@@ -33,9 +34,9 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
             often[i - before[call]] += 1
             seen.add((call, i - before[call]))
         before[call] = i
-    of_many = Counter(distance for _, distance in seen)  # of calls that are not alike
+    of_many = Counter(distance for _, distance in seen)  # by how many different calls have it
     common = [d for count in (often, of_many) for d, _ in count.most_common(_PERIODS)]
-    # What stands several times in each repeat is met again at a part of the period.
+    # A call that stands several times in each repeat is met again after a part of the period.
     periods = {d * -(-least // d) for d in common} | {
         a + b for a in common for b in common if a + b >= least
     }
@@ -48,7 +49,7 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
 
 
 def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
-    """The longest part whose calls are all equal to those a period later, with these."""
+    """The longest part of which each call equals the one a period later."""
     best, begin = range(0), 0
     for i in range(len(calls) - period + 1):
         if i == len(calls) - period or calls[i] != calls[i + period]:

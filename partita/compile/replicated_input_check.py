@@ -1,10 +1,9 @@
-"""The check of replicated inputs.
+"""The check of replicated inputs: are plain tensors that are used with DTensors equal on all ranks?
 
-Do ranks hold the same, where a step takes a plain tensor for one whole value?
-
-Eager compares such a tensor the first time that each place of the program does this. While a step
-is captured there is no value: what leads to those tensors is kept as a graph of its own, which runs
-before the step does for the first time, and each time under `check_ranks()`.
+A plain tensor beside DTensors is taken as one whole value. Eager compares it the first time that a
+line does this. During capture there is no value; so the nodes that lead to these tensors are copied
+into a graph of their own, which runs before the step's first run, and before each run under
+`check_ranks()`.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from partita.comm.device import accelerator_indices
 from partita.layout import Fix, LayoutError
 from partita.tensor.checksum import checksum
 
-from .graph_modules import lazy_graph_module
-from .graph_nodes import copy_node
+from .graph_nodes import copy_node, lazy_graph_module
 from .node_metadata import note_of
 from .program import Input
 
-__all__ = ["Compared", "compared"]
+__all__ = ["Compared", "extract_compared"]
 
 
 @dataclass(eq=False)
 class Compared:
-    """The plain values that stand next to DTensors.
+    """The plain values that are used with DTensors.
 
     Attributes:
-        graph: gives them.
+        graph: computes them.
         inputs: of the graph.
-        said: for each value what it is, and the user's line; `("", line)` of what the step makes.
-        wires: for each, where it is the same on every rank.
+        said: for each value its name ("" if the step makes it) and the user's line.
+        wires: for each value, the wire on whose ranks it has to be equal.
     """
 
     graph: fx.GraphModule
@@ -51,7 +49,7 @@ class Compared:
         """Raise on all ranks if one of the values differs between two of them.
 
         Args:
-            tensors: of the call.
+            tensors: the leaves of the call.
             run: runs the graph.
         """
         if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
@@ -61,16 +59,16 @@ class Compared:
             values = run(*given)
         for wire in dict.fromkeys(self.wires):
             mine = [i for i, w in enumerate(self.wires) if w is wire]
-            told = wire.gather_ints(tuple(n for i in mine for n in checksum(values[i])))
-            for rank, theirs in enumerate(told):
+            checksums = wire.gather_ints(tuple(n for i in mine for n in checksum(values[i])))
+            for rank, theirs in enumerate(checksums):
                 for place, i in enumerate(mine):
                     at = slice(3 * place, 3 * place + 3)
-                    if theirs[at] != told[0][at]:
+                    if theirs[at] != checksums[0][at]:
                         raise _make_difference_error(*self.said[i], rank)
 
 
 def entered(given: Input, tensors: Sequence[Any]) -> torch.Tensor:
-    """An input of a graph, as the graph takes it: padded where its pieces are uneven."""
+    """The value of an input, padded where its pieces are uneven."""
     x = given.now(tensors)
     return x if given.border is None else given.border.enter(x)
 
@@ -88,19 +86,18 @@ def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
     )
 
 
-def compared(
+def extract_compared(
     made: fx.GraphModule,
     given: Mapping[fx.Node, Input],
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
 ) -> Compared | None:
-    """What leads to `values` in a graph without writes.
+    """Copy what computes `values` in a graph without writes; None where there are none.
 
     Args:
-        given: the graph's inputs.
-        values: its nodes, and where each is the same on every rank; those that are gone since,
-            because nobody reads them, need not be compared.
-        line: the user's, for values that are inputs.
+        given: the graph's inputs by node.
+        values: (node, wire) for each; nodes that are erased, being unused, are left out.
+        line: the user's line, for values that are inputs.
     """
     there = set(made.graph.nodes)
     values = [(n, w) for n, w in dict.fromkeys(values) if n in there]

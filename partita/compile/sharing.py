@@ -1,9 +1,7 @@
-"""Shared memory of inputs.
+"""Shared memory of inputs: does an input that a program writes overlap another input?
 
-Which inputs of a graph lie in the same memory, so that what is written to one changes another?
-
-A graph takes its inputs for values of their own. Views of one storage are that as long as nobody
-writes them, or where they do not overlap; else the step would not do what it does eagerly.
+To a graph its inputs are separate values. Views of one storage are, too, as long as none of them is
+written or they do not overlap; else the graph would not do what the step does in eager.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
 class Sharing:
-    """Looks at the tensors of each call of a program."""
+    """Finds overlapping inputs in the calls of one program."""
 
     def __init__(self, program: Program):
         self.program = program
         self._arguments = [i.index for i in program.inputs if i.kind == "argument"]
-        # Arguments that are written, state and whether an argument has to do with it, and the
-        # memory of such state.
+        # Written arguments; state, with whether it may conflict with an argument; the storages of
+        # the state that may.
         self._given_to = [i for i in program.written if program.inputs[i].kind == "argument"]
         self._written = set(program.written)
         self._state = [
@@ -44,7 +42,7 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """Might arguments of a call share memory that is written? A look at the arguments only."""
+        """May arguments of a call share memory that is written? Looks at the arguments alone."""
         if not self.program.written:
             return False
         with Local():
@@ -54,7 +52,7 @@ class Sharing:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Take note of the memory in which the state is now: a program may have exchanged it."""
+        """Note the storages of the state, which may have been exchanged since the last call."""
         with Local():
             starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
@@ -62,7 +60,7 @@ class Sharing:
         self._overlaps = together and self.find_error(tensors) is not None
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """What to raise where an input that is written overlaps another."""
+        """The error to raise where a written input overlaps another; None where none does."""
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}
         by_storage: dict[int, list[tuple[int, int, Input]]] = {}
@@ -87,7 +85,7 @@ class Sharing:
 
 
 def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:
-    """The elements of its storage between which a tensor lies, the last one excluded."""
+    """The range of bytes in its storage that a tensor spans: first, and end (excluded)."""
     first = t.storage_offset()
     if not t.numel():
         return first, first  # type: ignore[return-value]

@@ -1,11 +1,9 @@
-"""The split of a graph.
+"""The split of a region's graph into forward and backward, and the tensors saved between them.
 
-Which part of a graph is forward, which backward, and what does the one leave for the other?
-
-Backward is what results do not need: what depends on their gradients, and what passes put there to
-be made again. It reads inputs of the graph, and values of forward that are saved. A view is not
-saved but what it is a view of; nor is a cast of an input, which is cast again. So a parameter that
-is gathered outside of the graph is itself what is saved, and its owner can let it go in between.
+Backward is what results do not need: what depends on their gradients, and what passes recompute. It
+reads inputs of the graph and saved values of forward. Of a view its base is saved, of a cast of
+an input the input, and the view or cast is made again. So what is saved of a gathered parameter is
+the parameter itself, which its owner can free in between.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ from torch.utils import _pytree as pytree
 from partita.comm.compiled import WAIT
 from partita.tensor.op_facts import facts_of
 
-from .effects import drop_unused
-from .graph_modules import lazy_graph_module
-from .graph_nodes import add_call, copy_node
+from .graph_nodes import add_call, copy_node, drop_unused, lazy_graph_module
 from .memory.storages import storages_of
 from .node_metadata import NOTE, note_of
 from .program import Input, Output, Program
 
-__all__ = ["Halves", "split"]
+__all__ = ["Halves", "find_cotangents", "split"]
+
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
@@ -39,12 +36,12 @@ class Halves:
     """A forward and its backward.
 
     Attributes:
-        forward: gives what the whole gives but gradients, and then what it saves.
-        backwards: the parts of the backward by number, in the order in which they run. Each takes
-            what it reads of `saved`, an input's index being the place there, then gradients of
-            results.
-        saved: for each value that backward is kept: a place among the tensors of a call; -1 where
-            it is the next of those that forward saves.
+        forward: its outputs are those of the whole without gradients, then the values it saves.
+        backwards: by number, the parts of the backward, in the order in which they run. The inputs
+            of each are what it reads of `saved` (an input's index is the place there), then
+            gradients of results.
+        saved: for each value saved for backward: its index among the leaves of a call, or -1 for
+            the next of the values that forward saves.
     """
 
     forward: Program
@@ -53,7 +50,7 @@ class Halves:
 
 
 def split(program: Program) -> Halves:
-    """The two halves of a program that has both. Its graph is changed: see above."""
+    """Split a program that has both. Its graph is changed: views are copied into backward."""
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
     late = _find_backward_calls(program, given)
@@ -61,7 +58,7 @@ def split(program: Program) -> Halves:
     drop_unused(graph)
     late.intersection_update(graph.nodes)
     needs = _read_by(program, late, given)
-    # A number is no tensor of the call, and an input that forward writes is another afterwards.
+    # A number is no tensor of the call, and an input that forward writes has changed by then.
     inside = [n for n in needs if n not in given or _is_no_tensor(given[n]) or _is_written(n)]
     parts = sorted({o.part for o in program.outputs if o.kind == "cotangent"})
     return Halves(
@@ -100,7 +97,7 @@ def _find_backward_calls(program: Program, given: dict[fx.Node, Input]) -> set[f
 
 
 def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
-    """Where backward reads a view of forward's, or a cast of an input, it makes its own."""
+    """Copy views, and casts of inputs, that backward reads from forward into backward."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy_view(node: fx.Node, before: fx.Node) -> fx.Node:
@@ -126,7 +123,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _shows_all(node: fx.Node) -> bool:
-    """Is it a view of the whole of a tensor? A part that is kept holds less than the whole."""
+    """Is it a view of a whole tensor? (Of a part, saving the part keeps less memory.)"""
     if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is WAIT:
         return False
     shown, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -164,11 +161,11 @@ def _is_written(node: fx.Node) -> bool:
 def _make_forward(
     program: Program, given: dict[fx.Node, Input], late: set[fx.Node], saved: list[fx.Node]
 ) -> Program:
-    new = _New(program)
+    new = _NewGraph(program)
     clones: list[fx.Node] = []
 
     def save() -> None:
-        """An input that forward writes is saved as it was."""
+        """Copy inputs that are saved and that forward writes, before it does."""
         for node in saved:
             if node in given and not clones.count(node):
                 clones.append(node)
@@ -199,7 +196,7 @@ def _make_backward(
     inside: list[fx.Node],
     part: int,
 ) -> Program:
-    new = _New(program)
+    new = _NewGraph(program)
     own = _with_memory_of_their_own(program, [n for n in saved if n not in given])
     for number, node in enumerate(saved):
         if node in given and node not in inside:
@@ -224,7 +221,7 @@ def _make_backward(
 def _with_memory_of_their_own(
     program: Program, nodes: list[fx.Node]
 ) -> dict[fx.Node, torch.Tensor]:
-    """What nodes make, in memory that two share only where these show the same."""
+    """Fake values of nodes, with storages that two share only where the nodes' values do."""
     if not nodes:
         return {}
     storages = storages_of(program)
@@ -242,8 +239,8 @@ def _with_memory_of_their_own(
     return found
 
 
-class _New:
-    """A graph that is made of parts of a program's."""
+class _NewGraph:
+    """A new graph, built of parts of a program's."""
 
     def __init__(self, program: Program):
         self.graph, self._from = fx.Graph(), program
@@ -251,7 +248,7 @@ class _New:
         self._inputs: list[tuple[fx.Node, Input]] = []
 
     def take(self, node: fx.Node, what: Input) -> None:
-        """Have an input for the value of `node`."""
+        """Add an input for the value of `node`."""
         self.of[node] = new = self.graph.placeholder(node.name)
         new.meta = dict(node.meta)
         self._inputs.append((new, what))
@@ -262,7 +259,7 @@ class _New:
     def program(
         self, values: list[fx.Node], outputs: list[Output], whole: Program | None
     ) -> Program:
-        """It gives `values`, and returns what `whole` does, or nothing."""
+        """The program of this graph with outputs `values`, and the result of `whole`, if any."""
         self.graph.output(values)
         drop_unused(self.graph)
         inputs = []
@@ -284,3 +281,29 @@ class _New:
             whole.cleared if whole else [],
             {name: at for name, at in self._from.groups.items() if name in names},
         )
+
+
+# -- cotangents ------------------------------------------------------------------------------------
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
+    """By node, the numbers of the results from whose gradients it is computed, where there are any.
+
+    Autograd gives None, not zeros, where none of these gradients is there. So passes must not join
+    nodes of different ones.
+    """
+    graph = program.graph.graph
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node, given in zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True):
+        if given.kind == "cotangent":
+            found[node] = frozenset((given.index,))
+    if not found:
+        return found
+    for node in graph.nodes:
+        numbers = _NONE.union(*(found.get(n, _NONE) for n in node.all_input_nodes))
+        if numbers:
+            found[node] = numbers
+    return found

@@ -1,9 +1,13 @@
-"""Compiled steps: what `pt.compile` gives, and what a call of it does.
+"""Compiled steps: what `pt.compile` returns, and what a call of it does.
 
-A function like `step`. Its first call captures a graph, compiles it and runs it; later calls run
-it. A call that differs in what the graph was made for (shapes, layouts, modes, what the step read
-of Python) is another program, which is captured in its turn; how many are kept is bounded, and each
-says why it was made.
+The first call captures a program, compiles it and runs it; later calls run it. A call that differs
+in what the program was made for (shapes, layouts, modes, what the step reads of Python) needs
+another program, which is captured in its turn. At most `keep` are kept, and `reasons` says why each
+was made. To find the program of a call:
+
+1. The call guard compares it with the last call (`call_guard`): the usual case.
+2. Else the programs of its signature are tried: their guards and conditions must hold.
+3. Else the step is captured, by all ranks, or runs eagerly where a capture has failed.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from .capture.optimizers import drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
 from .capture.state_search import state_of
 from .captured_program import CapturedProgram
-from .errors import CaptureError, Holding
+from .errors import CaptureError, RefusedCall
 from .guards import History, described, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
@@ -38,9 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledStep"]
 
-_EAGER_KEPT = 1024  # kinds of calls that are known not to be captured
-_WAYS = 64  # programs that one call tries
-_TRIES = 16  # captures of one kind of call that may fail, for other values of Python
+_OPTIONS = "backend fallback without passes keep budget blocks sections".split()
+_REFUSED_KEPT = 1024  # signatures of calls that could not be captured
+_MOST_PROGRAMS_TRIED = 64  # by one call
 
 
 class CompiledStep(LastProgram):
@@ -65,30 +69,32 @@ class CompiledStep(LastProgram):
         self.budget, self.sections = budget, sections
         self.blocks = blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks)
         self._history = History(self.title)
-        # By signature, and a number that tells programs of one signature apart.
+        # By signature and number of the capture.
         self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
         self._made = 0
-        self._counts_apart = False  # optimizers were seen to count parameters' steps apart
-        self._eager: dict[Any, _Refused] = {}  # by signature
-        self._runs_eagerly: _Refused | None = None
+        self._counts_apart = False  # parameters' step counts were seen to differ
+        self._eager: dict[Any, RefusedCall] = {}  # by signature
+        self._runs_eagerly: RefusedCall | None = None
         self._raised: StepRaises | None = None
-        self._is_running = True  # but for `capture`
+        self._is_running = True  # False within `capture`
         self._state: State | None = None
-        self._reached: list[Place] = []  # where runs were seen to name something
+        self._reached: list[Place] = []  # with state, as runs have shown
         self._last: CapturedProgram | None = None
-        self.call_guard: CallGuard | None = None  # of the last call, where others can be compared
+        self.call_guard: CallGuard | None = (
+            None  # of the last call, where others can be compared with it
+        )
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method, a function that stands in a class: each instance compiles for itself."""
+        """A decorated method: each instance has a compiled step of its own."""
         if instance is None:
             return self
         bound = CompiledStep(
             self.step.__get__(instance, owner), self._given, **self._describe_how()
         )
-        # It is found before this.
+        # Attribute lookup finds it before this descriptor.
         vars(instance)[getattr(self, "_name", self.step.__name__)] = bound
         return bound
 
@@ -101,7 +107,7 @@ class CompiledStep(LastProgram):
         return getattr(self.step, "__qualname__", None) or type(self.step).__name__
 
     def __reduce__(self) -> Any:
-        """To be copied and pickled, without what is compiled: a copy of a module has its own."""
+        """Copies and pickles have no programs: a copy of a module compiles for itself."""
         return _rebuild_step, (self.step, self._given, self._describe_how())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,25 +116,26 @@ class CompiledStep(LastProgram):
         watcher = HERE.watcher
         if watcher is None:
             program, tensors = self._find_program(args, kwargs)
-            return self._result(program, tensors, args, kwargs)
-        HERE.watcher = None  # what finds and makes a program is no part of the user's
+            return self._run_program(program, tensors, args, kwargs)
+        HERE.watcher = None  # finding or making a program is not the user's code
         try:
             program, tensors = self._find_program(args, kwargs)
         finally:
             HERE.watcher = watcher
         if program is None:
             return self._run_eagerly(args, kwargs)
-        return self._run_heard_by_remat(program, tensors, args, kwargs)
+        return self._run_watched(program, tensors, args, kwargs)
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
-        """The programs that are kept, the one that ran last at the end; at most `keep`."""
+        """The programs that are kept, at most `keep`, the most recently used at the end."""
         return tuple(self._programs.values())
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
-        """The program of such a call, captured where there is none yet, and not run: nothing is
-        told to ledgers, and what the step writes into Python stays as it is. State that the first
-        step of an optimizer makes is made, of zeros.
+        """The program of such a call, captured where there is none yet, and not run.
+
+        Ledgers record nothing, and Python objects that the step writes stay as they are. State that
+        an optimizer makes in its first step is made, of zeros.
 
         Raises:
             CaptureError: such a call cannot be captured.
@@ -143,39 +150,39 @@ class CompiledStep(LastProgram):
         if program is None:
             error = CaptureError(f"{self.title} runs eagerly when it is called like this")
             raise error from (None if raised is None else raised.error)
-        if self._made > count:  # capture leaves what the call would have left
+        if self._made > count:  # a capture makes the writes that its call makes
             for write in reversed(program.writes):
                 write.undo()
         return program
 
-    def _result(
+    def _run_program(
         self,
         program: CapturedProgram | None,
         tensors: list[Any],
         args: Any,
         kwargs: Any,
-        told: Any = None,
+        watcher: Any = None,
     ) -> Any:
-        """Run the program; another one as long as torch's questions have other answers.
+        """Run the program of a call, and others as long as torch's questions get other answers.
 
         Args:
-            told: a watcher, which is told of what is written.
+            watcher: to which written tensors are announced.
         """
-        for _ in range(_WAYS):
+        for _ in range(_MOST_PROGRAMS_TRIED):
             if program is None:
                 return self._run_eagerly(args, kwargs)
-            for i in program.written if told is not None else ():
-                told.announce_write(tensors[program.inputs[i].index])
+            for i in program.written if watcher is not None else ():
+                watcher.announce_write(tensors[program.inputs[i].index])
             found = self._run(program, tensors)
             if type(found) is not OtherAnswers:
                 return found
-            watcher, HERE.watcher = HERE.watcher, None
+            current, HERE.watcher = HERE.watcher, None
             try:
                 self.call_guard = None
                 program, tensors = self._find_program(args, kwargs, found)
             finally:
-                HERE.watcher = watcher
-        # A value is a rounding away from where torch's answer turns.
+                HERE.watcher = current
+        # A value is so near to where an answer changes that programs round to either side.
         said = f"{self.title} finds other answers in each program ({found.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs)
@@ -183,27 +190,27 @@ class CompiledStep(LastProgram):
     def _find_program(
         self, args: Any, kwargs: Any, found: OtherAnswers | None = None
     ) -> tuple[CapturedProgram | None, list[Any]]:
-        """The program of a call and the call's tensors; None where it runs eagerly.
+        """The program of a call and the call's leaves; None where it runs eagerly.
 
         Args:
-            found: what is known of the answers in this call.
+            found: the answers of a run of this call, where they were other than its program's.
         """
         guard = self.call_guard
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
             return self._admit_program(guard.program, tensors)
         state = self._state
-        if state is None or state.moved() or not state.is_of(args, kwargs):
+        if state is None or state.has_changed() or not state.is_of(args, kwargs):
             state = self._search_state(args, kwargs)
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
-        key, why = self._kept(signature, tensors, found)
+        key, why = self._find_kept_program(signature, tensors, found)
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
                 self._runs_eagerly = refused
                 return None, []
-            return self._run_first_call(signature, args, kwargs, why, found)
+            return self._capture_call(signature, args, kwargs, why, found)
         self._history.note_reuse()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
@@ -217,19 +224,19 @@ class CompiledStep(LastProgram):
         self._state = state_of(self.step, self._given, args, kwargs, self._reached)
         return self._state
 
-    def _kept(
+    def _find_kept_program(
         self, signature: Any, tensors: list[Any], found: OtherAnswers | None
     ) -> tuple[tuple[Any, int] | None, str]:
-        """The key of a program for such a call, for Python and for numbers as they are now.
+        """The key of a kept program that may run such a call; None where there is none.
 
         Returns:
-            And where there is none because a condition does not hold, which.
+            And the condition that does not hold, where that is the reason; else "".
         """
         why = found.reason if found is not None else ""
         for key, program in reversed(self._programs.items()):
             if key[0] != signature or not (program.guards is None or program.guards.hold()):
                 continue
-            if found is not None and not found.agrees(program.answers.values):
+            if found is not None and not found.agrees_with(program.answers.values):
                 continue
             failed = program.conditions.failed(tensors)
             if failed is None:
@@ -241,37 +248,30 @@ class CompiledStep(LastProgram):
     def _admit_program(
         self, program: CapturedProgram, tensors: list[Any]
     ) -> tuple[CapturedProgram | None, list[Any]]:
-        """A program that was captured before, unless this call must run eagerly."""
+        """A kept program and the leaves; None, or CaptureError, where what it writes overlaps."""
         sharing = program.sharing
         if sharing.may_overlap(tensors) and (error := sharing.find_error(tensors)) is not None:
             if self.fallback is None:
                 raise error
             return None, []
         if program.scope is not None and program.scope.busy:
-            self._tell(program, tensors)
+            self._announce_run(program, tensors)
         return program, tensors
 
-    def _tell(self, program: CapturedProgram, tensors: list[Any]) -> None:
-        """Let ledgers, `strict()` and `check_ranks()` know what is going to run."""
-        if not self._is_running:
-            return
-        from .ledger_replay import tell, tell_work
+    def _announce_run(self, program: CapturedProgram, tensors: list[Any]) -> None:
+        """Tell ledgers, `strict()` and `check_ranks()` what is going to run."""
+        if self._is_running:
+            from .ledger_replay import announce_run
 
-        assert program.scope is not None
-        if program.scope.check is not None:
-            for wire in program.wires:
-                wire.check(f"compiled {self.title} runs {program.key[:16]} at {user_line()}")
-            program.compare(tensors)
-        tell(program.runs)
-        tell_work(program)
+            announce_run(program, self.title, tensors)
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         refused, self._runs_eagerly = self._runs_eagerly, None
         raised, self._raised = self._raised, None
         result = self.step(*args, **kwargs)
         if refused is not None:
-            refused.ran()
-        if raised is not None:  # which it should have in eager, too
+            refused.note_run()
+        if raised is not None:  # and it has not raised in eager
             warnings.warn(
                 f"ran eagerly: while it was captured the step raised {raised}", stacklevel=4
             )
@@ -279,7 +279,7 @@ class CompiledStep(LastProgram):
 
     def _run(self, program: CapturedProgram, tensors: list[Any]) -> Any:
         if function_modes():
-            with without_function_modes():  # what they make of a step is in its graph
+            with without_function_modes():  # their effect is in the graph already
                 return self._run_graph(program, tensors)
         return self._run_graph(program, tensors)
 
@@ -290,7 +290,7 @@ class CompiledStep(LastProgram):
             begin_graph(self.title, program.ranks)
         try:
             return program.run(tensors, None if known is None else known.inputs(tensors))
-        except RuntimeError as error:  # a collective's, where others do not make it
+        except RuntimeError as error:  # perhaps of a collective that other ranks do not call
             for wire in program.wires:
                 if (away := missed_call(wire, error)) is not None:
                     raise away from error
@@ -298,18 +298,18 @@ class CompiledStep(LastProgram):
         finally:
             end_graph()
 
-    def _run_heard_by_remat(
+    def _run_watched(
         self, program: CapturedProgram, tensors: list[Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run it as a call that remat hears of."""
+        """Run it as one function call that remat records."""
         watcher = HERE.watcher
 
         def run() -> Any:
-            return self._result(program, tensors, args, kwargs, watcher)
+            return self._run_program(program, tensors, args, kwargs, watcher)
 
         return watcher.run_function(self, tuple(tensors), {}, run)
 
-    def _run_first_call(
+    def _capture_call(
         self,
         signature: Any,
         args: Any,
@@ -318,12 +318,12 @@ class CompiledStep(LastProgram):
         found: OtherAnswers | None,
         state: State | None = None,
     ) -> tuple[CapturedProgram | None, list[Any]]:
-        """Capture a program.
+        """Capture a program for a call; as `_find_program`.
 
         Args:
-            why: which condition of the programs for such calls does not hold.
-            found: what is known of the answers in this call.
-            state: what the step reaches, where a run of it has just shown that.
+            why: the condition of kept programs that does not hold, or "".
+            found: as for `_find_program`.
+            state: what the step reaches, where a capture has just shown it; else it is searched.
         """
         from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import
 
@@ -336,9 +336,9 @@ class CompiledStep(LastProgram):
             "options": self._list_options(),
         }
         guesses = found.guesses if found is not None else Guesses()
-        blocks = BlockChoice.of(self.blocks)
+        blocks = BlockChoice.from_option(self.blocks)
 
-        def making() -> CapturedProgram:
+        def make() -> CapturedProgram:
             assert self._state is not None
             call = self.step, args, kwargs, self._state
             return make_program(
@@ -352,11 +352,11 @@ class CompiledStep(LastProgram):
 
         made_state = make_optimizer_state(state.optimizers)
         try:
-            program = making()
+            program = make()
         except ReachedMore as more:
             drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
-            return self._run_first_call(signature, args, kwargs, why, found, more.state)
+            return self._capture_call(signature, args, kwargs, why, found, more.state)
         except StepRaises as raised:
             drop_unused_state(made_state, lambda t: False)
             self._raised = raised
@@ -366,18 +366,18 @@ class CompiledStep(LastProgram):
             if self.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
-            if len(self._eager) >= _EAGER_KEPT:
+            if len(self._eager) >= _REFUSED_KEPT:
                 self._eager.clear()
             before = self._eager.get(signature)
             tries = 1 if before is None else before.tries + 1
-            self._eager[signature] = self._runs_eagerly = _Refused(error.guards, tries)
+            self._eager[signature] = self._runs_eagerly = RefusedCall(error.guards, tries)
             return None, []
         inputs = {id(i.tensor) for i in program.inputs}
         if drop_unused_state(made_state, lambda t: id(t) in inputs):
-            # Its inputs are counted among tensors of which some are gone.
+            # The program's inputs have indices among leaves of which some are gone now.
             for write in reversed(program.writes):
                 write.undo()
-            program = making()
+            program = make()
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
@@ -396,14 +396,14 @@ class CompiledStep(LastProgram):
         program.guards, program.writes, program.work = guards, writes, work
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
-            self._tell(program, tensors)
+            self._announce_run(program, tensors)
         return program, tensors
 
     def _call_roll(self, state: State, args: Any, kwargs: Any, why: str) -> str:
-        """Go on when all ranks are about to capture; for which reason this one is.
+        """Wait until all ranks are about to capture; returns this rank's reason.
 
         Raises:
-            LayoutError: some are not: they run a program that they have, or something else.
+            LayoutError: some ranks run a kept program, or do something else.
         """
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
@@ -417,25 +417,16 @@ class CompiledStep(LastProgram):
         return why
 
     def _describe_how(self) -> dict[str, Any]:
-        """How the user wants it."""
-        return {
-            "backend": self.backend,
-            "fallback": self.fallback,
-            "without": self.without,
-            "passes": self.passes,
-            "keep": self.keep,
-            "budget": self.budget,
-            "blocks": self.blocks,
-            "sections": self.sections,
-        }
+        """The options of `pt.compile` with which it was made."""
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def _list_options(self) -> list[str]:
-        """What of how it is compiled makes another program of it."""
+        """The options that are part of a program's key."""
         how = [] if self.sections is None else [f"sections {self.sections}"]
         return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
-        """What runs the graph of a program that was just captured, by the backend."""
+        """Compile a program by the backend; what runs its graph."""
         from .backend.executor import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
@@ -450,27 +441,6 @@ class CompiledStep(LastProgram):
     def _name_of_step(self) -> str:
         name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
         return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
-
-
-class _Refused:
-    """A kind of call that could not be captured, and what the step had read of Python by then.
-
-    What the step itself changes of it, run eagerly, is no reason to try again: what stands there
-    after one call is what the next is compared to.
-    """
-
-    def __init__(self, guards: Holding | None, tries: int):
-        self._guards = guards if tries < _TRIES else None
-        self.tries = tries
-
-    def holds(self) -> bool:
-        """Would another try find what the last one found?"""
-        return self._guards is None or self._guards.hold()
-
-    def ran(self) -> None:
-        """The step has run eagerly."""
-        if self._guards is not None and not self._guards.hold():
-            self._guards = self._guards.as_now()
 
 
 def _rebuild_step(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:

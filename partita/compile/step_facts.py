@@ -32,7 +32,7 @@ _HOLDERS = 12
 
 
 def facts_of_graph(step: Any) -> dict[str, Any]:
-    """What ran last of a compiled step, as `report.RunFacts` hears of it in the event "graph".
+    """The last program of a compiled step, as the event "graph" of `report.RunFacts`.
 
     Raises:
         ValueError: nothing was captured yet.
@@ -58,13 +58,13 @@ def facts_of_memory(
     """Bytes over a step by class, as `report.RunFacts.memory` has them.
 
     Args:
-        class_of: of a buffer; by the move that made it, and else by the phase, where None.
+        class_of: gives the class of a buffer; None for `_class_of`.
     """
     class_of = class_of or _class_of
     held: dict[str, int] = {}
-    for one in memory.held:
-        kind = _HELD.get(one.kind, "arguments")
-        held[kind] = held.get(kind, 0) + one.nbytes
+    for holding in memory.held:
+        kind = _HELD.get(holding.kind, "arguments")
+        held[kind] = held.get(kind, 0) + holding.nbytes
     classes = {id(buffer): class_of(buffer) for buffer in memory.buffers}
     live = {
         kind: memory.live_of(lambda buffer, kind=kind: classes[id(buffer)] == kind)  # type: ignore[misc]
@@ -78,7 +78,7 @@ def facts_of_memory(
 
 
 def _class_of(buffer: Buffer) -> str:
-    """A class of memory: by the move that made it, and else by the phase."""
+    """The class of a buffer: by the move that made it, else by the phase."""
     if buffer.passing:
         return "workspace"
     if buffer.reason in ("gather", "regather"):
@@ -90,7 +90,7 @@ def _class_of(buffer: Buffer) -> str:
 
 
 def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
-    """What a ledger has noted on one rank, by line and kind: the event "moves"."""
+    """The moves of one rank, summed by line, kind, axes and reason: the event "moves"."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for move in moves:
         name = (move.source, move.kind, " ".join(move.axes), move.reason)
@@ -111,8 +111,7 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
 
 
 def facts_of_layouts(program: Program) -> list[list[Any]]:
-    """Of each parameter that a program reads its name, layout, mesh and bytes on a rank: the event
-    "layouts"."""
+    """`facts_of_parameter` of each DTensor parameter that a program reads: the event "layouts"."""
     return [
         facts_of_parameter(given.name, given.tensor)
         for given in program.inputs
@@ -121,7 +120,7 @@ def facts_of_layouts(program: Program) -> list[list[Any]]:
 
 
 def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
-    """Its name, its layout and its mesh as text, and its bytes on a rank."""
+    """[name, layout, mesh, bytes on a rank] of a parameter; layout and mesh as text."""
     mesh = p._spec.wire.mesh
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
     nbytes = math.prod(p._spec.local_shape) * p.element_size()

@@ -1,10 +1,10 @@
-"""The verifier: is this a legal graph?
+"""The verifier: the grammar of legal graphs.
 
-Checked behind the last pass, and after capture and each pass where that is asked for. The grammar:
-inputs, constants, calls of ATen or of functional collectives, one output; every value made before
-it is used; nothing writes but `copy_` into an input, once, after which nobody reads that input; a
-collective is waited for before it is read; a collective's group is one of the program's; and no
-node knows more of a rank than the coordinates among the inputs tell.
+Checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph has
+inputs, constants, calls of ATen or of functional collectives, and one output. Each value is made
+before it is used. Nothing writes but a `copy_` into an input, once, after which nobody reads that
+input. A collective is waited for before it is read, and its group is one of the program's. No node
+knows more of a rank than the coordinates among the inputs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class IllegalGraph(LayoutError):
 
 
 def verifies_each_pass() -> bool:
-    """Is the graph to be checked after capture and after every pass?
-
-    It is checked behind the last pass anyway; then an error names the pass.
-    """
+    """Is the graph to be checked after capture and each pass, so that an error names the pass?"""
     return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import DryWire, Wire, stand_ins, user_line
 from partita.compile.capture.capture import taking_turns
-from partita.compile.capture.capture_context import compiling, swapped, unseen
-from partita.compile.capture.captured_attributes import Attributes
+from partita.compile.capture.capture_context import compiling, hidden_from_watchers, slots_swapped
+from partita.compile.capture.captured_attributes import ModuleAttributes
 from partita.compile.capture.fakes import local_of
-from partita.compile.capture.refusals import users_line
+from partita.compile.capture.refusals import user_line_of
 from partita.compile.capture.state import State, tensors_of_call
 from partita.compile.capture.state_search import state_of
 from partita.layout import Fix, LayoutError
@@ -67,11 +67,11 @@ def rehearse(
         stack.enter_context(stand_ins(dict(fakes.wires), fakes.stand_in_for))
         stack.enter_context(compiling())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(unseen())
+        stack.enter_context(hidden_from_watchers())
         stack.enter_context(_without_nodes())
         stack.enter_context(_refusing_steps(state))
-        stack.enter_context(Attributes(state).restored())
-        stack.enter_context(swapped(state.slots, fakes.stand_in))
+        stack.enter_context(ModuleAttributes(state).restored())
+        stack.enter_context(slots_swapped(state.slots, fakes.stand_in))
         given, named = pytree.tree_map(fakes.stand_in, (args, kwargs))
         stack.enter_context(HERE.breaking_off())
         stack.enter_context(fakes.mode)
@@ -179,7 +179,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _asks_value(error: Exception) -> LayoutError:
     return LayoutError(
         "the explained function asks for the value of a tensor",
-        place=users_line(error),
+        place=user_line_of(error),
         reason="nothing is computed, so that no value is known",
         fixes=(Fix("explain the part before it", "and the part after it by itself"),),
     )

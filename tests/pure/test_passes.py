@@ -8,7 +8,7 @@ import pytest
 
 from partita.comm.backends.backend import Backend
 from partita.comm.backends.gloo import Gloo
-from partita.compile.effects import drop_unused
+from partita.compile.graph_nodes import drop_unused
 from partita.compile.passes import PASSES
 from tests.graph_text import program_of, text_of
 

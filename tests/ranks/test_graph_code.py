@@ -10,7 +10,7 @@ from torch import fx
 import partita as pt
 from partita.compile.backend.executor import function_of
 from partita.compile.errors import CaptureError
-from partita.compile.graph_modules import lazy_graph_module
+from partita.compile.graph_nodes import lazy_graph_module
 from partita.compile.passes import PASSES
 from partita.compile.verify import IllegalGraph
 

@@ -15,7 +15,7 @@ import torch
 
 from partita.comm import Wire
 
-from ..effects import checks_value
+from ..graph_nodes import checks_value
 from ..memory.codegen_memory import memory_of_sections
 from ..phases import begin_phase
 from ..program import Program

@@ -19,13 +19,11 @@ from torch import fx
 from partita.comm.compiled import WAIT
 
 from ..capture.equal_calls import tensors_in
-from ..capture.write_order import with_early_writes
-from ..effects import checks_value, has_effect
 from ..graph import is_collective, line_of
-from ..graph_modules import lazy_graph_module
-from ..graph_nodes import add_call, copy_node
+from ..graph_nodes import add_call, checks_value, copy_node, has_effect, lazy_graph_module
 from ..memory.storages import storages_of
 from ..node_metadata import NOTE, note_of
+from ..ordering import with_early_writes
 from ..program import Program
 from ..repeats import repeats_of
 from .sections import Section, Sections, call_section

@@ -1,15 +1,16 @@
-"""Capture: a training step run once over tensors without memory, and the graph of what it called.
+"""Capture: a training step run once over fake tensors, and the graph of the ATen calls it makes.
 
-In reading order: `capture` and `capture_run` (the run), `state` with `state_slots` and
-`state_search`, and `inputs` (what the step reads), `symbolic`, `scalars`, `numbers` and `answers`
-(Python numbers and questions), `optimizers`, `block_calls` with `block_tape`, `block_follower`,
-`block_tracing` and `block_traces` (blocks traced once), `differentiate` and `result_parts`
-(regions), `functionalize` with `functional_rewrite` (writes become values), `outputs` and
-`lower_trace` (what is the step's program); what a run meets: `capture_context`, `hearing`, `hooks`,
-`fakes`, `traced_tensors`, `tensor_facts`, `identity`, `value_checks`, `predicted_answers`,
-`captured_attributes`, `data_writes`, `left_on_results`, `ctc`, `refusals`, `graph_checks`; what is
-traced once: `equal_calls`, `equal_counts`, `repeated_calls`, `repeated_moves`, `block_choice`,
-`block_modes`, `block_functions`, `block_operands`; what writes become: `functional_calls`,
-`functional_memory`, `functional_trace`, `draws_in_place`, `views_in_place`, `overlapping_results`,
-`shared_results`, `write_order`, `gating`.
+In reading order:
+
+- The run: `capture` (runs until one is complete), `capture_run` (one run), `capture_context`,
+  `step_function_mode` and `tensor_facts` (torch functions that the step calls), `fakes`.
+- What the step reads: `state_slots`, `state`, `state_search`, `inputs`, `optimizers`.
+- Python numbers and questions: `symbolic`, `numbers`, `scalars`, `answers`, `equal_counts`.
+- What it leaves: `captured_attributes`, `differentiate` (gradients of a region), `outputs`.
+- Blocks traced once: `block_choice`, `block_tape`, `block_functions`, `block_follower`,
+  `block_traces`, `block_calls`.
+- Calls traced once: `equal_calls`, `repeated_calls`, `repeated_moves`, `traced_tensors`.
+- Writes become values: `functionalize`, `functional_rewrite`, `functional_calls`,
+  `functional_memory`, `shared_results`.
+- The result: `lower_trace`. What is refused: `refusals`, `capture_checks`. One operator: `ctc`.
 """

@@ -1,10 +1,11 @@
-"""Answers: what torch's own code asks of a tensor's value, and what a program takes them to be.
+"""Answers: what torch's own code asks of tensors' values, and the answers a program is made for.
 
-An update is skipped where gradients overflow, an average begins as a copy, a loss looks whether its
-variances are negative: torch asks for a value, and goes one way or the other. While a step is
-captured there are no values. Capture goes one way, and the graph gives the answers as it finds
-them. Where one is another than the program was made for, the graph leaves what it writes as it
-was, and the call runs the program of these answers instead.
+GradScaler skips an update where gradients overflow, an averaged model begins as a copy, a loss
+checks that variances are not negative: torch branches on a value. During capture there are none, so
+each question gets a guess: the answer of an earlier run, or what `predict_answer` computes from the
+call's small inputs. The graph computes the true answers as one more output. Where one differs from
+the guess, `gate_writes` has kept the graph from writing anything, and the call runs the program of
+the other answers (`OtherAnswers`), capturing it first if there is none.
 """
 
 from __future__ import annotations
@@ -16,32 +17,50 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import user_line
 from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
+from ..graph_nodes import has_effect
+from ..node_metadata import note_of
+from ..passes.making import Making
+from .fakes import local_of
+from .symbolic import is_symbolic
 
-__all__ = ["Answers", "Asked", "Guesses", "OtherAnswers", "StepRaises"]
+__all__ = [
+    "Answers",
+    "AskedQuestions",
+    "Guesses",
+    "OtherAnswers",
+    "StepRaises",
+    "gate_writes",
+    "predict_answer",
+]
+
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx" + os.sep, "utils" + os.sep)
-"""Of torch: what hands a question on, and asks none."""
+"""Files of torch that only pass a question on."""
 _CHECKS = "distributions" + os.sep
-_MOST = 4096  # questions of a step
-_WAYS = 8  # that are tried where the step raises
+_MOST_QUESTIONS = 4096  # of a step
+_MOST_TRIES = 8  # of guesses, where the step raises
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the first questions of a capture are answered; those that follow are predicted.
+    """Answers to the first questions of a capture; those that follow are predicted.
 
     Attributes:
         values: the answers.
-        certain: so many of them are known to be the call's.
+        certain: so many of them, from the first, are known to be the call's own.
         turned: the numbers of those that were tried both ways.
-        tried: how many ways were.
+        tried: how many sequences of answers were tried.
     """
 
     values: tuple[bool, ...] = ()
@@ -50,9 +69,11 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[bool]) -> Guesses | None:
-        """Other guesses, where the step has raised on the way of `answers`: perhaps it is not the
-        call's. None where all ways were tried."""
-        for i in reversed(range(self.certain, len(answers) if self.tried < _WAYS else 0)):
+        """The next guesses, where the step has raised with `answers`, perhaps not the call's own.
+
+        None where all were tried.
+        """
+        for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned:
                 before = {n for n in self.turned if n < i}
                 values = (*answers[:i], not answers[i])
@@ -62,13 +83,13 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """A run whose answers were others than its program's: it has changed nothing.
+    """The result of a run whose answers differ from its program's: it has changed nothing.
 
     Attributes:
-        answers: as the graph found them.
-        certain: so many of them are the call's, whichever program it runs: those behind the first
-            that is another were found on a way that the call does not go.
-        line: the user's, whose call asks for the first that is another.
+        answers: as the graph computed them.
+        certain: so many of them are the call's own: those behind the first that differs were
+            computed on a branch that the call does not take.
+        line: the user's line that asks for the first that differs.
     """
 
     answers: tuple[bool, ...]
@@ -77,46 +98,45 @@ class OtherAnswers:
 
     @property
     def reason(self) -> str:
-        """Why another program is due."""
+        """Why another program is needed."""
         last = self.answers[self.certain - 1]
         return f"what torch asks of a value at {self.line}: {not last} became {last}"
 
     @property
     def guesses(self) -> Guesses:
-        """What another capture goes by."""
+        """The guesses of another capture."""
         return Guesses(self.answers, self.certain)
 
-    def agrees(self, answers: Sequence[bool]) -> bool:
-        """May a program that takes these for granted run in the call?"""
+    def agrees_with(self, answers: Sequence[bool]) -> bool:
+        """May a program made for these answers run in the call?"""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a program takes for granted of the values that torch asks for.
+    """The answers that a program is made for.
 
     Attributes:
-        values: the answers, in the order of the questions.
-        lines: of each question the user's, whose call asks.
+        values: in the order of the questions.
+        lines: for each question the user's line whose call asks.
     """
 
     values: tuple[bool, ...] = ()
     lines: tuple[str, ...] = ()
 
     def compare(self, found: Sequence[bool]) -> OtherAnswers | None:
-        """What to do where a run has found other answers."""
-        for i, (one, other) in enumerate(zip(self.values, found, strict=True)):
-            if one is not other:
+        """The other answers of a run; None where `found` are these."""
+        for i, (expected, answer) in enumerate(zip(self.values, found, strict=True)):
+            if expected is not answer:
                 return OtherAnswers(tuple(found), i + 1, self.lines[i])
         return None
 
 
 class StepRaises(Exception):
-    """The step raises on the way that the call's answers lead. The call runs eagerly, so that
-    it raises what it does there, with values.
+    """The step raises with the call's own answers: the call runs eagerly, to raise with values.
 
     Attributes:
-        error: what it raised while it was captured.
+        error: what the step raised while it was captured.
     """
 
     def __init__(self, error: Exception):
@@ -124,11 +144,11 @@ class StepRaises(Exception):
         self.error = error
 
 
-class Asked:
-    """The questions of one capture.
+class AskedQuestions:
+    """The questions of one capture run.
 
     Attributes:
-        values: of each question what stands for its answer.
+        values: for each question the symbolic bool of its answer, an output of the graph.
     """
 
     def __init__(self, guesses: Guesses):
@@ -139,11 +159,11 @@ class Asked:
         self._known: dict[Any, bool] = {}
 
     def answer(self, question: Any, predict: Callable[[torch.SymBool], bool]) -> bool | None:
-        """The answer that capture goes on with; None where it is the user's code that asks.
+        """The answer with which capture goes on; None where the user's code asks.
 
         Args:
             question: the node of a symbolic bool.
-            predict: the likely answer to one that nothing is known of.
+            predict: gives the likely answer where there is no guess.
         """
         file = _file_that_asks()
         if not file:
@@ -152,9 +172,9 @@ class Asked:
         if known is not None:
             return known
         number = len(self._answers)
-        if number == _MOST:
+        if number == _MOST_QUESTIONS:
             raise not_captured(
-                f"torch asks for more than {_MOST} values in one step",
+                f"torch asks for more than {_MOST_QUESTIONS} values in one step",
                 "each answer is one more way through it, and a graph of its own",
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
@@ -167,22 +187,22 @@ class Asked:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Guesses by which the step may not raise as it did; None where it is the call's way."""
+        """Guesses with which the step may not raise; None where all were tried."""
         return self._guesses.try_other_way(self._answers)
 
     @property
-    def given(self) -> Answers:
-        """Those that capture went on with."""
+    def answers(self) -> Answers:
+        """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
 def _is_check(file: str) -> bool:
-    """Does a distribution of torch's check its arguments, most of which are right?"""
+    """Does a distribution of torch check its arguments, which are most likely valid?"""
     return file.startswith(_CHECKS)
 
 
 def _file_that_asks() -> str:
-    """The file of torch's whose code asks for a value now; "" where it is the user's."""
+    """The file of torch whose code asks for a value now; "" where the user's code does."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -193,3 +213,120 @@ def _file_that_asks() -> str:
                 return name.removeprefix(_TORCH)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+# -- predicted answers -----------------------------------------------------------------------------
+
+
+_SMALL = 64  # elements
+_DEEP = 32  # calls
+
+
+def predict_answer(
+    question: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]
+) -> bool | None:
+    """Compute the likely answer from inputs of the graph.
+
+    Only where all that the question depends on is small, and no input that the step has written.
+    It is a guess, which spares a run and a capture where it is right.
+
+    Args:
+        value_of: gives the value of an input in this call, or None where it may not be read.
+
+    Returns:
+        None where it cannot be computed.
+    """
+    known: dict[fx.Node, Any] = {}
+    try:
+        with _disable_current_modes(), Local(), torch.no_grad():
+            return bool(_predict_value(question, value_of, known))
+    except Exception:  # a guess raises nothing
+        return None
+
+
+class _Unknown(Exception):
+    """A value cannot be predicted."""
+
+
+def _predict_value(
+    node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
+) -> Any:
+    if node not in known:
+        if len(known) > _DEEP or any(facts_of(u.target).writes for u in node.users):
+            raise _Unknown
+        known[node] = found = _compute_node(node, value_of, known)
+        if found is None or (isinstance(found, torch.Tensor) and found.numel() > _SMALL):
+            raise _Unknown
+    return known[node]
+
+
+def _compute_node(
+    node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
+) -> Any:
+    if node.op == "placeholder":
+        stands_in: Any = node.meta.get("val")
+        if is_symbolic(stands_in):
+            return stands_in.node.hint
+        value = value_of(node)
+        return None if value is None else local_of(value)
+    target: Any = node.target
+    facts = facts_of(target)
+    sent = getattr(target, "namespace", "aten") not in ("aten", "prims")
+    if node.op != "call_function" or facts.draws or facts.writes or sent:
+        raise _Unknown
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: _predict_value(n, value_of, known)
+    )
+    return target(*args, **kwargs)
+
+
+_aten = torch.ops.aten
+
+
+# -- gated writes ----------------------------------------------------------------------------------
+
+
+def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
+    """Have a graph write only if its answers, the last outputs, are `answers`.
+
+    Each `copy_` writes what the input holds where they are not, so that no write waits for Python.
+    The answers become one output: a tensor of bools.
+
+    Raises:
+        CaptureError: a call of the graph writes by itself, whatever the answers are.
+    """
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])
+    results, found = values[: -len(answers)], values[-len(answers) :]
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    for node in graph.nodes:
+        writes = node.op == "call_function" and has_effect(node) and node not in copies
+        facts = facts_of(node.target)
+        if writes and not (facts.draws or facts.checks):
+            raise not_captured(
+                f"{node.target} writes, in a step in which torch asks for a value",
+                "it would have written before the answer is known",
+                Fix("do it outside the step", "before or after the call"),
+                place=note_of(node).source,
+            )
+    with graph.inserting_before(copies[0] if copies else end):
+        make = Making(graph, note_of(found[-1]))
+        answers_found = make(_aten.stack.default, found)
+        if copies:
+            held = [
+                v if a else make(_aten.logical_not.default, v)
+                for v, a in zip(found, answers, strict=True)
+            ]
+            all_hold = make(_aten.all.default, make(_aten.stack.default, held))
+    for copy in copies:
+        into, value = copy.args[:2]
+        with graph.inserting_before(copy):
+            make = Making(graph, note_of(copy))
+            now, was = value.meta["val"], into.meta["val"]
+            if now.dtype != was.dtype:
+                value = make(_aten._to_copy.default, value, dtype=was.dtype)
+            holds = all_hold
+            if was.device != holds.meta["val"].device:
+                holds = make(_aten._to_copy.default, holds, device=was.device)
+            copy.args = (into, make(_aten.where.self, holds, value, into), *copy.args[2:])
+    end.args = ([*results, answers_found],)

@@ -1,7 +1,10 @@
-"""Block calls: in the graph of a step, what stands for a block whose structure was traced before.
+"""Block calls: modules whose structure was traced before become two nodes of the step's graph.
 
-A block's forward is one node, its backward another; what they stand for is traced once for each
-structure (`block_traces`), which also puts it in their places.
+While a step is captured, `BlockCalls` intercepts the calls of the modules that `BlockChoice` names.
+Each runs under a `BlockFollower`, which finds or records its tape; then one `block_forward` node is
+added, and what the user holds of the block's results (stand-ins without a node) becomes what that
+node makes. To autograd the block is one `autograd.Function`, whose backward adds a `block_backward`
+node. `inline_blocks` replaces these nodes after capture: see `block_traces`.
 """
 
 from __future__ import annotations
@@ -24,13 +27,21 @@ from partita.tensor.watch import HERE
 from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
-from .block_follower import Follower
-from .block_modes import modes_now, who_hears
-from .block_tape import Made, NotABlock, NumbersRead
-from .block_traces import BackwardTrace, BlockTrace, block_backward, block_forward, block_output
-from .block_tracing import BlockTracing, differentiate_block, traced_node
+from .block_follower import BlockFollower
+from .block_functions import current_modes, dispatch_listeners
+from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
+from .block_traces import (
+    BackwardTrace,
+    BlockTrace,
+    BlockTracing,
+    block_backward,
+    block_forward,
+    block_output,
+    differentiate_block,
+    traced_node,
+)
 from .symbolic import BlockNumberRead
-from .traced_tensors import become, tensors_of
+from .traced_tensors import replace_tensor, tensors_of
 
 __all__ = ["BlockCalls"]
 
@@ -39,9 +50,9 @@ class BlockCalls:
     """The blocks of a step that is being captured.
 
     Args:
-        recorder: of the nodes.
-        mode: of the tensors without memory.
-        wires: that trace.
+        recorder: notes where nodes come from.
+        mode: of the fake tensors.
+        wires: by the real wire, the one that traces.
         choice: which modules are blocks.
         models: the models of the step.
     """
@@ -57,13 +68,13 @@ class BlockCalls:
         self.recorder, self._mode, self._wires = recorder, mode, wires
         self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
-        self._heard = who_hears()
+        self._listeners = dispatch_listeners()
         self._calls: list[_BlockCall] = []
         self._results: list[tuple[weakref.ref[torch.Tensor], type]] = []  # of those with several
 
     @contextmanager
     def intercepting(self, tracer: Any) -> Iterator[None]:
-        """Within, a call of a block is traced at most once for each structure."""
+        """Within, blocks that `tracer` (fx's) meets are traced once for each structure."""
         usual = tracer.call_module
 
         def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -84,23 +95,27 @@ class BlockCalls:
             for wire in self._wires.values():
                 wire.admit_otherwise = None
             for call in self._calls:
-                call.forget()
+                call.drop_references()
             self._calls.clear()
 
     def call_block(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """`forward(*args, **kwargs)`, the module's own with its hooks."""
+        """Run `forward(*args, **kwargs)`, the module's own with its hooks, as one block.
+
+        Raises:
+            NotABlock: its class has to be traced as it runs.
+        """
         kind = type(module)
         traces = self._traces.setdefault(kind, [])
         tracing = BlockTracing(self.recorder, self._mode.shape_env)
         varying = kind not in self._choice.constants
-        follower = Follower(kind, [t.tape for t in traces], tracing, self._heard, varying)
+        follower = BlockFollower(kind, [t.tape for t in traces], tracing, self._listeners, varying)
         casts = torch.is_autocast_cache_enabled()
         HERE.block = follower
         try:
             with _own_paddings(self._wires.values()):
-                torch.set_autocast_cache_enabled(False)  # what it keeps would be of this block
+                torch.set_autocast_cache_enabled(False)  # it would keep tensors of this block
                 try:
                     with follower:
                         out = forward(*args, **kwargs)
@@ -108,13 +123,13 @@ class BlockCalls:
                     raise NotABlock(kind, f"it raises {type(error).__name__}") from error
                 held = follower.finish_tape()
                 if follower.is_new:
-                    traces.append(tracing.finish(follower))
+                    traces.append(tracing.finish_trace(follower))
         finally:
             torch.set_autocast_cache_enabled(casts)
             HERE.block = None
         trace = next(t for t in traces if t.tape is follower.tape)
-        numbers = trace.tape.numbers(follower.operands)
-        self._emit_call(trace, [*numbers.values()], follower.taken, held)
+        floats = trace.tape.varying_values(follower.operands)
+        self._emit_call(trace, [*floats.values()], follower.taken, held)
         return out
 
     # -- calls in the graph ------------------------------------------------------------------------
@@ -126,81 +141,95 @@ class BlockCalls:
         taken: Sequence[torch.Tensor],
         held: dict[int, FakeTensor],
     ) -> None:
-        """Have the graph call the trace, and what the user holds be what that makes."""
+        """Add the node of a block, and have what the user holds be what it makes.
+
+        Args:
+            floats: its varying floats.
+            taken: its tensors from outside.
+            held: by number, the stand-ins of results that the user holds.
+        """
         numbers = [*held]
         admitted = [(w, a) for w, a in trace.tape.admitted]
-        numbers += [a.number for _, a in admitted if type(a) is Made and a.number not in held]
+        numbers += [a.number for _, a in admitted if type(a) is MadeTensor and a.number not in held]
         call = _BlockCall(self, trace, numbers, floats, [traced_node(t, trace.kind) for t in taken])
         self._calls.append(call)
         if any(_has_hooks(taken[i]) for i in trace.takes):
             raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
         with Local():
             if trace.results and trace.takes:
-                with torch.enable_grad():  # its calls had it where a result has a history
+                with (
+                    torch.enable_grad()
+                ):  # a result has a history, so grad mode was on where it was made
                     made = _BlockFunction.apply(call, *(taken[i] for i in trace.takes))
             else:
                 made = call.forward()
         by_number = dict(zip(numbers, made, strict=True))
         for wire, a in admitted:
-            if type(a) is Made:
+            if type(a) is MadeTensor:
                 wire.admitted.append(by_number[a.number])
             else:
                 wire.admit(taken[a.number])
         for number, stand in held.items():
-            become(stand, by_number[number])
+            replace_tensor(stand, by_number[number])
         call.note_versions([*taken, *held.values()])
         if len(trace.results) > 1:
             results = [t for n, t in held.items() if n in trace.results]
             self._results += [(weakref.ref(t), trace.kind) for t in results]
 
     def check_results(self, asked: Any) -> None:
-        """Raise NotABlock where a backward that begins is to show the gradient of one of several
-        results of a block: no gradient comes to it from the others, which may be made of it.
+        """Raise NotABlock if a backward that begins shows the gradient of one of several results.
+
+        Other results of the block may be computed from that one; their gradients flow within the
+        block, and would be missing from what is shown.
 
         Args:
-            asked: the tensors whose gradients it gives: one, several or None.
+            asked: the tensors whose gradients backward returns: one, several or None.
         """
         asked = [*asked] if isinstance(asked, (tuple, list)) else [asked]
         wanted = {id(t) for t in asked}
-        # An edge of the graph, or what gives its tensors only once, may be of any.
+        # A GradientEdge or an iterator does not say which tensors it is of.
         is_unsure = any(not isinstance(t, (torch.Tensor, NoneType)) for t in asked)
-        for known, kind in self._results:
-            result = known()
+        for reference, kind in self._results:
+            result = reference()
             if result is None:
                 continue
             with Local():
-                is_heard = result.retains_grad or _has_hooks(result)
-            if is_heard or is_unsure or id(result) in wanted:
+                is_shown = result.retains_grad or _has_hooks(result)
+            if is_shown or is_unsure or id(result) in wanted:
                 raise NotABlock(kind, "the gradient of one of several results is looked at")
 
     def add_node(self, target: Any, *args: Any) -> fx.Node:
-        """A new node of the graph."""
+        """Add a call of `target` to the graph."""
         node = add_call(self.recorder.graph, target, args)
         self.recorder.note_made(node)
         return node
 
-    def differentiated(
+    def trace_backward(
         self, trace: BlockTrace, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
     ) -> BackwardTrace:
-        """The backward of a block, traced, for gradients like those given of its results."""
+        """Trace the backward of a block: see `differentiate_block`."""
         try:
             tracing = BlockTracing(self.recorder, self._mode.shape_env)
             return differentiate_block(trace, given, trains, tracing)
         except BlockNumberRead as error:
-            raise NumbersRead(trace.kind) from error
+            raise VaryingFloatRead(trace.kind) from error
 
-    def tensors(self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]) -> list[FakeTensor]:
-        """Tensors without memory, that the nodes make."""
+    def make_fakes(
+        self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]
+    ) -> list[FakeTensor]:
+        """Fake tensors that the nodes make."""
         return tensors_of(nodes, likes, self._mode)
 
 
 @dataclass(eq=False)
 class _BlockCall:
-    """One call of a trace.
+    """One block in the graph.
 
     Attributes:
-        numbers: of the tensors that it gives.
-        floats: what differs between blocks.
+        numbers: of the tensors of the trace that it gives.
+        floats: its varying floats.
+        taken: the nodes of its tensors from outside.
+        node: its `block_forward` node.
     """
 
     calls: BlockCalls
@@ -211,26 +240,29 @@ class _BlockCall:
     node: fx.Node | None = None
     _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
-    def forget(self) -> None:
-        """The step is captured: let go of what autograd's node, which C++ may keep in a circle with
-        the results that it made, would keep with it."""
+    def drop_references(self) -> None:
+        """Drop all references, once the step is captured.
+
+        C++ may keep autograd's node, and this with it, in a cycle with the node's results.
+        """
         self._versions.clear()
         self.taken.clear()
         self.node = None
         del self.calls, self.trace
 
     def forward(self) -> list[FakeTensor]:
+        """Add the `block_forward` node; the tensors of `numbers` that it makes."""
         self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)
         nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
-        return self.calls.tensors(nodes, [self.trace.likes[n] for n in self.numbers])
+        return self.calls.make_fakes(nodes, [self.trace.likes[n] for n in self.numbers])
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Backward may read these: they must then be what they are now."""
+        """Note the versions of tensors that backward may read, for `check_unwritten`."""
         with Local():
             self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
 
     def check_unwritten(self) -> None:
-        """Raise NotABlock if what backward may read was written since."""
+        """Raise NotABlock if a tensor that backward may read was written since."""
         with Local():
             if any(t._version != version for t, version in self._versions):
                 raise NotABlock(
@@ -240,21 +272,29 @@ class _BlockCall:
     def backward(
         self, grads: Sequence[torch.Tensor | None], trains: tuple[bool, ...]
     ) -> list[FakeTensor | None]:
+        """Add a `block_backward` node; for each of `trace.takes` its gradient.
+
+        Args:
+            grads: of the results, in the order of `numbers`.
+            trains: for each of `trace.takes`, is its gradient needed?
+        """
         trace = self.trace
         given = {n: g for n, g in zip(self.numbers, grads, strict=True) if g is not None}
-        key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains, modes_now()
+        key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains, current_modes()
         back = trace.backwards.get(key)
         if back is None:
-            back = trace.backwards[key] = self.calls.differentiated(trace, given, trains)
+            back = trace.backwards[key] = self.calls.trace_backward(trace, given, trains)
         cotangents = [traced_node(g, trace.kind) for g in given.values()]
         node = self.calls.add_node(block_backward, back, self.node, *cotangents)
         nodes = [self.calls.add_node(block_output, node, i) for i in back.gradients]
         likes = [g.meta["val"] for g in back.gradients.values()]
-        made = dict(zip(back.gradients, self.calls.tensors(nodes, likes), strict=True))
+        made = dict(zip(back.gradients, self.calls.make_fakes(nodes, likes), strict=True))
         return [made.get(i) for i in trace.takes]
 
 
 class _BlockFunction(torch.autograd.Function):
+    """A block to autograd: its operands with a history, its results."""
+
     @staticmethod
     def forward(ctx: Any, call: _BlockCall, *wanted: torch.Tensor) -> Any:
         ctx.call = call
@@ -276,14 +316,15 @@ class _BlockFunction(torch.autograd.Function):
 
 
 def _admit_in_block(wire: TraceWire, value: torch.Tensor) -> bool:
-    if HERE.block is None or not HERE.block.inside:
+    """Have the block that is traced, if any, note a plain value taken as equal on all ranks."""
+    if HERE.block is None or not HERE.block.is_tracing:
         return False
     HERE.block.admit(wire, value)
     return True
 
 
 def _has_hooks(t: torch.Tensor) -> bool:
-    """Private torch: where a tensor has its hooks."""
+    """Private torch: where a tensor keeps its hooks."""
     with Local():
         after = getattr(t, "_post_accumulate_grad_hooks", None)
         return bool(t._backward_hooks) or bool(after)
@@ -291,7 +332,7 @@ def _has_hooks(t: torch.Tensor) -> bool:
 
 @contextmanager
 def _own_paddings(wires: Iterable[TraceWire]) -> Iterator[None]:
-    """Within, what wires keep of values is the block's own."""
+    """Within, wires remember paddings for the block alone."""
     wires = list(wires)
     before = [wire.swap_paddings({}) for wire in wires]
     try:

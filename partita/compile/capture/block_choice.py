@@ -1,4 +1,8 @@
-"""Block choice: which modules of a step are traced once for all that are built alike."""
+"""Block choice: which modules of a step are traced once for all that are built alike.
+
+`BlockChoice` is the argument `blocks` of `pt.compile`, and what capture learns on the way: classes
+that cannot be blocks (`apart`), classes whose floats decide what they call (`constants`).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from torch import nn
 __all__ = ["BlockChoice", "BlocksTraced"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-_FEW = 2
-"""Parameters of a module that is a layer rather than a block: to trace it costs next to nothing."""
-_MANY = 6
-"""Blocks that are alike and are traced once, if nobody has said whether: fewer are traced soon."""
+_LAYER_PARAMETERS = 2
+"""A module with no more parameters is a layer, not a block: tracing it costs next to nothing."""
+_LEAST_BY_DEFAULT = 6
+"""Alike modules that make blocks where `blocks` is None: fewer are traced soon enough."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class BlocksTraced:
     """How the blocks of a step were traced.
 
     Attributes:
-        structures: for each structure the class of its blocks and how many calls of them there are.
-        apart: the classes whose blocks were each traced as they run, and why.
+        structures: for each structure the name of its class and the number of its blocks.
+        apart: the names of classes whose modules were each traced as they run, and why.
     """
 
     structures: tuple[tuple[str, int], ...] = ()
@@ -41,12 +45,11 @@ class BlockChoice:
     """Which modules are blocks.
 
     Attributes:
-        named: modules, and classes of modules, that the user has named; None where they are found:
-            the outermost of which a model has several, alike in class and in the names and shapes
-            of their parameters.
-        least: how many must be alike, where they are found.
-        constants: classes of modules in which floats are constants: what they call hangs on them.
-        apart: classes of modules that do what no call of a block can do for them, and what that is.
+        named: the modules and classes that the user names; None to search for them: the outermost
+            modules that are alike in class and in the names and shapes of their parameters.
+        least: how many must be alike to be found by the search.
+        constants: classes in which floats are constants, since torch reads their values.
+        apart: classes that cannot be blocks, and why.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
@@ -55,8 +58,8 @@ class BlockChoice:
     constants: frozenset[type] = frozenset()
 
     @classmethod
-    def of(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
-        """As the argument of `pt.compile` says it.
+    def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
+        """The choice that the argument `blocks` of `pt.compile` means.
 
         Raises:
             ValueError: something that is neither a module nor a class of modules.
@@ -64,26 +67,26 @@ class BlockChoice:
         if blocks is True:
             return cls()
         if blocks is None:
-            return cls(least=_MANY)
+            return cls(least=_LEAST_BY_DEFAULT)
         named = tuple(blocks) if blocks else ()
-        for one in named:
-            if not isinstance(one, nn.Module) and not (
-                isinstance(one, type) and issubclass(one, nn.Module)
+        for block in named:
+            if not isinstance(block, nn.Module) and not (
+                isinstance(block, type) and issubclass(block, nn.Module)
             ):
-                raise ValueError(f"compile: a block is a module or a class of them, not {one!r}")
+                raise ValueError(f"compile: a block is a module or a class of them, not {block!r}")
         return cls(named)
 
     def with_constants(self, kind: type) -> BlockChoice:
-        """The same, but that blocks of this class whose floats differ are of two structures."""
+        """The same choice, in which floats of this class are constants."""
         return replace(self, constants=self.constants | {kind})
 
-    def leaving(self, kind: type, reason: str) -> BlockChoice:
-        """The same, but for modules of this class."""
+    def without_class(self, kind: type, reason: str) -> BlockChoice:
+        """The same choice without modules of this class."""
         return replace(self, apart=(*self.apart, (kind, reason)))
 
     @property
-    def told(self) -> tuple[tuple[str, str], ...]:
-        """The names of the classes apart, and why."""
+    def apart_by_name(self) -> tuple[tuple[str, str], ...]:
+        """The names of the classes in `apart`, and why."""
         return tuple((kind.__name__, reason) for kind, reason in self.apart)
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
@@ -114,7 +117,11 @@ class BlockChoice:
     ) -> Iterator[nn.Module]:
         for child in module.children():
             kind = kinds[child]
-            if counts[kind] >= self.least and len(kind[1]) > _FEW and self._can_be_block(child):
+            if (
+                counts[kind] >= self.least
+                and len(kind[1]) > _LAYER_PARAMETERS
+                and self._can_be_block(child)
+            ):
                 yield child
             else:
                 yield from self._find_outermost_repeats(child, kinds, counts)

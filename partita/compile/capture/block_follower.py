@@ -1,10 +1,12 @@
-"""Block followers: run a block's forward along a tape, or write the tape of a new structure.
+"""Block followers: run a block's forward along a known tape, or trace it and record a new one.
 
-While a step is captured, the forward of a block runs over tensors that only say what they are. What
-it calls of torch, and on which values, is its tape. A block whose calls are those of a tape is of
-that structure: nothing is traced for it, and the graph gets a call of what was traced before. The
-user's Python runs in every block, so whatever it does besides (a cache that it fills, a counter, a
-branch on its number) is done; only what it asks of torch decides which structure it is.
+A block's forward runs in Python each time, over stand-in tensors that have metadata only. Each
+torch call is recorded and compared with the tapes of the class. As long as one matches, nothing is
+traced: the stand-ins for its results are made from the tape. Once none matches (always, for the
+first block of a class), the calls so far and all that follow are traced, as a new tape.
+
+Since the user's Python runs in every block, its side effects happen (a cache that is filled, a
+counter, a branch on the block's index); only the torch calls decide which structure a block has.
 """
 
 from __future__ import annotations
@@ -23,97 +25,105 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from partita.tensor.watch import HERE
 
-from .block_functions import is_question, why_refused, writes_first
-from .block_modes import modes_now, who_hears, within_modes
-from .block_operands import OperandWriter
+from .block_functions import (
+    current_modes,
+    dispatch_listeners,
+    is_question,
+    why_refused,
+    within_modes,
+    writes_first,
+)
 from .block_tape import (
     BlockTape,
-    Made,
+    MadeTensor,
     NotABlock,
-    Same,
-    Taken,
+    OperandWriter,
+    SameObject,
+    TakenTensor,
     TapedCall,
+    bind_recorded,
     contains,
-    number_floats,
-    numbers_of,
-    with_tensors,
+    mark_varying_floats,
+    varying_values_in,
 )
 from .symbolic import BlockNumberRead
 
-__all__ = ["Follower", "stand_in"]
+__all__ = ["BlockFollower", "stand_in"]
 
 
-class Follower(TorchFunctionMode):
-    """Follows the forward of one block: along the tapes that it may be of, or writing a new one.
+class BlockFollower(TorchFunctionMode):
+    """Follows the torch calls of one block's forward, along known tapes or recording a new one.
 
     Args:
         kind: the block's class.
-        tapes: of blocks of that class.
-        trace: runs a call for a new tape, and what it makes becomes part of the graph.
-        heard: `who_hears()` as the step began.
+        tapes: of earlier blocks of that class.
+        trace: the `BlockTracing` that traces calls of a new tape into the graph.
+        listeners: `dispatch_listeners()` when the step began.
         varying: may floats differ between blocks of one structure?
 
     Attributes:
         taken: the tensors from outside, in the order of first use.
-        operands: of each call, with the floats that this block has.
-        tape: the one that this block is of, once its forward has ended.
-        inner: for a new tape what it takes and makes, as it is traced.
+        operands: the recorded operands of each call, with the floats of this block.
+        tape: the tape of this block: None while known ones match, set once a new one is begun or
+            forward has ended.
+        traced_taken, traced_made: for a new tape, by number, the fake tensors that are traced.
+        is_tracing: is a call being traced, so that calls are not the block's own?
     """
 
     def __init__(
-        self, kind: type, tapes: Sequence[BlockTape], trace: Any, heard: Any, varying: bool
+        self, kind: type, tapes: Sequence[BlockTape], trace: Any, listeners: Any, varying: bool
     ):
         super().__init__()
-        self.kind, self._known, self._trace, self._varying = kind, tapes, trace, varying
+        self.kind, self._known, self._trace, self._floats_may_vary = kind, tapes, trace, varying
         self._candidates = list(tapes)
-        self._beside: BlockTape | None = None
+        self._sibling: BlockTape | None = None
         self.operands: list[Any] = []
         self._writer = OperandWriter(kind)
         self.taken = self._writer.taken
-        self._stands: dict[int, FakeTensor] = {}
-        self._at = 0
+        self._stand_ins: dict[int, FakeTensor] = {}
+        self._position = 0
         self.tape: BlockTape | None = None
-        self.inner_taken: list[torch.Tensor] = []
-        self.inner_made: list[torch.Tensor] = []
-        self._inner: dict[int, Made | Taken] = {}
-        self.inside = False
+        self.traced_taken: list[torch.Tensor] = []
+        self.traced_made: list[torch.Tensor] = []
+        self._recorded: dict[int, MadeTensor | TakenTensor] = {}
+        self.is_tracing = False
         self._suspended = False
         self._regions = HERE.recorder.regions_begun
-        self._heard = heard
+        self._listeners = listeners
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- torch calls -------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended or self.inside:
+        if self._suspended or self.is_tracing:
             return func(*args, **kwargs)
         self._refuse_function(func)
         operands = self._writer.write_operands(func, args, kwargs)
-        around = self._read_modes()
-        if is_question(func) and not contains(operands, Made):
-            # What comes from outside may be an input of the step: it is asked itself.
+        modes = self._read_modes()
+        if is_question(func) and not contains(operands, MadeTensor):
+            # A tensor from outside may be an input of the step, so it answers for itself.
             answer = self._ask_outside(func, args, kwargs)
-            call = TapedCall(func, around, operands, self._writer.write_operand(answer))
+            call = TapedCall(func, modes, operands, self._writer.write_operand(answer))
             if self._match_call(call, call.result) is None:
                 self._begin_tape(call)
                 self._append_call(call, call.operands)
             return answer
         self._refuse_write(func, operands)
-        call = TapedCall(func, around, operands, None)
-        found = self._match_call(call, None)
-        if found is not None and not _is_of_tensors(found):
-            self._apply_setting(found, args, kwargs)
-        if found is None:
+        call = TapedCall(func, modes, operands, None)
+        taped = self._match_call(call, None)
+        if taped is not None and not _is_of_tensors(taped):
+            self._apply_setting(taped, args, kwargs)
+        if taped is None:
             self._begin_tape(call)
-            found = self._trace_call(call)
-        made = self._likes_of_tape()
-        return with_tensors(
-            found.result, lambda n: self._stand_for(n, made[n]), self.taken.__getitem__
+            taped = self._trace_call(call)
+        made = self._metadata_of_made()
+        return bind_recorded(
+            taped.result, lambda n: self._stand_for(n, made[n]), self.taken.__getitem__
         )
 
     def call_ours(self, func: Callable[..., Any], *args: Any) -> Any:
-        """A function of ours that torch does not know, as one of its own."""
-        if self._suspended or self.inside:
+        """Follow a call of a function of partita's as if it were one of torch's."""
+        if self._suspended or self.is_tracing:
             return func(*args)
         if _get_current_function_mode() is not self:
             raise NotABlock(self.kind, "it follows calls by a mode of its own")
@@ -127,12 +137,12 @@ class Follower(TorchFunctionMode):
 
     def refuse(self, reason: str) -> None:
         """Raise NotABlock, unless what asks is a call that is being traced."""
-        if not (self._suspended or self.inside):
+        if not (self._suspended or self.is_tracing):
             raise NotABlock(self.kind, reason)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within, what is called is no part of the block."""
+        """Within, calls are no part of the block."""
         before, self._suspended = self._suspended, True
         try:
             yield
@@ -149,65 +159,73 @@ class Follower(TorchFunctionMode):
         written = [v for k, v in kwargs if k == "out"]
         if writes_first(name):
             written += args[:1]
-        if any(contains(v, Taken) for v in written):
+        if any(contains(v, TakenTensor) for v in written):
             raise NotABlock(self.kind, "it writes into what it takes from outside")
 
     def _read_modes(self) -> tuple[Any, ...]:
-        if who_hears() != self._heard:
+        if dispatch_listeners() != self._listeners:
             raise NotABlock(self.kind, "it follows calls by a mode of its own, or what is saved")
         region, kept, budget = HERE.recorder.marks
         begun = region - self._regions if region > self._regions else 0
-        return (*modes_now(), begun, kept, budget)
+        return (*current_modes(), begun, kept, budget)
 
-    # -- along a tape ------------------------------------------------------------------------------
+    # -- a known tape ------------------------------------------------------------------------------
 
     def _match_call(self, call: TapedCall, result: Any) -> TapedCall | None:
-        """The call of a known tape that this one is, if it is one; a `result` must be equal."""
+        """The call of the known tapes that `call` equals; tapes that differ are dropped.
+
+        Args:
+            result: that it must have, where not None.
+
+        Returns:
+            None if no tape has it.
+        """
         if self.tape is not None:
             return None
         described_now = self._writer.describe_taken()
-        kept: list[BlockTape] = []
-        found = None
+        matching: list[BlockTape] = []
+        matched: TapedCall | None = None
         for tape in self._candidates:
-            if self._at >= len(tape.calls):
+            if self._position >= len(tape.calls):
                 continue
-            one = tape.calls[self._at]
+            taped = tape.calls[self._position]
             if (
-                one.func == call.func
-                and one.around == call.around
-                and one.operands == call.operands
-                and (result is None or one.result == result)
-                and (found is None or one.result == found.result)
+                taped.func == call.func
+                and taped.modes == call.modes
+                and taped.operands == call.operands
+                and (result is None or taped.result == result)
+                and (matched is None or taped.result == matched.result)
                 and tape.taken[: len(described_now)] == described_now
             ):
-                kept.append(tape)
-                found = found or one
-        if found is not None:
-            self._candidates = kept
-            self._at += 1
+                matching.append(tape)
+                matched = matched or taped
+        if matched is not None:
+            self._candidates = matching
+            self._position += 1
             self.operands.append(call.operands)
-        return found
+        return matched
 
-    def _likes_of_tape(self) -> dict[int, FakeTensor]:
+    def _metadata_of_made(self) -> dict[int, FakeTensor]:
         return (self.tape or self._candidates[0]).made
 
     def _stand_for(self, number: int, like: FakeTensor) -> torch.Tensor:
-        if number not in self._stands:
-            self._stands[number] = stand = stand_in(like)
-            self._writer.numbers[id(stand)] = Made(number)
-        return self._stands[number]
+        if number not in self._stand_ins:
+            self._stand_ins[number] = stand = stand_in(like)
+            self._writer.numbers[id(stand)] = MadeTensor(number)
+        return self._stand_ins[number]
 
-    def _apply_setting(self, found: TapedCall, args: Any, kwargs: Any) -> None:
-        """A call that sets how torch is set, and has nothing to do with tensors."""
-        if self._writer.write_operand(self._ask_outside(found.func, args, kwargs)) != found.result:
-            raise NotABlock(self.kind, f"{found.func} says something else")
+    def _apply_setting(self, taped: TapedCall, args: Any, kwargs: Any) -> None:
+        """Make a call without tensors, as one that changes a setting of torch."""
+        if self._writer.write_operand(self._ask_outside(taped.func, args, kwargs)) != taped.result:
+            raise NotABlock(self.kind, f"{taped.func} says something else")
 
     def _ask_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        before, self.inside = HERE.recorder.newest(), True
+        """Call `func`, which reads tensors from outside. Raises NotABlock if it adds a node."""
+        before, self.is_tracing = HERE.recorder.newest(), True
         try:
             answer = func(*args, **kwargs)
         finally:
-            self.inside = False
+            self.is_tracing = False
         if HERE.recorder.newest() is not before:
             raise NotABlock(self.kind, f"{func} computes something of what it is asked of")
         return answer
@@ -215,36 +233,39 @@ class Follower(TorchFunctionMode):
     # -- a new tape --------------------------------------------------------------------------------
 
     def _begin_tape(self, call: TapedCall | None = None) -> None:
-        """From here on what is called is traced; what was called until now is, too.
+        """Begin a new tape: trace the calls that were matched so far; those that follow will be.
 
-        Where a known tape has a call that differs from `call` only by floats, it is followed
-        further: what it has otherwise are numbers of the new one.
+        Args:
+            call: the first that no tape matches. A tape in which the call at its place differs only
+                by floats becomes the sibling: where the new tape's floats differ from it they are
+                recorded as `VaryingFloat`s.
         """
         if self.tape is not None:
             return
         alike = (t for t in self._candidates if call is not None and self._varies_from(t, call))
-        self._beside = next(alike, None)
-        known = self._beside or (self._candidates[0] if self._at else None)
-        prefix = zip(known.calls[: self._at] if known else (), self.operands, strict=True)
+        self._sibling = next(alike, None)
+        known = self._sibling or (self._candidates[0] if self._position else None)
+        prefix = zip(known.calls[: self._position] if known else (), self.operands, strict=True)
         self.tape, self.operands = BlockTape(), []
-        for one, operands in list(prefix):
-            if not _is_of_tensors(one) or (
-                is_question(one.func) and not contains(one.operands, Made)
+        for taped, operands in list(prefix):
+            if not _is_of_tensors(taped) or (
+                is_question(taped.func) and not contains(taped.operands, MadeTensor)
             ):
-                self._append_call(one, operands)
+                self._append_call(taped, operands)
                 continue
-            with within_modes(one.around, self.kind):
-                self._trace_call(replace(one, operands=operands))
+            with within_modes(taped.modes, self.kind):
+                self._trace_call(replace(taped, operands=operands))
 
     def _varies_from(self, tape: BlockTape, call: TapedCall) -> bool:
+        """Does the tape's call at this place differ from `call` by floats at most?"""
         at = len(self.operands)
-        if not self._varying or at >= len(tape.calls):
+        if not self._floats_may_vary or at >= len(tape.calls):
             return False
-        one = tape.calls[at]
+        taped = tape.calls[at]
         return (
-            one.func == call.func
-            and one.around == call.around
-            and number_floats(call.operands, one.operands, int) is not None
+            taped.func == call.func
+            and taped.modes == call.modes
+            and mark_varying_floats(call.operands, taped.operands, int) is not None
         )
 
     def _append_call(self, call: TapedCall, operands: Any) -> None:
@@ -253,10 +274,10 @@ class Follower(TorchFunctionMode):
         self.operands.append(operands)
 
     def _trace_call(self, call: TapedCall) -> TapedCall:
-        """Run a call over what is traced, as the next of a new tape."""
+        """Run a call over traced tensors, as the next call of the new tape."""
         self._enter_taken()
         numbered, values = self._number_floats(call)
-        self.inside = True
+        self.is_tracing = True
         try:
             out = self._run_traced(numbered, values)
         except NotABlock:
@@ -264,34 +285,34 @@ class Follower(TorchFunctionMode):
         except Exception as error:  # which the user may catch; what it left is no part of a block
             raise NotABlock(self.kind, f"a call of torch raises {type(error).__name__}") from error
         finally:
-            self.inside = False
+            self.is_tracing = False
         self._number_results(out)
         numbered = replace(numbered, result=self._write_result(out))
         self._append_call(numbered, call.operands)
         return numbered
 
     def _number_floats(self, call: TapedCall) -> tuple[TapedCall, dict[int, float]]:
-        """A call with numbers for floats that differ from the tape's beside, and their values."""
+        """`call` with `VaryingFloat`s where floats differ from the sibling's, and their values."""
         tape, at = self.tape, len(self.operands)
         assert tape is not None
-        if self._beside is None or not self._varies_from(self._beside, call):
-            self._beside = None
+        if self._sibling is None or not self._varies_from(self._sibling, call):
+            self._sibling = None
             return call, {}
         numbers = range(len(self._trace.numbers), sys.maxsize)
-        operands = number_floats(
-            call.operands, self._beside.calls[at].operands, iter(numbers).__next__
+        operands = mark_varying_floats(
+            call.operands, self._sibling.calls[at].operands, iter(numbers).__next__
         )
-        values = dict(numbers_of(operands, call.operands))
+        values = dict(varying_values_in(operands, call.operands))
         if values:
-            tape.numbered.append(at)
+            tape.calls_with_varying.append(at)
         return replace(call, operands=operands), values
 
     def _run_traced(self, call: TapedCall, values: dict[int, float]) -> Any:
-        """What a call gives over what is traced, with numbers in the place of `values`."""
+        """Run a call over traced tensors, with symbolic floats for the varying `values`."""
 
         def bind_operands(number: Callable[[int], Any]) -> Any:
-            made, taken = self.inner_made.__getitem__, self.inner_taken.__getitem__
-            return (with_tensors(o, made, taken, number) for o in call.operands)
+            made, taken = self.traced_made.__getitem__, self.traced_taken.__getitem__
+            return (bind_recorded(o, made, taken, number) for o in call.operands)
 
         for value in values.values():
             self._trace.enter_number(value)
@@ -300,7 +321,7 @@ class Follower(TorchFunctionMode):
             with self._trace.tracing():
                 return call.func(*args, **kwargs)
         except BlockNumberRead:
-            self._trace.discard(self.kind)
+            self._trace.discard_last_call(self.kind)
         args, kwargs = bind_operands(values.__getitem__)
         with self._trace.tracing():
             out = call.func(*args, **kwargs)
@@ -308,26 +329,26 @@ class Follower(TorchFunctionMode):
         return out
 
     def _enter_taken(self) -> None:
-        """Have something to trace for all that was taken from outside until now."""
+        """Enter the tensors from outside that have no traced tensor yet."""
         assert self.tape is not None
-        self.inside = True
+        self.is_tracing = True
         try:
-            for t in self.taken[len(self.inner_taken) :]:
-                inner = self._trace.enter(t)
-                self._inner[id(inner)] = Taken(len(self.inner_taken))
-                self.inner_taken.append(inner)
+            for t in self.taken[len(self.traced_taken) :]:
+                inner = self._trace.enter_tensor(t)
+                self._recorded[id(inner)] = TakenTensor(len(self.traced_taken))
+                self.traced_taken.append(inner)
         finally:
-            self.inside = False
+            self.is_tracing = False
         self.tape.taken = list(self._writer.describe_taken())
 
     def _number_results(self, out: Any) -> None:
-        """Give numbers to the tensors that a call has made."""
+        """Number the tensors that a call has made."""
         if isinstance(out, torch.Tensor):
-            if id(out) not in self._inner:
+            if id(out) not in self._recorded:
                 self._number_made(out)
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                self._number_results(one)
+            for part in out:
+                self._number_results(part)
         elif isinstance(out, dict):
             raise NotABlock(self.kind, "a call of torch gives a dict")
 
@@ -337,44 +358,46 @@ class Follower(TorchFunctionMode):
             raise NotABlock(self.kind, "it makes a tensor that has memory")
         if out.is_conj() or out.is_neg() or out.is_inference():
             raise NotABlock(self.kind, "it makes a tensor that is more than its numbers")
-        number = len(self.inner_made)
-        self._inner[id(out)] = Made(number)
-        self.inner_made.append(out)
+        number = len(self.traced_made)
+        self._recorded[id(out)] = MadeTensor(number)
+        self.traced_made.append(out)
         self.tape.made[number] = out
         return number
 
     def _write_result(self, out: Any) -> Any:
-        """What a traced call gives, as a tape has it."""
+        """The result of a traced call, as recorded."""
         if isinstance(out, torch.Tensor):
-            return self._inner[id(out)]
+            return self._recorded[id(out)]
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
             return (type(out), *map(self._write_result, out))
-        found = self._writer.write_operand(out)
-        if type(found) is Same:
+        recorded = self._writer.write_operand(out)
+        if type(recorded) is SameObject:
             raise NotABlock(self.kind, f"a call of torch gives a {type(out).__name__}")
-        return found
+        return recorded
 
     def admit(self, wire: Any, value: torch.Tensor) -> None:
-        """A plain value that is traced is taken for equal on all ranks."""
+        """Record that a traced plain tensor is taken as equal on all ranks of `wire`."""
         assert self.tape is not None
-        found = self._inner.get(id(value))
-        if found is None or type(found) is Made:
+        recorded = self._recorded.get(id(value))
+        if recorded is None or type(recorded) is MadeTensor:
             with torch.no_grad(), Local():
-                found = Made(self._number_made(value.clone()))
-        self.tape.admitted.append((wire, found))
+                recorded = MadeTensor(self._number_made(value.clone()))
+        self.tape.admitted.append((wire, recorded))
 
     # -- the end -----------------------------------------------------------------------------------
 
     def finish_tape(self) -> dict[int, FakeTensor]:
-        """Settle on the tape; what is still held of what the block made, by number.
+        """Decide which tape the block has.
 
-        What is held must become what the graph makes.
+        Returns:
+            By number, the stand-ins of made tensors that are still referenced from outside, which
+            the caller has to replace by what the graph makes.
         """
-        ended = [t for t in self._candidates if len(t.calls) == self._at]
+        ended = [t for t in self._candidates if len(t.calls) == self._position]
         self._writer.numbers.clear()
         held = {}
-        while self._stands:
-            number, stand = self._stands.popitem()
+        while self._stand_ins:
+            number, stand = self._stand_ins.popitem()
             if sys.getrefcount(stand) > 2:  # this name, and the call that asks
                 held[number] = stand
             del stand
@@ -394,20 +417,22 @@ class Follower(TorchFunctionMode):
 
     @property
     def is_new(self) -> bool:
-        """Was a tape written?"""
+        """Was a new tape recorded?"""
         return self.tape is not None and self.tape not in self._known
 
 
-# -- around what it is asked ----------------------------------------------------------------------
+# -- modes what it is asked ----------------------------------------------------------------------
 
 
 def _is_of_tensors(call: TapedCall) -> bool:
-    """Does it take or give any?"""
-    return any(contains(v, k) for v in (call.operands, call.result) for k in (Made, Taken))
+    """Does a call take or give tensors?"""
+    return any(
+        contains(v, k) for v in (call.operands, call.result) for k in (MadeTensor, TakenTensor)
+    )
 
 
 def stand_in(like: FakeTensor) -> FakeTensor:
-    """A tensor that says it is what `like` is, and of which nothing can be computed."""
+    """A tensor with the metadata of `like`, of which nothing can be computed."""
     with Unheard():
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             FakeTensor,

@@ -1,20 +1,35 @@
-"""Block functions: which functions of torch a block may call, and which of them only ask.
+"""Functions that a block may call, and the torch modes that are part of each call.
 
-While a block is followed a tensor is one that only says what it is. What hangs on a tensor, or
-reads what is in it, cannot be asked of it.
+While a block is followed its tensors have metadata and nothing else: no history, no gradient, no
+memory. `why_refused` names the functions that would need these. `current_modes` reads the settings
+of torch that decide what a call does (grad mode, autocast, default dtype, attention kernels), so
+that they are compared with a tape; `within_modes` sets them again when the call is traced later.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import cast_as, casting_now
+from partita.tensor.engine import saving_hooks
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 
-__all__ = ["is_closed", "is_question", "scalar_places", "why_refused", "writes_first"]
+from .block_tape import NotABlock
+
+__all__ = [
+    "current_modes",
+    "dispatch_listeners",
+    "is_question",
+    "why_refused",
+    "within_modes",
+    "writes_first",
+]
+
 
 _REFUSED_ATTRIBUTES = frozenset(
     "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
@@ -22,7 +37,7 @@ _REFUSED_ATTRIBUTES = frozenset(
 
 
 def why_refused(func: Any) -> str:
-    """Why a block cannot call it; "" where it can."""
+    """Why a block cannot call `func`, as words for an error; "" where it can."""
     name = getattr(func, "__name__", "")
     if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
         return f"it calls {name} of a tensor"
@@ -33,13 +48,6 @@ def why_refused(func: Any) -> str:
     if getattr(func, "__module__", "") == "torch.autograd" and name == "grad":
         return "it asks for gradients"
     return ""
-
-
-def is_closed(value: Any) -> bool:
-    """Is it a function that holds nothing but what is written in it?"""
-    if isinstance(value, FunctionType):
-        return not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__
-    return isinstance(value, (BuiltinFunctionType, torch._ops.OpOverload))
 
 
 def writes_first(name: str) -> bool:
@@ -53,39 +61,61 @@ _NO_WRITES = ("__invert__", "__index__", "__int__", "__init__")
 
 
 def is_question(func: Any) -> bool:
-    """Does it ask what a tensor is, and makes none?"""
+    """Does `func` read metadata of a tensor and make none?"""
     name = getattr(func, "__name__", "")
     return facts_of_function(name).is_question or (
         name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEW_ATTRIBUTES
     )
 
 
-def scalar_places(func: Any) -> frozenset[int | str]:
-    """Where among its operands a function of torch takes a number of any kind for what it reckons
-    with, and never a size or a dimension: positions and keywords.
+# -- torch modes -----------------------------------------------------------------------------------
 
-    A tensor of floats takes an int there as it takes the float of that value.
+
+def current_modes() -> tuple[Any, ...]:
+    """The settings of torch that decide what a call does."""
+    # Private, but one question for all devices: a block asks it often.
+    casts = casting_now() if torch._C._is_any_autocast_enabled() else None
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch.get_default_dtype(),
+        _attention_kernels(),
+        casts,
+    )
+
+
+def dispatch_listeners() -> tuple[Any, ...]:
+    """What observes calls below torch functions: dispatch modes and saved-tensor hooks.
+
+    Private torch: how many dispatch modes there are.
     """
-    owner, _, name = getattr(func, "__qualname__", "").rpartition(".")
-    if owner not in ("TensorBase", "Tensor", "_VariableFunctionsClass"):
-        return frozenset()  # Python's own functions may do with a number what they like
-    return _scalar_places(name.strip("_"))
+    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 
 
-@cache
-def _scalar_places(name: str) -> frozenset[int | str]:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return frozenset()
-    scalars: set[int | str] = set()
-    others: set[int | str] = set()
-    for overload in packet.overloads():
-        arguments = getattr(packet, overload)._schema.arguments
-        if not arguments or str(arguments[0].type) != "Tensor":
-            continue  # of Python's numbers and lists, for scripts
-        for position, argument in enumerate(arguments):
-            kind = str(argument.type)
-            if "Tensor" not in kind:
-                found = scalars if "number" in kind else others
-                found |= {argument.name} if argument.kwarg_only else {position, argument.name}
-    return frozenset(scalars - others)
+def _attention_kernels() -> tuple[bool, ...]:
+    """The kernels that attention may take. Private torch: as it asks while it is traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+@contextmanager
+def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
+    """Within, torch is set to the recorded modes of a call. Raises NotABlock where it cannot be."""
+    grad, inference, torch_function, dtype, kernels, casts, *marks = modes
+    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    if inference or not set_alike or any(marks):
+        raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
+    with ExitStack() as stack:
+        if not torch_function:
+            stack.enter_context(Local())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        now = torch._C._is_any_autocast_enabled()
+        stack.enter_context(cast_as(casts or ()))
+        if now and casts is None:
+            raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
+        yield

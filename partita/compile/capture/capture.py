@@ -1,8 +1,9 @@
-"""Capture: how does a training step become one graph?
+"""Capture: runs a step under `CaptureRun` until one run gives a complete graph.
 
-It is run once over tensors without memory (`capture_run`), and again as long as a run shows that
-another would say more: other gradients to give, other answers, blocks that are none, state that it
-names. What it writes of Python is undone, and found again.
+A run may show that another is needed, and with what: tensors whose gradients the step reads, other
+answers to what torch asks of values, modules that cannot be blocks, numbers that cannot be
+symbolic, or state that was not found before. What a run writes into Python objects is undone, so
+that guards are read as things were before the step, and then written again.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from ..errors import CaptureError
 from ..guards.expected import MISSING
 from .answers import Guesses, StepRaises
 from .block_choice import BlockChoice
-from .block_tape import NotABlock, NumbersRead
-from .capture_context import unlogged, without_dispatch_modes
+from .block_tape import NotABlock, VaryingFloatRead
+from .capture_context import errors_not_logged, without_dispatch_modes
 from .capture_run import CaptureRun
-from .numbers import Plain
+from .numbers import PlainNumbers
 from .state import State
 
 __all__ = ["capture", "taking_turns", "trace_once"]
 
-# Tracers of torch.fx put theirs in place of nn.Module.__call__, which all threads see.
+# A tracer of torch.fx replaces nn.Module.__call__, which all threads see.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Captures of several threads are made one after the other, and no mode of others follows."""
-    with _ONE_AT_A_TIME, without_dispatch_modes(), unlogged():
+    """Within, no other thread captures, and no dispatch mode of the user's follows the calls."""
+    with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
 
@@ -48,67 +49,71 @@ def capture(
     blocks: BlockChoice,
     counts_apart: bool,
 ) -> CapturedProgram:
-    """The graph of `step(*args, **kwargs)`.
-
-    Captures of several threads are made one after the other.
+    """The program of `step(*args, **kwargs)`.
 
     Args:
+        state: the modules, optimizers and tensors that the step reaches.
         guesses: answers to what torch asks of values.
         blocks: which modules are traced once for all that are built alike.
-        counts_apart: what optimizers count is not taken for equal where it is.
+        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
     Raises:
-        CaptureError: the step does what a graph cannot say, naming the user's line.
+        CaptureError: the step does what a graph cannot express; names the user's line.
+        ReachedMore: a run has read state that `state` does not have.
+        StepRaises: the step raises, on the way that the call's own answers lead.
     """
-    # Whether a step reads the gradients that it finds is seen by giving it some to read.
+    # A first run gives a mark as the gradient of each tensor that has none, to see whether the
+    # step reads it. Those whose marks were read are given none in the next run.
     unmarked: set[int] = set()
-    plain, ways = Plain(), guesses
-    failed: tuple[Exception, CaptureRun] | None = None
+    plain, tried_guesses = PlainNumbers(), guesses
+    first_failure: tuple[Exception, CaptureRun] | None = None
 
     def make_run() -> CaptureRun:
-        return CaptureRun(step, args, kwargs, state, unmarked, plain, ways, blocks, counts_apart)
+        return CaptureRun(
+            step, args, kwargs, state, unmarked, plain, tried_guesses, blocks, counts_apart
+        )
 
     while True:
         run = make_run()
         try:
             program = trace_once(run)
-        except NumbersRead as no:
-            blocks = blocks.with_constants(no.kind)
+        except VaryingFloatRead as refusal:
+            blocks = blocks.with_constants(refusal.kind)
             continue
-        except NotABlock as no:
-            blocks = blocks.leaving(no.kind, no.reason)
+        except NotABlock as refusal:
+            blocks = blocks.without_class(refusal.kind, refusal.reason)
             continue
         except Exception as error:
             if (more := state.find_more(run.record.places.values())) is not None:
                 raise more from error
-            failed = failed or (error, run)
-            other = run.asked.other_way()
-            if other is not None:
-                ways = other
+            first_failure = first_failure or (error, run)
+            other_guesses = run.questions.other_way()
+            if other_guesses is not None:
+                tried_guesses = other_guesses
                 continue
-            error, run = failed
+            error, run = first_failure
             if isinstance(error, LayoutError):
                 _note_guards(error, run)
-            # What is traced of numbers is not all that can be done with them.
             if run.raised and guesses.certain:
                 raise StepRaises(error) from error
             if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
                 raise error
+            # Symbolic numbers cannot do all that floats can: try once more with Python's own.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
-            ways, failed = guesses, None
+            tried_guesses, first_failure = guesses, None
             continue
-        more = state.find_more(run.record.places.values()) if run.meets_others else None
-        if more is not None:
+        if (
+            run.meets_unknown_tensors
+            and (more := state.find_more(run.record.places.values())) is not None
+        ):
             run.undo()
             raise more
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
-                again = CaptureRun(
-                    step, args, kwargs, state, unmarked, plain, ways, blocks, counts_apart
-                )
+                repetition = make_run()
                 try:
-                    trace_once(again)
-                    _check_repeats(run, again)
+                    trace_once(repetition)
+                    _check_repeats(run, repetition)
                 except LayoutError as error:
                     _note_guards(error, run)
                     raise
@@ -119,13 +124,13 @@ def capture(
 
 
 def _note_guards(error: LayoutError, run: CaptureRun) -> None:
-    """Have an error know what the step had read until then."""
+    """Attach to an error the guards of what the step had read until then."""
     if isinstance(error, CaptureError):
         error.guards = run.guards()
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """What `run` makes of the step, and afterwards nothing is watched; None as it has it."""
+    """The program of one run, after which nothing is watched; None where `run.program()` is."""
     try:
         return run.program()
     finally:
@@ -136,9 +141,10 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
 
 
 def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
-    """Raise CaptureError if `other`, the same step once more, writes again what `run` wrote.
+    """Raise CaptureError if `other`, a second run, changes again what `run` has changed.
 
-    What it does not write again is a cache, or a value that the step always sets.
+    A counter would, and a graph would not count. A cache, or a value that is set to the same in
+    each call, is written once.
     """
     other.undo()
     repeated = {w.identity for w in other.writes}
@@ -151,7 +157,7 @@ def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
 
 
 def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
-    """Note as guards of a program what its step has read, as it was before the step."""
+    """Give a program its guards, read as things were before the step, and its writes."""
     run.undo()
     program.guards = run.guards()
     for write in run.writes:

@@ -1,12 +1,14 @@
-"""Capture context: what is different while a step is captured, for the thread that captures."""
+"""Capture context: settings of torch and Python while a step is captured, for its thread alone."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,11 +23,20 @@ from partita.tensor.watch import HERE
 
 from .state_slots import Slot
 
-__all__ = ["call_by_call", "compiling", "swapped", "unlogged", "unseen", "without_dispatch_modes"]
+__all__ = [
+    "compiling",
+    "errors_not_logged",
+    "hidden_from_watchers",
+    "lstm_as_calls",
+    "profiled_by",
+    "slots_swapped",
+    "unprofiled",
+    "without_dispatch_modes",
+]
 
 
 class _InThisThread:
-    """A flag that is set in the threads that capture; to whoever calculates with it, a bool."""
+    """A bool that is True in threads that capture, and elsewhere what it was."""
 
     def __init__(self, otherwise: Any):
         self.otherwise = otherwise
@@ -63,7 +74,7 @@ _capturing = 0  # threads
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Tell torch and partita that a graph is made: optimizers then read no number from a tensor.
+    """Within, torch and partita know that a graph is made: optimizers read no number of a tensor.
 
     Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
     """
@@ -86,8 +97,8 @@ def compiling() -> Iterator[None]:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Keep from whoever follows the program (remat, an offload) what has no memory."""
+def hidden_from_watchers() -> Iterator[None]:
+    """Within, watchers of the program (remat, saved-tensor hooks) see no fake tensor."""
     before, HERE.watcher = HERE.watcher, None
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
@@ -100,9 +111,9 @@ def unseen() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Within, no mode follows each op (a counter of flops, a user's own): it follows the graph's.
+    """Within, no dispatch mode of the user's (a flop counter) is active; it sees the graph's ops.
 
-    Private torch: the stack of such modes. Where some are torch's own, all is traced anyway.
+    Private torch: the stack of modes. If torch's own are among them, all are left active.
     """
     stack = _get_current_dispatch_mode_stack()
     hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
@@ -111,10 +122,10 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 @contextmanager
-def unlogged() -> Iterator[None]:
-    """Keep from the user's log what fake tensors note of an error: it is raised, and told.
+def errors_not_logged() -> Iterator[None]:
+    """Within, errors of fake tensors are not logged in this thread: they are raised and explained.
 
-    Private torch: the name of their logger. Other threads' are noted.
+    Private torch: the name of their logger.
     """
     thread = threading.get_ident()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -130,24 +141,24 @@ def unlogged() -> Iterator[None]:
 
 
 @contextmanager
-def call_by_call(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within, nn.LSTM is the calls that it is made of, as the other recurrent layers are.
+def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within, nn.LSTM is captured as the calls that it is made of, as other recurrent layers are.
 
-    For backward oneDNN's layer keeps memory whose size only oneDNN knows: it is in no graph.
+    oneDNN's own layer keeps memory for backward whose size only oneDNN knows.
     """
     if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
         yield
         return
     onednn: Any = torch.backends.mkldnn
-    # As torch asks for it: whoever disabled global flags may still set them for a while.
+    # `flags` works after `disable_global_flags()`, too; what it is not given it sets to defaults.
     others = {"deterministic": onednn.deterministic, "allow_tf32": onednn.allow_tf32}
     with onednn.flags(enabled=False, **others, fp32_precision=onednn.fp32_precision):
         yield
 
 
 @contextmanager
-def swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Within, every slot holds what stands for its value; gives what each then holds."""
+def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """Within, every slot holds `stand_in` of its value; gives what each holds."""
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):
@@ -156,3 +167,42 @@ def swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[l
     finally:
         for slot, value in zip(slots, before, strict=True):
             slot.put(value)
+
+
+# -- profile function ------------------------------------------------------------------------------
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_here = threading.local()
+
+
+@contextmanager
+def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Within, `event` is the profile function of this thread, but for calls by `unprofiled`.
+
+    For each op torch makes about a thousand Python calls over fake tensors. None is the user's, and
+    reporting them would take longer than making them.
+    """
+    before = sys.getprofile(), getattr(_here, "event", None)
+    _here.event = event
+    sys.setprofile(event)
+    try:
+        yield
+    finally:
+        _here.event = before[1]
+        sys.setprofile(before[0])
+
+
+def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """`function(*args, **kwargs)` without the profile function: it calls nothing of the user's."""
+    event = getattr(_here, "event", None)
+    if event is None:
+        return function(*args, **kwargs)
+    _here.event = None
+    sys.setprofile(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _here.event = event
+        sys.setprofile(event)

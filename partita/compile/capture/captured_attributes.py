@@ -1,41 +1,65 @@
-"""Captured attributes.
+"""What a step leaves beside its results: tensors in attributes, marks on tensors, other writes.
 
-Which tensors does a step leave in its modules' attributes, and where else may it leave none?
-
-A module may keep what it computes: a loss of its own, scores to look at. During capture that is a
-tensor without memory, which must not stay there; the graph gives what stands there afterwards.
+A module may keep what it computes (a loss of its own, scores to look at). During capture that is a
+fake tensor, which must not stay there: `ModuleAttributes` restores modules, and the graph returns
+what stands there after each call. A gradient left on a tensor that the step makes is an output too.
+What the graph could not repeat in each call is refused: tensors in lists or variables, attributes
+and hooks on tensors, and writes of other Python objects that change each time.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.layout import Fix
 from partita.tensor.tensor_state import state_of
 
-from ..errors import not_captured
+from ..errors import CaptureError, not_captured
+from ..guards import ReadRecord, Write
+from ..guards.codes import line_of_write
+from ..guards.expected import MISSING, brief
+from ..guards.marks import attributes_of, hooks_of
+from ..guards.places import entry
+from ..program import Input
+from .differentiate import asks_gradient, has_history
 from .state import State
 from .state_slots import Slot
 from .symbolic import is_symbolic, is_text_of_unknown
 
-__all__ = ["Attributes", "check_result", "holds_made", "is_filled", "left_in"]
+__all__ = [
+    "InputAttributes",
+    "ModuleAttributes",
+    "attributes_given_to",
+    "check_no_marks",
+    "check_result",
+    "holds_made",
+    "is_filled",
+    "left_gradient",
+    "make_left_error",
+    "retains_gradient",
+    "unrepeated_write_error",
+]
 
-_SLOTS = ("_parameters", "_buffers", "_modules")  # which are looked after as such
+
+_SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
 _LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
-_MANY = 10_000  # objects that are looked into
+_MOST_OBJECTS = 10_000  # that a search looks into
 
 
-class Attributes:
-    """What stands in a step's modules, beside their parameters."""
+class ModuleAttributes:
+    """The attributes of a step's modules, beside parameters and buffers."""
 
     def __init__(self, state: State):
         self._homes = [
@@ -47,7 +71,7 @@ class Attributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, a step may write them; no tensor without memory stays there."""
+        """Within, a step may set attributes; fake tensors are taken out again at the end."""
         self._before = [dict(home) for _, home in self._homes]
         containers = [
             (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))
@@ -68,12 +92,12 @@ class Attributes:
                     container.clear()
                     (container.update if isinstance(container, dict) else container.extend)(copy)
 
-    def holds(self, home: Any) -> bool:
-        """Are these the attributes of one of the modules?"""
+    def is_of_module(self, home: Any) -> bool:
+        """Is `home` the `__dict__` of one of the modules?"""
         return any(home is known for _, known in self._homes)
 
-    def left_in(self, home: Any, name: str, value: Any) -> Exception:
-        """What to raise where the step leaves `value` in `home`, under its `name`."""
+    def make_left_error(self, home: Any, name: str, value: Any) -> Exception:
+        """The error to raise where the step leaves `value` in `home`, called `name`."""
         for _, attributes in self._homes:
             if home is not None and home is attributes.get("_buffers"):
                 return not_captured(
@@ -82,13 +106,13 @@ class Attributes:
                     Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
                     Fix("call the module once before", "where its forward registers what it lacks"),
                 )
-        return left_in(name, value)
+        return make_left_error(name, value)
 
-    def left(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Within, after the step: the attributes in which it leaves a tensor.
+    def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
+        """The attributes in which the step leaves a tensor; called within `restored`.
 
         Args:
-            known: homes by identity and keys of the places that are looked after as inputs.
+            known: identities of the slots that are inputs.
 
         Raises:
             CaptureError: it leaves one in a list, a dictionary or a variable that held none.
@@ -101,12 +125,47 @@ class Attributes:
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
                 elif not _is_list_of_parameters(home[key], held.get(key)):
-                    raise left_in(f"{name}.{key}")
+                    raise make_left_error(f"{name}.{key}")
         return found
 
 
+# -- attributes of tensors -------------------------------------------------------------------------
+
+
+class InputAttributes:
+    """Attributes that the program has set on input tensors, and that their stand-ins have too.
+
+    Args:
+        record: of what the step reads of Python: these attributes become guards.
+    """
+
+    def __init__(self, record: ReadRecord):
+        self._record = record
+        self._before: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
+
+    def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
+        """Give `fake`, which stands for an input, the input's attributes."""
+        held = given.tensor.__dict__
+        for name in attributes_of(given.tensor):
+            self._record.read_at(entry(f"{given.name}.{name}", held, name), held[name])
+            fake.__dict__[name] = stand_in(held[name])
+        before = {name: fake.__dict__[name] for name in attributes_given_to(fake)}
+        self._before.append((given, fake, before))
+
+    def check_unchanged(self) -> None:
+        """Raise CaptureError if the step has set an attribute of an input tensor."""
+        for given, fake, before in self._before:
+            for name in {*before, *attributes_given_to(fake)}:
+                if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
+                    raise not_captured(
+                        f"the step sets {given.name}.{name}",
+                        "an attribute of a tensor is no part of a graph: it would be set once",
+                        Fix("do it outside the step", "before or after the call"),
+                    )
+
+
 def check_result(value: Any) -> None:
-    """Raise CaptureError if a part of a step's result that is no tensor holds, or says, some."""
+    """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
     if is_text_of_unknown(value):
         raise not_captured(
             "the step returns text that a tensor, or what .item() gave, was put into",
@@ -124,7 +183,7 @@ def check_result(value: Any) -> None:
 
 
 def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """Is it a list or a dictionary in which tensors stand at known places alone?"""
+    """Is it a list or dictionary whose tensors all stand at known places?"""
     if not isinstance(value, (list, dict)):
         return False
     items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -136,15 +195,15 @@ def _find_filled_keys(home: dict[str, Any]) -> list[str]:
 
 
 def is_filled(value: Any) -> bool:
-    """Does it hold a tensor without memory, or refer to one?"""
+    """Is it, or does a container of it hold, a fake tensor or a symbolic number?"""
     return any(map(_stands_in, _walk_reachable(value, _in_container)))
 
 
 def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
-    """Does an object, of whatever class, hold a tensor without memory?
+    """Does an object of any class hold a fake tensor that the step has made?
 
     Args:
-        inputs: but for these, which stand for others.
+        inputs: the fakes that stand for inputs.
     """
     found = _walk_reachable(value, _in_object)
     return any(
@@ -153,10 +212,10 @@ def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
 
 
 def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """It, and what is within it, each once."""
-    seen: dict[int, Any] = {}  # which keeps them: an id is one object's as long as that lives
+    """`value` and all that it holds, each once."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
-    while waiting and len(seen) < _MANY:
+    while waiting and len(seen) < _MOST_OBJECTS:
         found = waiting.pop()
         if id(found) not in seen:
             seen[id(found)] = found
@@ -187,9 +246,9 @@ def _stands_in(value: Any) -> bool:
 
 
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """Is it a list that a module, nn.GRU say, makes of its parameters whenever it finds others?
+    """Is it a list of parameters, or of weak references to them, that replaces an equal list?
 
-    Of them, or of weak references to them.
+    nn.GRU makes such a list whenever its parameters are exchanged.
     """
     if type(value) is not type(before) or not isinstance(value, (list, tuple)):
         return False
@@ -201,7 +260,8 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
     )
 
 
-def left_in(name: str, value: Any = None) -> Exception:
+def make_left_error(name: str, value: Any = None) -> Exception:
+    """The error to raise where the step leaves a tensor or number in `name`."""
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     return not_captured(
         f"the step leaves {what} in {name}",
@@ -209,3 +269,73 @@ def left_in(name: str, value: Any = None) -> Exception:
         Fix("return it"),
         Fix("an attribute of a module", "which may hold what a step computes"),
     )
+
+
+# -- marks on tensors that the step makes ----------------------------------------------------------
+
+
+_grad: Any = torch._C.TensorBase.grad
+_OF_FAKES = frozenset(FakeTensor.__annotations__)
+"""Attributes that every fake tensor has."""
+_MEMO = ("_memo", "_memo_vc", "_memo_epoch")
+
+
+def attributes_given_to(fake: torch.Tensor) -> list[str]:
+    """The names of attributes set on a tensor, without what a fake caches, as of `.item()`."""
+    return [name for name in attributes_of(fake) if not name.endswith(_MEMO)]
+
+
+def left_gradient(made: torch.Tensor) -> torch.Tensor | None:
+    """The `.grad` that the step's backward passes left on a tensor that it made."""
+    if has_history(made) and not retains_gradient(made):
+        return None  # torch warns whoever reads it
+    with Local():
+        found: torch.Tensor | None = _grad.__get__(made)
+        return found
+
+
+def retains_gradient(made: torch.Tensor) -> bool:
+    """Has the step called `retain_grad()` on a value that it computed?"""
+    with Local():
+        return made.retains_grad
+
+
+def check_no_marks(made: torch.Tensor) -> None:
+    """Raise CaptureError if the step sets a hook or an attribute on a tensor that it makes."""
+    given = [name for name in attributes_given_to(made) if name not in _OF_FAKES]
+    marks = [f"the attribute {name}" for name in given]
+    if asks_gradient(made) and hooks_of(made):
+        marks.append("a hook")
+    if marks:
+        raise not_captured(
+            f"the step gives a tensor that it returns or leaves {marks[0]}",
+            "what is no value is no part of a graph: it would be there once",
+            Fix("set it outside the step", "on what the call returns"),
+        )
+
+
+# -- other writes ----------------------------------------------------------------------------------
+
+
+def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
+    """The error to raise where a graph would not write again what the step writes into Python.
+
+    Args:
+        codes: of the functions that ran.
+        step: whose line is given where that of the write is not known.
+    """
+    was, now = brief(write.before), brief(write.after)
+    changed = f" ({was} became {now})" if was != now else ""
+    return not_captured(
+        f"the step changes {write.name}{changed}",
+        "a graph is of tensors: this would change once, at capture, and not in each call",
+        Fix("do it outside the step", "before or after the call"),
+        place=line_of_write(codes, write.key) or _line_of(step),
+    )
+
+
+def _line_of(step: Any) -> str:
+    """The line at which a step is defined; "" where it has none."""
+    f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
+    code = getattr(f, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,7 +1,7 @@
-"""CTC loss in a graph: two ops whose shapes are known before they run.
+"""CTC loss in a graph: two ops whose output shapes are known before they run.
 
-Torch's keeps a table for backward whose size depends on the longest target. Here backward makes it
-again, so that no node of a graph has it.
+torch's op returns a table for backward whose size depends on the longest target. Here backward
+computes it again, so that it is the value of no node.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _define_operators(kind: str, overload: str) -> tuple[Any, Any]:
 
 
 def _make_replacements(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What stands for torch's loss and for its backward."""
+    """Replacements of torch's loss op and of its backward op, with their signatures."""
 
     def forward(*args: Any, blank: int = 0, zero_infinity: bool = False) -> Any:
         given = (*args, *(blank, zero_infinity)[len(args) - 4 :])

@@ -1,17 +1,22 @@
-"""Gradients of a captured function.
+"""Gradients of a captured function whose results have a history: a region of a larger model.
 
-Which gradients can the caller of a captured function ask for, and what are they?
+No backward has run through these results, so the caller may ask for their gradients. Backward is
+traced right behind forward, into the same graph, so that passes see both. Where the gradients of
+results come in, the graph gets "cotangent" inputs, laid out by the dual of the results' placements.
 
-A function through whose results no backward has run is a region of a larger model. Its backward is
-traced right behind its forward, into the same graph, so that passes see both. Where the gradients
-of its results come in the graph gets inputs, "cotangents"; they are laid out by duality.
+Results that share history go backward at once, so that it is gone through once, as in eager: they
+are one `ResultPart`. A result from which another one is computed, without other shared history, is
+a part of its own, which runs later: autograd adds up its gradients in between, and shows hooks the
+sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,21 +29,31 @@ from ..node_metadata import NOTE, Recorder
 from ..program import Input
 from .inputs import GraphInputs
 
-__all__ = ["Seed", "asks_gradient", "differentiate", "has_history", "made_inputs"]
+__all__ = [
+    "ResultPart",
+    "Seed",
+    "asks_gradient",
+    "cut_history",
+    "differentiate",
+    "has_history",
+    "make_seeds_inputs",
+    "part_results",
+]
+
 
 _SPENT = (
     "Trying to backward through the graph a second time",
     "modified by an inplace operation",
 )
-"""What autograd says of a history that a backward, or an update, has used up."""
+"""Autograd's messages where a backward or an update has used up a history."""
 
 
 @dataclass(frozen=True)
 class Seed:
-    """Where the gradient of a result comes in.
+    """A node that stands for the gradient of a result until it becomes an input.
 
     Attributes:
-        node: the name of the node that stands there while the graph is made.
+        node: its name.
         spec: of the gradient, where the result is a DTensor.
         number: of the result.
     """
@@ -49,7 +64,7 @@ class Seed:
 
 
 def has_history(value: torch.Tensor) -> bool:
-    """Could a caller of the function that made `value` go backward from it?"""
+    """Can the caller of the function that made `value` go backward from it?"""
     if not _requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
@@ -57,7 +72,7 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """Does it require a gradient without a history, as leaves do, and views under `no_grad`?"""
+    """Does it require a gradient and have no history, as leaves, and views made under `no_grad`?"""
     return _requires_grad(value) and not _is_computed(value)
 
 
@@ -79,17 +94,16 @@ def differentiate(
     like: Mapping[int, torch.Tensor] | None = None,
     again: bool = False,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
-    """The gradients of `inputs`, and where those of `results` come in.
+    """Trace the gradients of `inputs` with respect to `results`.
 
     Args:
-        again: what is computed here may be asked once more.
-        like: gradients of the results as they will be, strides and all; then what is computed here
-            may be asked once more, of others.
+        like: by the number of a result, a gradient with the strides that it will have; the history
+            is then kept.
+        again: keep the history, for another call.
 
     Returns:
-        None where a backward within the function has used up what they are computed by: there is
-        nothing left to give, in eager neither. And where no input has one: a history that begins
-        within the function ends there.
+        The seeds (gradients of `results`) and the gradients of `inputs`. None where there are no
+        inputs, or a backward within the function has used up the history, as in eager.
     """
     if not inputs:
         return None
@@ -107,7 +121,7 @@ def differentiate(
                 results, inputs, values, retain_graph=again or like is not None, allow_unused=True
             )
         except RuntimeError as error:
-            if any(told in str(error) for told in _SPENT):
+            if any(message in str(error) for message in _SPENT):
                 return None
             raise
         with Local():
@@ -120,8 +134,8 @@ def _make_seed_gradient(like: torch.Tensor, exactly: bool) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
-    """Make inputs of the graph of the nodes at which gradients come in."""
+def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
+    """Replace the nodes of seeds by inputs of the graph."""
     if not seeds:
         return
     nodes = {n.name: n for n in graph.nodes}
@@ -138,3 +152,123 @@ def made_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> 
         if seed.spec is not None:
             like = tagged(like, seed.spec)
         inputs.add_made(Input(f"gradient {number}", "cotangent", like, number))
+
+
+# -- parts of a backward ---------------------------------------------------------------------------
+
+
+Edge = tuple[Any, int]
+
+
+@dataclass
+class ResultPart:
+    """Results that go backward together.
+
+    Attributes:
+        results: their numbers.
+        ancestors: the numbers of the results from which these are computed directly.
+        unheard: those of `results` from which others of the part are computed: the gradient that
+            flows through those others does not reach them.
+    """
+
+    results: list[int]
+    ancestors: list[int]
+    unheard: list[int] = field(default_factory=list)
+
+
+def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
+    """Split `results`, which have a history, into parts, each before the parts of its ancestors.
+
+    All are one part where a result and one of its ancestors share the history of a value that is no
+    result: its gradient would come in two halves, and its history be gone through twice.
+    """
+    edges = [edge_of(t) for t in results]
+    at = {edge: number for number, edge in reversed([*enumerate(edges)])}
+    histories = [_find_history(edge, at) for edge in edges]
+    levels = _compute_levels(histories)
+    parts: list[tuple[set[Any], ResultPart]] = []
+    for number in sorted(range(len(results)), key=lambda n: (levels[n], n)):
+        whole, part = set(histories[number].nodes), ResultPart([number], [])
+        ancestors = set(histories[number].ancestors)
+        for other in [*parts]:  # what two results of one level share is gone through once
+            if levels[other[1].results[0]] == levels[number] and not whole.isdisjoint(other[0]):
+                parts.remove(other)
+                whole |= other[0]
+                part.results = sorted([*part.results, *other[1].results])
+                ancestors.update(other[1].ancestors)
+        part.ancestors = sorted(ancestors)
+        parts.append((whole, part))
+    if sum(len(nodes) for nodes, _ in parts) > len(set().union(*(nodes for nodes, _ in parts))):
+        made_of = set().union(*(history.ancestors for history in histories))
+        return [ResultPart([*range(len(results))], [], sorted(made_of))]
+    return [part for _, part in parts]
+
+
+def edge_of(t: torch.Tensor) -> Edge:
+    """The edge of the autograd graph that a tensor's gradient enters: (node, output number)."""
+    with Local():
+        return t.grad_fn, t.output_nr
+
+
+@contextmanager
+def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, gradients of `results` are returned, without their hooks, and go no further."""
+    handles, hidden = [], []
+    try:
+        with Local():
+            for t in results:
+                node, place = edge_of(t)
+                handles.append(node.register_prehook(partial(_drop_gradient, place=place)))
+                if t._backward_hooks:  # they see the whole gradient, when its own part runs
+                    hidden.append((t._backward_hooks, dict(t._backward_hooks)))
+                    t._backward_hooks.clear()
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for hooks, before in hidden:
+            hooks.update(before)
+
+
+def _drop_gradient(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
+    return (*grads[:place], None, *grads[place + 1 :])
+
+
+@dataclass
+class _History:
+    """The autograd graph behind a result, up to other results.
+
+    Attributes:
+        nodes: of it, without those of leaves.
+        ancestors: the numbers of the results where it ends.
+    """
+
+    nodes: set[Any]
+    ancestors: set[int] = field(default_factory=set)
+
+
+def _find_history(edge: Edge, results: dict[Edge, int]) -> _History:
+    found = _History({edge[0]})  # two results of one call share it
+    ahead = [edge[0]]
+    while ahead:
+        node = ahead.pop()
+        for below in node.next_functions:
+            if below in results:
+                found.ancestors.add(results[below])
+            elif below[0] is not None and below[0] not in found.nodes and below[0].next_functions:
+                found.nodes.add(below[0])
+                ahead.append(below[0])
+    return found
+
+
+def _compute_levels(histories: Sequence[_History]) -> list[int]:
+    """For each result the length of the longest chain of results computed from it."""
+    levels = [0] * len(histories)
+    ahead = [*range(len(histories))]
+    while ahead:
+        number = ahead.pop()
+        for ancestor in histories[number].ancestors:
+            if levels[ancestor] <= levels[number]:
+                levels[ancestor] = levels[number] + 1
+                ahead.append(ancestor)
+    return levels

@@ -1,9 +1,9 @@
-"""Values of calls over tensors without memory, worked out once for all equal calls.
+"""Fake values of calls, computed once for all equal calls.
 
-A model is a few structures, repeated: of the thousands of calls in its graph a hundred differ. What
-a call gives over tensors without memory is decided by its target, by its numbers, and by the
-shapes, strides, dtypes and devices of its operands. Values that are equal are one tensor: what
-stands in a node's `meta["val"]` says what the node makes, and not which memory that lies in.
+A model is a few structures, repeated: of the thousands of calls in its graph about a hundred
+differ. The fake value of a call is decided by its target, its numbers, and the shapes, strides,
+dtypes and devices of its operands, which make its key. Equal calls share one fake tensor: a node's
+`meta["val"]` says what the node makes, and not in which memory that lies.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
 
 _aten = torch.ops.aten
 _BY_MEMORY = ("as_strided", "as_strided_", "as_strided_scatter", "set_", "resize_")
-"""What looks at the whole of the memory of which an operand shows a part."""
+"""Ops that depend on the whole storage of an operand: not decided by the key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeByCall:
-    """What a call gives.
+    """The fake value of a call, and the memory that it shows.
 
     Attributes:
-        value: as the call returns it, over tensors without memory.
-        shows: for each tensor of it, in order, which operand's memory it shows, counted among the
-            tensors of the call; of new memory -1 - its number.
+        value: as the call returns it.
+        shows: for each tensor of the value, the index of the operand (among the tensors of the
+            call) whose memory it shows; -1 - i for the i-th new memory.
         nbytes: of each new memory.
     """
 
@@ -42,10 +42,10 @@ class MadeByCall:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
-    """What `target(*args, **kwargs)` gives, over tensors without memory.
+    """`target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
 
     Args:
-        like: what is known to be of the same fake mode, where no operand is a tensor.
+        like: a value of the same fake mode, for calls without a tensor operand.
     """
     mode = _mode_of((args, kwargs, like))
     if mode is None:
@@ -59,7 +59,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
     made = known.get(key)
     if made is None:
-        # Operands of their own: so which of them a view shows does not hang on where they lie.
+        # With operands that share no memory, so that what a view shows does not depend on theirs.
         own: Any = pytree.tree_map_only(
             torch.Tensor, lambda t: _make_empty_alike(t, mode), (args, kwargs)
         )
@@ -85,7 +85,7 @@ def _call_and_describe(
         else:
             with mode:
                 value = target(*args, **kwargs)
-    if target is WAIT:  # it gives what it is given, and says otherwise of tensors without memory
+    if target is WAIT:  # it returns its operand, though its fake value is a new tensor
         return MadeByCall(value, (0,), ())
     # Private: one number for one storage, as long as it lives.
     known: dict[int, int] = {}
@@ -103,8 +103,11 @@ def _call_and_describe(
 
 
 def _without_bases(value: Any) -> Any:
-    """The value with views that hold nothing: a view holds its base, that its mode, and the mode
-    what is known here, in a circle that Python's collector does not see."""
+    """The value with views detached from their bases.
+
+    A view holds its base, which holds the mode, which holds the known calls: a cycle that Python's
+    collector does not see.
+    """
     views = any(t._is_view() for t in tensors_in(value))
     if not views:
         return value
@@ -142,7 +145,7 @@ def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
 
 
 def key_of(target: Any, args: Any, kwargs: Any) -> Any:
-    """What decides what a call gives; None where more does."""
+    """The key that decides the fake value of a call; None where more does."""
     try:
         key = (
             target,
@@ -164,10 +167,10 @@ _PLAIN = (
 def _describe_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.dtype.is_complex or value.is_quantized:
-            raise TypeError("more than this is to be said of it")
+            raise TypeError("its fake value depends on more")
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(_describe_value(v) for v in value)
-    if type(value) in _PLAIN:  # what stands for a number that is an input says that it is a float
+    if type(value) in _PLAIN:  # `type`: isinstance takes a symbolic float for a float
         return type(value), value
     raise TypeError("not known to be compared by value")

@@ -1,10 +1,9 @@
-"""Equal counts: the numbers that an optimizer keeps beside each parameter, and that are one number.
+"""Equal counts: step counts of an optimizer that are one number become one in the graph.
 
-torch.optim counts the steps of each parameter in a tensor of its own, and reckons each one's bias
-corrections of it: a dozen calls of single numbers for each parameter, half of what updates it. As a
-rule all counts are equal, and stay so. That they are is a condition of the program
-(`conditions.EqualInputs`), under which one stands for all, and what is reckoned of it is reckoned
-once.
+torch.optim counts the steps of each parameter in a tensor of its own and computes its bias
+corrections from it: a dozen scalar calls per parameter, half of an update. As a rule all counts are
+equal and stay so. That they are equal becomes a condition of the program (`EqualInputs`), under
+which one stands for all, and what is computed from it is computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..program import Input
 from .fakes import device_at_capture
 from .optimizers import counts_of
 
-__all__ = ["find_equal_counts", "places_of_equal", "reckon_once"]
+__all__ = ["find_equal_counts", "places_of_equal", "share_equal_counts"]
 
 _COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
 
@@ -36,10 +35,10 @@ _COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
 def find_equal_counts(
     inputs: Sequence[Input], optimizers: Iterable[Optimizer]
 ) -> list[EqualInputs]:
-    """What torch's optimizers count, and is equal now, more than one each.
+    """Groups of counts of torch's optimizers that are equal now.
 
-    Those on the host alone: to compare others at each call would wait for their device. And none of
-    a user's optimizer, whose numbers may be a rank's own: they would be equal on one rank alone.
+    Only counts on the host: to compare others at each call would wait for their device. And none of
+    a user's optimizer, whose numbers may differ between ranks: they might be equal on one alone.
     """
     counts = {id(t) for t in counts_of(optimizers)}
     found: dict[Any, list[Input]] = defaultdict(list)
@@ -56,26 +55,26 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """The places, among all inputs, of those that are equal."""
+    """The places of equal counts among all inputs."""
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 
 
-def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Have what an update reckons of single numbers be reckoned once for equal ones.
+def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
+    """Compute once what an update computes from equal numbers.
 
-    The graph writes nothing but inputs, at its end; each is still written itself. Two results may
-    be one node afterwards: see `overlapping_results.keep_apart`.
+    The graph has no writes but into inputs, at its end; each input is still written. Two results
+    may be one node afterwards: see `shared_results.keep_apart`.
 
     Args:
-        equal: inputs that hold the same number.
+        equal: groups of inputs that hold the same number.
     """
     for first, *others in equal:
         for other in others:
-            other.replace_all_uses_with(first, _is_reckoned)
+            other.replace_all_uses_with(first, _is_scalar_call)
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not _is_reckoned(node):
+        if not _is_scalar_call(node):
             continue
         key = node.target, key_of_operands((node.args, node.kwargs))
         first = known.setdefault(key, node)
@@ -84,8 +83,8 @@ def reckon_once(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
             graph.erase_node(node)
 
 
-def _is_reckoned(node: fx.Node) -> bool:
-    """Does a call of an update make a single number of single numbers, of the same the same?"""
+def _is_scalar_call(node: fx.Node) -> bool:
+    """Is it a deterministic call of an update that makes one number from single numbers?"""
     if node.op != "call_function" or note_of(node).phase != "update":
         return False
     facts = facts_of(node.target)

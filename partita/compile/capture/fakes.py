@@ -1,8 +1,9 @@
-"""Fake tensors: what stands for a DTensor while a step is captured?
+"""Fake tensors: what stands for a tensor, or a DTensor, while a step is captured.
 
-A FakeTensor (no memory, a shape and a device) that is re-tagged like any other shard. Its class is
-both: a DTensor to Python, so that rules and moves run as ever, and a FakeTensor to the dispatcher,
-which aborts where a tensor with a fake's keys has a class that cannot take its calls.
+A FakeTensor has metadata, a device and no memory. For a DTensor's local tensor it is re-tagged as
+`FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
+moves run as ever, and a FakeTensor to the dispatcher, which aborts where a tensor with a fake's
+dispatch keys has a class that cannot take its calls.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ __all__ = [
     "device_at_capture",
     "fake_mode",
     "fake_mode_of",
+    "hang_hooks",
     "has_memory",
     "local_of",
     "tensors_written",
+    "users_hooks",
 ]
 
 
 class FakeDTensor(DTensor, FakeTensor):
-    """A shard that is traced. Never made: a FakeTensor is re-tagged."""
+    """A fake shard. Never constructed: a FakeTensor is re-tagged."""
 
     __torch_dispatch__ = FakeTensor.__torch_dispatch__
     device = FakeTensor.device
@@ -47,9 +50,9 @@ TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode that takes every shape as it is: another shape is another capture.
+    """A mode in which shapes are static: another shape is another capture.
 
-    Its environment, without which Inductor's cache is bypassed too, traces Python numbers.
+    Its shape environment traces Python numbers; without one Inductor's cache would be bypassed.
     """
     return FakeTensorMode(shape_env=NumberEnv(), static_shapes=True)
 
@@ -78,26 +81,26 @@ def captured_for(device: torch.device | str) -> Iterator[None]:
 
 
 def device_at_capture(x: torch.Tensor) -> torch.device:
-    """The device of what stands for `x` while a step is captured."""
+    """The device of the fake of `x`."""
     return (_TARGET.get() if x.is_meta else None) or x.device
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """The memory of `x` on this rank, as a plain tensor without history."""
+    """The local tensor of `x`, plain and without history."""
     with Local(), torch.no_grad():
         found: Any = x.detach()
     return found
 
 
 def has_memory(x: Any) -> bool:
-    """Is it a tensor for which, while a step is captured, no other stands?"""
+    """Is it a real tensor, for which no fake stands?"""
     return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
 
 
 def tensors_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
 ) -> list[torch.Tensor]:
-    """The tensors that a call of an op of torch writes, or those of them that stand in lists."""
+    """The tensors that a call of an op writes; with `lists` only those within list operands."""
     found: list[torch.Tensor] = []
     for operand in facts_of(func).writes:
         place = operand.place
@@ -110,11 +113,30 @@ def tensors_written(
 
 
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Have the tensors in lists know that `func`, which was called, has written them.
+    """Increment the versions of tensors in list operands that `func` has written.
 
-    Torch counts the writes of an op's own operands. Those of tensors in a list are counted by the
-    kernels, one by one, and tensors without memory have none of these.
+    Torch counts writes of an op's own operands. For tensors in a list the kernels do, one by one,
+    and fake tensors run no kernels.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with Local():
         increment_version([t for t in written if not t.is_inference()])
+
+
+def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
+    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles.
+
+    Private torch: the dictionaries of a tensor's hooks.
+    """
+    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
+        return []
+    found = [fake.register_hook(hook) for hook in users_hooks(tensor._backward_hooks)]
+    for hook in users_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        found.append(fake.register_post_accumulate_grad_hook(hook))
+    return found
+
+
+def users_hooks(hooks: Any) -> list[Any]:
+    """The hooks that are not partita's own, which do in eager what the graph does by itself."""
+    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
+    return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]

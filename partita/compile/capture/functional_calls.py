@@ -1,13 +1,15 @@
-"""Calls without writes: what one call of a captured graph becomes, as a pattern of calls.
+"""Calls without writes: what one call of a traced graph becomes in a graph without writes.
 
-A call that writes, one of a list of calls, and one that takes a number that is known when the graph
-runs, are traced by themselves under torch's functionalization, once for all calls that are alike in
-operator, numbers, dtypes and dimensions; a pattern that speaks of sizes is for equal shapes only.
+Three kinds of calls change: those that write, those over lists (`_foreach_*`, which become one call
+for each tensor), and those with a number that is known only when the graph runs (`scalars`).
+`call_without_writes` and `call_in_list` make such a call for torch's functionalization. A `Pattern`
+is what it traces to, cached for calls alike in operator, numbers, dtypes and dimensions (in shapes,
+too, where the pattern contains sizes), which the rewrite puts into the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,44 +21,53 @@ from torch.utils import _pytree as pytree
 
 from partita.tensor.op_facts import facts_of
 
-from ..effects import drop_unused
-from ..graph_modules import lazy_graph_modules
-from .scalars import Scalar
+from ..graph_nodes import drop_unused, lazy_graph_modules
+from .scalars import Scalar, call_with_scalars, compute_scalar, has_scalars
 from .symbolic import is_symbolic
 
-__all__ = ["Pattern", "UnsureOfWrites", "pattern_of"]
+__all__ = [
+    "Pattern",
+    "UnsureOfWrites",
+    "call_in_list",
+    "call_without_writes",
+    "calls_of_list",
+    "changes_without_writes",
+    "draw_in_place",
+    "pattern_of",
+    "value_of_input",
+]
+
 
 _aten = torch.ops.aten
-_KEPT = 4096  # patterns
+_PATTERNS_KEPT = 4096
 
 
 class UnsureOfWrites(Exception):
-    """What a write changes is not told from the graph alone."""
+    """Which values a write changes cannot be told by rewriting: the graph is traced again."""
 
 
 @dataclass(frozen=True)
 class PatternOperand:
-    """In a pattern: a tensor that the call is given, by number."""
+    """In a pattern: a tensor operand of the original call, by number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class PatternResult:
-    """In a pattern: what one of its calls gives, by number."""
+    """In a pattern: the value of one of its calls, by number."""
 
     number: int
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """What a call becomes.
+    """The calls that replace one call.
 
     Attributes:
-        calls: of each the target and the arguments, in which `PatternOperand`s and
-            `PatternResult`s stand.
-        gives: what the call gives, as a tree of these, and of `Scalar`s of these.
-        writes: for each operand that is written what it becomes.
+        calls: (target, args, kwargs) of each, with `PatternOperand`s and `PatternResult`s.
+        gives: the value of the original call, as a tree of these, and of `Scalar`s of these.
+        writes: by the number of an operand that is written, its new value.
     """
 
     calls: tuple[tuple[Any, Any, Any], ...]
@@ -70,15 +81,15 @@ _patterns: dict[Any, Pattern] = {}
 def pattern_of(
     call: Callable[..., Any], what: Any, args: Any, kwargs: Any, like: Any, mode: Any
 ) -> Pattern:
-    """The pattern of `call(args, kwargs, like)`, in whose arguments tensors without memory stand.
+    """The pattern of `call(args, kwargs, like)`, over fake tensors.
 
     Args:
-        what: tells what `call` does.
-        like: what it gave while it was captured.
-        mode: of the tensors.
+        what: identifies `call` in the cache.
+        like: the value that it had while it was captured.
+        mode: of the fake tensors.
 
     Raises:
-        UnsureOfWrites: it is not one of single calls.
+        UnsureOfWrites: it traces to what a pattern cannot express.
     """
     shapes = (
         what,
@@ -95,7 +106,7 @@ def pattern_of(
     found = _patterns.get(kinds) or _patterns.get(shapes)
     if found is None:
         found = _trace_pattern(call, args, kwargs, like, mode)
-        if len(_patterns) >= _KEPT:
+        if len(_patterns) >= _PATTERNS_KEPT:
             _patterns.clear()
         _patterns[kinds if _is_general(found, args, kwargs) else shapes] = found
     return found
@@ -126,11 +137,11 @@ def _trace_pattern(
 
 
 def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
-    """The pattern that a traced graph is.
+    """Convert a traced graph to a pattern.
 
     Args:
-        tree, kinds: of what the call gives, and of each part of it whether it is a tensor, a number
-            or nothing.
+        tree: the structure of the call's value.
+        kinds: for each leaf of it its type: a tensor, `Scalar` or NoneType.
     """
     drop_unused(graph)
     of: dict[fx.Node, Any] = {}
@@ -168,7 +179,7 @@ def _replace_nodes(value: Any, of: dict[fx.Node, Any]) -> Any:
 
 
 def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
-    """Does a pattern hold for other shapes? It draws nothing, and has no number of its own."""
+    """Does a pattern hold for other shapes? Not if it draws, or has numbers that may be sizes."""
     given = {(type(v), v) for v in pytree.tree_leaves((args, kwargs)) if _is_number(v)}
     for target, *said in pattern.calls:
         if facts_of(target).draws:
@@ -201,7 +212,7 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-# -- what calls are alike --------------------------------------------------------------------------
+# -- keys of patterns -----------------------------------------------------------------------------
 
 
 def _exact_tensor_key(t: torch.Tensor) -> Any:
@@ -224,3 +235,136 @@ def _key_of_operand(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any
     if is_symbolic(value):
         return type(value)
     return type(value), value.hex() if isinstance(value, float) else value  # 0.0 is not -0.0
+
+
+# -- single calls ----------------------------------------------------------------------------------
+
+
+def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
+    """Has a call, if not over lists, to be another one in a graph without writes?"""
+    name = getattr(target, "_opname", "")
+    if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
+        return True
+    return target is _aten.native_batch_norm.default and args[3] is not None and bool(args[5])
+
+
+def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
+    """Make a call of a traced graph in the form that functionalization can handle.
+
+    Args:
+        like: the value that it had while it was captured.
+    """
+    name = getattr(target, "_opname", "")
+    if name == "_local_scalar_dense" or has_scalars(args, kwargs):
+        if not name:
+            return compute_scalar(target, args, like)
+        return call_with_scalars(name, args, kwargs, like)
+    if target is _aten.native_batch_norm.default:
+        # It writes the running statistics without saying so in its schema; this variant says it.
+        return _aten._native_batch_norm_legit.default(*args, **kwargs)
+    drawn = draw_in_place(target, args, kwargs) if name.endswith("_") else None
+    return target(*args, **kwargs) if drawn is None else drawn
+
+
+Call = tuple[str, list[Any], dict[str, Any], Any]
+
+
+def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Call]:
+    """Split a call over lists into one for each place, so that each parameter's update is its own.
+
+    Yields:
+        What `call_in_list` takes: the name, args, kwargs, and the value at capture.
+    """
+    name = target._opname.removeprefix("_foreach_")
+    if target._overloadname.startswith("Scalar"):  # with tensors these are called otherwise
+        name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+    if name == "norm" and len(args) > 2:
+        args, kwargs = args[:2], dict(kwargs, dtype=args[2])
+    if name.startswith(("addcmul", "addcdiv")) and len(args) > 3:
+        args, kwargs = args[:3], dict(kwargs, value=args[3])
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+
+    def item_at(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    for i in range(len(lists[0])):
+        yield (
+            name,
+            [item_at(a, i) for a in args],
+            {k: item_at(v, i) for k, v in kwargs.items()},
+            item_at(made, i),
+        )
+
+
+def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
+    """Make one of the calls that `calls_of_list` gives."""
+    if has_scalars(args, kwargs):
+        return call_with_scalars(name, args, kwargs, like)
+    return _find_single_op(name)(*args, **kwargs)
+
+
+def _find_single_op(name: str) -> Any:
+    if name == "norm":
+        return torch.ops.aten.linalg_vector_norm
+    if hasattr(torch.ops.aten, name):
+        return getattr(torch.ops.aten, name)
+    made = getattr(torch.ops.aten, name.removesuffix("_"))  # some have no in-place form
+    return lambda x, *args, **kwargs: x.copy_(made(x, *args, **kwargs))
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def value_of_input(value: Any) -> torch.Tensor:
+    """An input's value in the graph without writes, in which numbers are tensors."""
+    if is_symbolic(value):
+        return torch.empty((), dtype=torch.float64)
+    found: torch.Tensor = value
+    return found
+
+
+_library = torch.library.Library("partita", "FRAGMENT")
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
+
+
+def _without_gaps(like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor without gaps, its dimensions in memory in the order of those of `like`."""
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # type: ignore[operator]
+    return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
+
+
+def _make_empty_draw(like: torch.Tensor, p: float) -> torch.Tensor:
+    return _without_gaps(like)
+
+
+def _draw_bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
+    """Ones with probability `p`, else zeros, in memory that lies as that of `like`."""
+    return _without_gaps(like).bernoulli_(p)
+
+
+_library.define("bernoulli_like(Tensor like, float p) -> Tensor", tags=_TAGS)
+_library.impl("bernoulli_like", _draw_bernoulli, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_library)
+
+
+def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Draw random numbers in place, in the order in which eager fills memory.
+
+    Eager fills memory as it lies, torch's out-of-place forms as elements are counted; and these say
+    of memory with gaps, as a slice has, that their result has the gaps too, which Inductor denies.
+
+    Returns:
+        None if `func` is no such draw, or needs no special treatment.
+    """
+    if not facts_of(func).fills or args[0].is_contiguous():
+        return None
+    x, *rest = args
+    if func is _aten.bernoulli_.float and not kwargs:
+        drawn = torch.ops.partita.bernoulli_like(x, *(rest or (0.5,)))
+    else:
+        drawn = _without_gaps(x)
+        if drawn.stride() == x.stride():
+            return None
+        func(drawn, *rest, **kwargs)
+    found: torch.Tensor = x.copy_(drawn)
+    return found

@@ -1,4 +1,8 @@
-"""Memory of a captured graph: which nodes show the same, what part of it, how a view is undone."""
+"""Memory of a traced graph: which nodes show the same, which part of it, how a view is inverted.
+
+Read from the schemas and facts of ops, not from where fake tensors lie: equal calls share one fake
+(`equal_calls`), so that two values may have one storage there and none in common when they run.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +22,38 @@ from .equal_calls import tensors_in
 from .functional_calls import UnsureOfWrites
 
 __all__ = [
+    "invert_view",
     "is_plain_write",
     "is_reshaped",
+    "is_write",
     "lie_alike",
     "makers_of_shared",
     "memory_that_is_written",
     "part_of",
     "shown_operand",
     "view_of",
-    "without_view",
-    "writes",
 ]
 
 _aten = torch.ops.aten
 
 
-def writes(target: Any) -> bool:
+def is_write(target: Any) -> bool:
+    """Does an op write operands, by its schema?"""
     return bool(facts_of(target).writes)
 
 
 def is_plain_write(target: Any) -> bool:
-    """Does it write the memory of its operands, and leave alone how they show it?"""
+    """Does an op that writes change values only, and no shape, stride or storage?"""
     shows = torch.Tag.inplace_view in target.tags or target._opname in ("set_", "resize_")
     return target.namespace == "aten" and not shows
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each node that shows memory which some call of the graph writes: which.
+    """By node, a number for the memory that it shows; only of memory that some call writes.
 
-    Inputs have memory of their own each, as for torch's functionalization.
+    Each input has a memory of its own, as in torch's functionalization.
     """
-    shown: dict[fx.Node, list[int]] = {}  # of each tensor of a node's value the memory
+    shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()
     numbers = count()
     for node in graph.nodes:
@@ -65,7 +70,7 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """The nodes that made memory, of that in `memory`, which several results show."""
+    """The calls that made memory which is written and which several results show."""
     (end,) = graph.find_nodes(op="output")
     counts = Counter(memory[n] for n in end.args[0] if n in memory)
     first: dict[int, fx.Node] = {}
@@ -77,7 +82,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 def _shown_by_call(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
-    """By what a call says of itself, not by where values lie: equal ones are one tensor."""
+    """For each tensor of a call's value the number of its memory."""
     made = tensors_in(node.meta.get("val"))
     if not made:
         return []
@@ -90,11 +95,11 @@ def _shown_by_call(
     if facts_of(node.target).shows_unsaid or schema is None:
         return _shown_by_memory(node, shown, numbers)
     found: list[int] = []
-    for value, told in zip(_values_of_node(node), schema.returns, strict=False):
-        operand = _shown_operand(node, schema, told)
+    for value, returned in zip(_values_of_node(node), schema.returns, strict=False):
+        operand = _shown_operand(node, schema, returned)
         of_operand = shown[operand] if operand is not None else []
         for i, _ in enumerate(tensors_in(value)):
-            if of_operand:  # pieces of one, or each of a list the one at its place
+            if of_operand:  # chunks of one tensor, or of a list each the one at its place
                 found.append(of_operand[i] if len(of_operand) > 1 else of_operand[0])
             else:
                 found.append(next(numbers))
@@ -117,9 +122,9 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:
         return None, False
-    told = schema.returns[0]
-    operand = _shown_operand(node, schema, told)
-    return operand, operand is not None and told.alias_info.is_write
+    returned = schema.returns[0]
+    operand = _shown_operand(node, schema, returned)
+    return operand, operand is not None and returned.alias_info.is_write
 
 
 def _values_of_node(node: fx.Node) -> Sequence[Any]:
@@ -128,9 +133,9 @@ def _values_of_node(node: fx.Node) -> Sequence[Any]:
     return value if several else (value,)
 
 
-def _shown_operand(node: fx.Node, schema: Any, told: Any) -> fx.Node | None:
-    """The operand whose memory a call shows in one of its results."""
-    if told.alias_info is None:
+def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
+    """The operand whose memory one of a call's results shows; None for new memory."""
+    if returned.alias_info is None:
         return None
     arguments = zip(schema.arguments, node.args, strict=False)
     named = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
@@ -138,8 +143,8 @@ def _shown_operand(node: fx.Node, schema: Any, told: Any) -> fx.Node | None:
         own = argument.alias_info
         if own is None or not isinstance(value, fx.Node):
             continue
-        # Of a list of pieces the schema says "*" where it says what they are pieces of.
-        if own.before_set & told.alias_info.before_set or "*" in own.after_set:
+        # For a list of chunks the operand's alias set is "*" (`Tensor(a -> *)`).
+        if own.before_set & returned.alias_info.before_set or "*" in own.after_set:
             return value
     return None
 
@@ -147,14 +152,14 @@ def _shown_operand(node: fx.Node, schema: Any, told: Any) -> fx.Node | None:
 def _shown_by_memory(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
-    """Of a call that does not say it: its one operand's, or that in which its value lies."""
+    """The same for a call whose schema does not say it: by its one operand, or by storage."""
     if facts_of(node.target).shows_unsaid:
         (operand,) = node.all_input_nodes
         return shown[operand] * len(tensors_in(node.meta["val"]))
     known: dict[int, int] = {}
     for read in node.all_input_nodes:
         for t, memory in zip(tensors_in(_value_of(read)), shown[read], strict=True):
-            known[t.untyped_storage()._cdata] = memory  # private: a number for a storage
+            known[t.untyped_storage()._cdata] = memory  # private: a number for each storage
     storages = [t.untyped_storage()._cdata for t in tensors_in(node.meta["val"])]
     return [known[s] if s in known else next(numbers) for s in storages]
 
@@ -166,23 +171,25 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes."""
     target: Any = node.target
     if node.op != "call_function":
         return []
     if facts_of(target).statistics:
         statistics = node.args[3:5] if node.args[5] else ()
         return [t for t in statistics if isinstance(t, fx.Node)]
-    if not writes(target):
+    if not is_write(target):
         return []
     args, kwargs, found = node.args, node.kwargs, list[fx.Node]()
-    for one in facts_of(target).writes:
-        value = args[one.place] if one.place < len(args) else kwargs.get(one.name)
+    for written in facts_of(target).writes:
+        place = written.place
+        value = args[place] if place < len(args) else kwargs.get(written.name)
         fx.node.map_arg(value, found.append)
     return found
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Of what a node is a view, by its call."""
+    """The operand of which a node is a view, where it is its only operand; else None."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
@@ -194,15 +201,15 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Which part of its memory a tensor shows, and how."""
+    """Identifies the part of its memory that a tensor shows, and as what."""
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
 
 
-def is_reshaped(one: Any, other: Any) -> bool:
+def is_reshaped(part: Any, other: Any) -> bool:
     """Do two parts of a memory hold the same elements in the same order, without gaps?"""
-    (shape, _, *rest), (shape_then, _, *rest_then) = one, other
-    same = rest == rest_then and math.prod(shape) == math.prod(shape_then)
-    return same and _is_packed(one) and _is_packed(other)
+    (shape, _, *rest), (other_shape, _, *other_rest) = part, other
+    same = rest == other_rest and math.prod(shape) == math.prod(other_shape)
+    return same and _is_packed(part) and _is_packed(other)
 
 
 def _is_packed(part: Any) -> bool:
@@ -216,6 +223,7 @@ def _is_packed(part: Any) -> bool:
 
 
 def lie_alike(a: Any, b: Any) -> bool:
+    """Have tensors, or lists of them, equal shapes, strides and dtypes?"""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -223,32 +231,32 @@ def lie_alike(a: Any, b: Any) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def without_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The call that gives what `view` is a view of, once `value` is written through it.
+def invert_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The call, as (target, args), that gives the base of `view` after `value` was written to it.
 
     Args:
-        before: what that was, in the new graph.
+        before: the base before the write, in the new graph.
 
     Raises:
-        UnsureOfWrites: the view is of another kind.
+        UnsureOfWrites: no inverse of such a view is known.
     """
-    name, said = getattr(view.target, "_opname", ""), view.args[1:]
-    if any(isinstance(a, fx.Node) for a in said) or view.kwargs:
+    name, arguments = getattr(view.target, "_opname", ""), view.args[1:]
+    if any(isinstance(a, fx.Node) for a in arguments) or view.kwargs:
         raise UnsureOfWrites
     shape = list(view.all_input_nodes[0].meta["val"].shape)
-    if view.target is _aten.view.dtype:  # of the same bits, where elements are as large
+    if view.target is _aten.view.dtype:  # the same bits as another dtype of the same size
         source = view.all_input_nodes[0].meta["val"]
         if source.element_size() != view.meta["val"].element_size():
             raise UnsureOfWrites
         return _aten.view.dtype, (value, source.dtype)
     if name == "slice":
-        return _aten.slice_scatter.default, (before, value, *said)
+        return _aten.slice_scatter.default, (before, value, *arguments)
     if name == "select":
-        return _aten.select_scatter.default, (before, value, *said)
+        return _aten.select_scatter.default, (before, value, *arguments)
     if name in ("t", "transpose"):
-        return view.target, (value, *said)
+        return view.target, (value, *arguments)
     if name == "permute":
-        dims = [d % len(shape) for d in said[0]]  # type: ignore[union-attr,operator]
+        dims = [d % len(shape) for d in arguments[0]]  # type: ignore[union-attr,operator]
         return _aten.permute.default, (value, [dims.index(d) for d in range(len(shape))])
     if name in ("view", "_unsafe_view", "unsqueeze", "squeeze"):
         return _aten.view.default, (value, shape)

@@ -1,9 +1,9 @@
-"""Functionalization by rewriting: writes of a captured graph renamed, call by call, in one pass.
+"""Functionalization by rewriting: each write of a traced graph becomes a new value, in one pass.
 
-A write gives the written memory a new value, under which everything that shows the same part of it
-is read from then on. What shows another part, and is read after the write, is made again from the
-new value by the views that made it. Where that is not sure, as after a write through a slice, it
-raises `UnsureOfWrites`.
+For each node the rewrite knows which memory it shows (`functional_memory`) and how often that has
+been written. A write gives the part of the memory that it writes a new value. A node that shows the
+same part is read as that value from then on; one that shows another part is made again from it, by
+the views that made it. Where that is not sure, it raises `UnsureOfWrites`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_modules import lazy_graph_module
-from ..graph_nodes import add_call
+from ..graph_nodes import add_call, lazy_graph_module
 from ..node_metadata import NOTE
 from .equal_calls import call_without_memory, tensors_in
-from .functional_calls import PatternOperand, PatternResult, UnsureOfWrites, pattern_of
-from .functional_memory import (
-    is_plain_write,
-    is_reshaped,
-    lie_alike,
-    part_of,
-    view_of,
-    without_view,
-    writes,
-)
-from .functional_trace import (
+from .functional_calls import (
+    PatternOperand,
+    PatternResult,
+    UnsureOfWrites,
     call_in_list,
     call_without_writes,
     calls_of_list,
     changes_without_writes,
-    entering,
+    pattern_of,
+    value_of_input,
+)
+from .functional_memory import (
+    invert_view,
+    is_plain_write,
+    is_reshaped,
+    is_write,
+    lie_alike,
+    part_of,
+    view_of,
 )
 from .scalars import Scalar
 from .symbolic import is_symbolic
@@ -53,31 +55,30 @@ def rewrite_without_writes(
     """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
 
     Args:
-        memory: for each node that shows memory which is written: which.
-        makers: nodes that made memory.
+        memory: by node, a number for the memory that it shows; only of memory that is written.
+        makers: nodes whose memory several results show.
 
     Returns:
-        And for makers what their memory holds at the end.
+        The graph module, and for each of `makers` the node of what its memory holds at the end.
 
     Raises:
-        UnsureOfWrites: the graph has to be traced once more.
+        UnsureOfWrites: the graph has to be traced again.
     """
     rewrite = _Rewrite(graph, memory, makers)
     return lazy_graph_module(graph, rewrite.graph_without_writes()), rewrite.shared
 
 
 class _Rewrite:
-    """One graph, and what its nodes are in another.
+    """The rewrite of one graph.
 
     Attributes:
-        of: for each node its value in the new graph: a node, a `Scalar` of one, or a list.
-        memory: of each node that shows memory which is written somewhere: which.
-        made_at: of each such node, how often its memory had been written when `of` was made.
-        written: how often each memory has been written.
-        latest: for each memory, and each part of it that was written: at which count, and its
-            value then.
-        other_strides: nodes that lie otherwise than what they stand for.
-        shared: of `makers` what they are at the end.
+        of: by old node, its value in the new graph: a node, a `Scalar` of one, or a list.
+        memory: by old node, the number of the memory that it shows, where that is written.
+        written: by memory, how often it has been written so far.
+        made_at: by old node, `written` of its memory when `of` was made.
+        latest: by memory and part of it, the count at which that part was written, and its value.
+        other_strides: new nodes whose strides are others than those of the old.
+        shared: by node of `makers`, its value at the end.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class _Rewrite:
             elif node.op == "call_function":
                 self._rewrite_call(node)
             elif node.op == "output":
-                values = [_node_of(v) for v in fx.node.map_arg(node.args[0], self.now)]
+                values = [_node_of(v) for v in fx.node.map_arg(node.args[0], self.current_value)]
                 for maker in self.makers:
                     with suppress(UnsureOfWrites):
-                        self.shared[maker] = self.now(maker)
+                        self.shared[maker] = self.current_value(maker)
                 self._write_inputs(dict(zip(inputs, taken, strict=True)))
                 self.graph.output(values)
             else:
@@ -123,7 +124,7 @@ class _Rewrite:
         new = self.graph.placeholder(str(node.target))
         new.meta = {k: v for k, v in node.meta.items() if not is_symbolic(v)}
         if is_symbolic(node.meta["val"]):
-            new.meta["val"] = entering(node.meta["val"])
+            new.meta["val"] = value_of_input(node.meta["val"])
             self.of[node] = Scalar(new)  # type: ignore[arg-type]
         else:
             self.of[node] = new
@@ -133,7 +134,7 @@ class _Rewrite:
         self._note = None
         for node, new in inputs.items():
             if self.written.get(self.memory.get(node, -1), 0):
-                copy = add_call(self.graph, _aten.copy_.default, (new, self.now(node)))
+                copy = add_call(self.graph, _aten.copy_.default, (new, self.current_value(node)))
                 copy.meta["val"] = new.meta["val"]
 
     # -- calls -------------------------------------------------------------------------------------
@@ -146,19 +147,19 @@ class _Rewrite:
                 self.of[node] = whole[node.args[1]]  # type: ignore[index]
                 return
         elif facts_of(target).shows_all:
-            self.of[node] = self.now(node.args[0])  # type: ignore[arg-type]
+            self.of[node] = self.current_value(node.args[0])  # type: ignore[arg-type]
             return
         elif getattr(target, "_opname", "").startswith("_foreach_"):
             self._call_list(node)
             return
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.now)
-        if changes_without_writes(target, args, kwargs) or writes(target):
-            if writes(target) and not is_plain_write(target):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
+        if changes_without_writes(target, args, kwargs) or is_write(target):
+            if is_write(target) and not is_plain_write(target):
                 raise UnsureOfWrites
             call = _bind_call(call_without_writes, target)
             given = node.args, node.kwargs
             self.of[node] = self._fill_in(call, target, given, node.meta.get("val"))
-            if node in self.memory:  # it gives what it has written
+            if node in self.memory:  # its value is what it has written
                 self.made_at[node] = self.written[self.memory[node]]
         elif target is not operator.getitem and not isinstance(target, torch._ops.OpOverload):
             raise UnsureOfWrites
@@ -174,12 +175,12 @@ class _Rewrite:
         self.of[node] = found
 
     def _fill_in(self, call: Callable[..., Any], what: Any, given: Any, like: Any) -> Any:
-        """Put the pattern of a call into the graph; what it gives."""
+        """Add the calls of a pattern to the new graph; the value of the original call."""
         olds: list[fx.Node] = []
         operands: list[fx.Node] = []
 
         def enter_operand(node: fx.Node) -> Any:
-            value = self.now(node)
+            value = self.current_value(node)
             if not isinstance(value, (fx.Node, Scalar)):
                 raise UnsureOfWrites
             olds.append(node)
@@ -204,7 +205,7 @@ class _Rewrite:
         return _fill_parts(pattern.gives, resolve_part)
 
     def _add_call(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
-        """A call more. It gives what `old` gave, unless it reads what lies otherwise."""
+        """Add a call to the new graph, with the metadata of `old` unless strides differ."""
         name = getattr(target, "_opname", None)  # as a trace would call it
         new = add_call(self.graph, target, args, kwargs, name)
         if self._note is not None:
@@ -226,8 +227,8 @@ class _Rewrite:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def now(self, node: fx.Node) -> Any:
-        """What a node shows now, in the new graph."""
+    def current_value(self, node: fx.Node) -> Any:
+        """The value in the new graph of what an old node shows at this point."""
         memory = self.memory.get(node)
         if memory is None or self.made_at[node] == self.written[memory]:
             return self.of[node]
@@ -236,14 +237,14 @@ class _Rewrite:
         return value
 
     def _remake_view(self, node: fx.Node, memory: int) -> fx.Node:
-        """What a node shows of memory that was written since it was made."""
+        """The value of a node whose memory was written since it was made."""
         part, count = part_of(node.meta["val"]), self.written[memory]
         latest = {p: value for p, (at, value) in self.latest[memory].items() if at == count}
         if part in latest:
             return latest[part]
         source = view_of(node)
         if source is not None and self.memory.get(source) == memory:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.now)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
             return self._add_call(node.target, args, kwargs, node)
         for other, value in latest.items():
             if is_reshaped(other, part):
@@ -251,7 +252,7 @@ class _Rewrite:
         raise UnsureOfWrites
 
     def _record_write(self, old: fx.Node, value: Any) -> None:
-        """Have what a node shows be another value, and so what it is a view of."""
+        """Give the memory that an old node shows a new value, and so what it is a view of."""
         memory = self.memory.get(old)
         if memory is None or not isinstance(value, fx.Node):
             raise UnsureOfWrites
@@ -266,14 +267,14 @@ class _Rewrite:
     def _without_views(
         self, node: fx.Node, value: fx.Node, memory: int
     ) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """What a node is a view of, and that a view of, each with the value written into it.
+        """Each tensor of which `node` is a view, in turn, with its value after the write.
 
-        As far as views can be undone; what is not given is stale.
+        Ends at a view that cannot be inverted; what is further is made again or refused when read.
         """
         while (source := view_of(node)) is not None and self.memory.get(source) == memory:
             if part_of(source.meta["val"]) != part_of(node.meta["val"]):
                 try:
-                    call = without_view(node, value, self.now(source))
+                    call = invert_view(node, value, self.current_value(source))
                     value = self._add_call(*call, {}, None)
                 except UnsureOfWrites:
                     return

@@ -1,23 +1,38 @@
-"""Inputs of a graph: what are the inputs of a graph, and what stands for each while it is made?"""
+"""Inputs of a captured graph, and the fake tensors that stand for them while it is traced.
+
+They are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments, and
+their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows whether
+the step reads it. Floats are added as the trace meets them (`numbers`). A DTensor with uneven
+pieces has a fake of the first rank's, largest, piece, so that all ranks trace the same graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Wire, is_uneven
+from partita.comm import TraceWire, Wire, is_uneven
 from partita.layout import Fix
+from partita.tensor.dtensor import tagged
+from partita.tensor.grad_state import update_spec
+from partita.tensor.spec import Spec, spec_of
+from partita.tensor.tensor_state import own_state, state_of
 
 from ..errors import not_captured
 from ..guards.codes import is_of_users
 from ..program import Input
-from .fakes import device_at_capture, fake_mode, local_of
+from .fakes import device_at_capture, fake_mode, hang_hooks, local_of
 from .state import names_of_call, tensors_of_call
 from .state_slots import Slot
 
-__all__ = ["GraphInputs"]
+__all__ = ["WITHOUT_GRADIENT", "GraphInputs"]
+
+WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
+"""Kinds of inputs that have no gradient themselves."""
 
 
 class GraphInputs:
@@ -25,12 +40,12 @@ class GraphInputs:
 
     Attributes:
         all: in the graph's order: coordinates, tensors, gradients, numbers.
-        fakes: for each, what stands for it: a tensor without memory.
-        identities: the fakes, by identity.
+        fakes: the fake tensor that stands for each.
+        identities: the set of fakes, by identity.
         leaves: of the call, as `tensors_of_call` gives them.
 
     Args:
-        unmarked: places of the leaves that have no gradient and are given none to read.
+        unmarked: places of leaves without a gradient that are given no mark.
     """
 
     def __init__(
@@ -44,19 +59,19 @@ class GraphInputs:
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
         self.identities = _Identities()
-        self._standing: dict[int, torch.Tensor] = {}
-        self._places: dict[tuple[Wire, str], torch.Tensor] = {}
-        self._of: dict[int, Input] = {}
-        self._stood_for: dict[int, torch.Tensor] = {}
+        self._fakes_by_id: dict[int, torch.Tensor] = {}
+        self._coordinates: dict[tuple[Wire, str], torch.Tensor] = {}
+        self._by_leaf: dict[int, Input] = {}
+        self._originals: dict[int, torch.Tensor] = {}
         names = names_of_call(slots, args, kwargs)
         self.leaves = tensors = tensors_of_call(slots, args, kwargs)
         self._add_coordinates(tensors)
         for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
-            if isinstance(t, torch.Tensor) and id(t) not in self._standing:
+            if isinstance(t, torch.Tensor) and id(t) not in self._fakes_by_id:
                 _check_class(t, name)
-                self._of[i] = self._add(Input(name, kind, t, i))
-        for given in list(self._of.values()):
-            if not given.tensor.is_leaf:  # a step has no gradient of it, and must not make one
+                self._by_leaf[i] = self._add(Input(name, kind, t, i))
+        for given in list(self._by_leaf.values()):
+            if not given.tensor.is_leaf:  # what has a history has no `.grad`
                 continue
             grad = given.tensor.grad if given.tensor.requires_grad else None
             name = given.name + ".grad"
@@ -71,7 +86,7 @@ class GraphInputs:
             for axis, at in zip(wire.mesh.names, wire.at, strict=True):
                 if wire.mesh.size(axis) > 1:
                     self._add(Input(f"at {axis}", "coordinate", torch.tensor(at)))
-                    self._places[(wire, axis)] = self.fakes[-1]
+                    self._coordinates[(wire, axis)] = self.fakes[-1]
 
     def _add(self, given: Input) -> Input:
         local = local_of(given.tensor)
@@ -88,55 +103,89 @@ class GraphInputs:
         else:
             fake = self.mode.from_tensor(local, static_shapes=True)
         if given.kind not in ("coordinate", "mark"):
-            self._standing[id(given.tensor)] = fake
+            self._fakes_by_id[id(given.tensor)] = fake
         self.all.append(given)
         self.fakes.append(fake)
         self.identities.add(fake)
         return given
 
     def add_made(self, given: Input) -> None:
-        """An input that the capture itself has made; nothing of the program stands for it."""
+        """Add an input that capture has made: a number or a cotangent."""
         self.all.append(given)
         self.fakes.append(given.tensor)
 
-    # -- what stands for what ----------------------------------------------------------------------
+    def tag_fakes(
+        self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
+    ) -> list[Any]:
+        """Give the fakes the layout, gradient, hooks and attributes of what they stand for.
+
+        Args:
+            wires: for each wire of the inputs the one that traces.
+            copy_attributes: `InputAttributes.copy`.
+
+        Returns:
+            The handles of the hooks.
+        """
+
+        def traced_spec(spec: Spec) -> Spec:
+            return spec_of(spec.layout, wires[spec.wire])
+
+        hooks: list[Any] = []
+        for given, fake in zip(self.all, self.fakes, strict=True):
+            spec = given.spec
+            if spec is not None:
+                spec = spec.gradient if given.kind == "mark" else spec
+                tagged(fake, traced_spec(spec))
+            rest = state_of(given.tensor).rest
+            if rest is not None and update_spec(given.tensor) is not spec:  # type: ignore[arg-type]  # ZeRO 1 and 2
+                gradient, update = map(traced_spec, (rest.gradient, rest.update))
+                own_state(fake).rest = replace(rest, gradient=gradient, update=update)
+            if given.kind in ("mark", "gradient"):
+                self.owner(given).grad = fake  # a DTensor: it may be reduced already
+            elif given.tensor.requires_grad:
+                with Local():
+                    fake.requires_grad_()
+                hooks += hang_hooks(given.tensor, fake)
+            fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+            if given.kind not in WITHOUT_GRADIENT and given.kind != "coordinate":
+                copy_attributes(given, fake, self.stand_in)
+        return hooks
+
+    # -- tensors and their fakes -------------------------------------------------------------------
 
     def stand_in(self, value: Any) -> Any:
-        """What stands for `value`, where that is an input; itself otherwise."""
-        return self._standing.get(id(value), value) if isinstance(value, torch.Tensor) else value
+        """The fake of `value` where that is an input; else `value`."""
+        return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def stood_for(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """The tensor for which `fake` stands, if for any."""
-        if not self._stood_for:
-            for given in self._of.values():
-                self._stood_for[id(self._standing[id(given.tensor)])] = given.tensor
-        return self._stood_for.get(id(fake))
+        """The input for which `fake` stands, None if for none."""
+        if not self._originals:
+            for given in self._by_leaf.values():
+                self._originals[id(self._fakes_by_id[id(given.tensor)])] = given.tensor
+        return self._originals.get(id(fake))
 
-    def rates(self) -> list[tuple[str, torch.Tensor]]:
-        """Of the learning rates that are inputs, names and what stands for them."""
-        pairs = zip(self.all, self.fakes, strict=True)
-        return [(given.name, fake) for given, fake in pairs if given.kind == "rate"]
-
-    def places(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """What stands for the rank's coordinate on each axis of more than one rank."""
-        return {axis: fake for (w, axis), fake in self._places.items() if w is wire}
+    def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
+        """By axis of more than one rank, the fake of this rank's coordinate."""
+        return {axis: fake for (w, axis), fake in self._coordinates.items() if w is wire}
 
     def place_of(self, fake: torch.Tensor) -> int:
-        """Where the tensor for which `fake` itself stands is among those of a call; else -1."""
-        found = [i for i, given in self._of.items() if self._standing[id(given.tensor)] is fake]
+        """The index, among the leaves of the call, of the input that has this fake; else -1."""
+        found = [
+            i for i, given in self._by_leaf.items() if self._fakes_by_id[id(given.tensor)] is fake
+        ]
         return found[0] if found else -1
 
     def name_of(self, index: int) -> str:
-        """The name of the input that is the tensor at a place of a call."""
-        return self._of[index].name
+        """The name of the input at an index among the leaves of the call."""
+        return self._by_leaf[index].name
 
     def owner(self, gradient: Input) -> torch.Tensor:
-        """What stands for the tensor whose gradient an input is."""
-        return self._standing[id(self._of[gradient.index].tensor)]
+        """The fake of the tensor whose gradient an input is."""
+        return self._fakes_by_id[id(self._by_leaf[gradient.index].tensor)]
 
 
 def _check_class(t: torch.Tensor, name: str) -> None:
-    """Raise CaptureError if `t` is of a class of the user's: what stands for it is not."""
+    """Raise CaptureError if `t` is of a class of the user's, which a fake cannot be."""
     kind = type(t)
     if is_of_users(kind.__module__) and not isinstance(t, torch.nn.Parameter):
         raise not_captured(

@@ -1,8 +1,9 @@
-"""The lowering of a trace: what of a trace is the step's program?
+"""Lowering of a trace: which inputs and outputs of the traced graph the step's program keeps.
 
 A trace has an input for everything that the step could have read, and an output for everything that
-it left somewhere. What it did not read is no input, and what would only hold memory afterwards no
-output; nothing of the call that was captured, which will be over, stays in the program.
+it left somewhere. Inputs that are not read are dropped, and so are gradients that the step clears
+before backward and updates by: they would only hold memory. Tensors of the captured call, which
+will be over, are replaced by fakes of the same metadata.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from partita.tensor.dtensor import tagged
 
 from ..captured_program import CapturedProgram
 from ..conditions import Conditions
-from ..effects import drop_unused
+from ..graph_nodes import drop_unused
 from ..padding_boundary import border_of
 from ..program import Input, Output
-from ..replicated_input_check import compared
+from ..replicated_input_check import extract_compared
 from .inputs import GraphInputs
 from .shared_results import refuse_cut_views
 
-__all__ = ["Trace"]
+__all__ = ["StepTrace"]
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
-    """A step's graph without writes, and what its inputs and outputs are.
+class StepTrace:
+    """What the inputs and outputs of a traced graph are.
 
     Attributes:
         inputs: in the graph's order.
-        wires: for each wire of theirs what stood in for it.
-        outputs: in the graph's order; the last are the plain values that were admitted.
+        wires: by real wire, the one that traced.
+        outputs: in the graph's order; "admitted" are plain values taken as equal on all ranks.
         result, constants: as in a `Program`.
-        cleared: places of the tensors whose gradients the step leaves None.
-        conditions: what it has asked of its numbers.
+        cleared: places, in the call, of tensors whose gradients the step leaves None.
+        conditions: under which the program may run.
     """
 
     inputs: GraphInputs
@@ -53,7 +54,7 @@ class Trace:
     conditions: Conditions
 
     def program(self, made: fx.GraphModule) -> CapturedProgram:
-        """The program whose graph `made` is; that is changed in place."""
+        """The program of the graph `made`, which is changed in place."""
         cleared = list(self.cleared)
         kept, admitted = self._select_outputs(made.graph, cleared)
         cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
@@ -80,22 +81,22 @@ class Trace:
             self.constants,
             sorted(set(cleared)),
             groups,
-            compared=compared(made, used, admitted, user_line()),
+            compared=extract_compared(made, used, admitted, user_line()),
             conditions=self.conditions,
         )
 
     def _select_outputs(
         self, graph: fx.Graph, cleared: list[int]
     ) -> tuple[list[Output], list[Any]]:
-        """The outputs that stay, and the values that were admitted. Others leave the graph."""
+        """The outputs that stay and the admitted (node, wire)s; others are taken off the graph."""
         (end,) = graph.find_nodes(op="output")
         updated = self._updated_by_gradients(graph, end.args[0])
         dropped = self._dropped_gradients(graph)
         kept, admitted = [], []
         wires = iter([t.real for t in self.wires.values() for _ in t.admitted])
         for output, value in zip(self.outputs, end.args[0], strict=True):
-            # What a step cleared first, and then updated by, has done its work: it would only
-            # hold memory. A gradient that is the step's result, or accumulates, is kept.
+            # A gradient that the step did not accumulate, and that its update has used, would only
+            # hold memory. One that accumulates, or is used by nothing, is kept.
             if output.kind == "admitted":
                 admitted.append((value.args[0], next(wires)))
             elif output.kind == "gradient" and output.index in updated & dropped:
@@ -107,13 +108,15 @@ class Trace:
         return [output for output, _ in kept], admitted
 
     def _updated_by_gradients(self, graph: fx.Graph, values: Sequence[fx.Node]) -> set[int]:
-        """The places of the tensors whose new values are reckoned from the gradients made here."""
+        """The places of tensors whose new values are computed from their new gradients."""
         pairs = zip(self.outputs, values, strict=True)
         gradients = {value: out.index for out, value in pairs if out.kind == "gradient"}
         nodes = graph.find_nodes(op="placeholder")
         places = dict(zip(nodes, self.inputs.all, strict=True))
         found = set()
-        reached: dict[fx.Node, int] = {}  # by the gradients of which places, a bit each
+        reached: dict[
+            fx.Node, int
+        ] = {}  # a bit for the place of each gradient that a node depends on
         for node in graph.nodes:
             bits = 1 << gradients[node] if node in gradients else 0
             for read in node.all_input_nodes:
@@ -126,7 +129,7 @@ class Trace:
         return found
 
     def _without_memory(self, given: Input) -> Input:
-        """The input, but holding nothing of the call that is captured."""
+        """The input with a fake in place of a tensor that belongs to the captured call alone."""
         if given.kind != "argument" and given.tensor.is_leaf:
             return given
         with Local(), torch.no_grad():
@@ -134,7 +137,7 @@ class Trace:
         return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
 
     def _dropped_gradients(self, graph: fx.Graph) -> set[int]:
-        """Whose gradients, as it found them, the step did not read."""
+        """The places of tensors whose gradients, as the step found them, it did not read."""
         nodes = graph.find_nodes(op="placeholder")
         pairs = zip(nodes, self.inputs.all, strict=True)
         return {

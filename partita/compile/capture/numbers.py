@@ -1,8 +1,9 @@
-"""Python numbers in a graph: floats that a step reads are inputs, not constants.
+"""Python floats as inputs of a captured graph.
 
-While a step is captured a float is a `torch.SymFloat`: what is computed of it becomes part of the
-graph, and what the step branches on (`weight_decay != 0`) a condition, under which the program may
-be used for other values. Where only a number will do (an `eps`), the condition is its value.
+While a step is captured, a float that it reads (a learning rate, an argument) is a symbolic float:
+what is computed from it becomes part of the graph, and what the step branches on (`weight_decay !=
+0`) a condition, under which the program may be used for other values. Where only a number will do
+(an `eps`), the condition is that it has the same value.
 """
 
 from __future__ import annotations
@@ -24,49 +25,52 @@ from ..program import Input
 from .optimizers import ParamGroup
 from .symbolic import NumberEnv
 
-__all__ = ["NUMBER", "Numbers", "Plain"]
+__all__ = ["NUMBER", "CapturedNumbers", "PlainNumbers"]
 
 NUMBER = torch.zeros((), dtype=torch.float64)
-"""Like what a number is in a graph."""
+"""A tensor of the metadata that a number has in a graph."""
 
 
 @dataclass
-class Plain:
-    """Which numbers stay Python numbers, that must be the same whenever the program runs.
+class PlainNumbers:
+    """Which floats are not traced, so that the program is for their values alone.
 
     Attributes:
-        why: all do, for this reason; "" where they need not.
-        zeros: names of zeros of which the step asks what they are.
+        why: the reason for which none is traced; "" where they are.
+        zeros: names of zeros that the step compares with something.
     """
 
     why: str = ""
     zeros: set[str] = field(default_factory=set)
 
 
-class Numbers:
-    """The floats of one capture.
+class CapturedNumbers:
+    """The floats of one capture run.
 
     Args:
-        env: that of the tensors without memory.
-        plain: those that are not traced.
+        env: of the fake tensors.
+        plain: floats that are not traced.
+
+    Attributes:
+        made: the inputs of floats that are traced, in order.
     """
 
-    def __init__(self, env: NumberEnv, plain: Plain):
+    def __init__(self, env: NumberEnv, plain: PlainNumbers):
         self.env, self.plain = env, plain
         self.made: list[Input] = []
         self._symbols: dict[str, Input] = {}
         self._values: list[tuple[Input, float]] = []
 
     @property
-    def given(self) -> list[Input]:
-        """All that were met, also those that stay Python numbers."""
+    def inputs_met(self) -> list[Input]:
+        """The inputs of all floats that were met, also of those that are not traced."""
         return [given for given, _ in self._values]
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """What stands for a float while the step is traced: an input of the graph.
+        """The symbolic float, an input of the graph, that stands for `value`; or `value` itself.
 
         Args:
-            given: the input that it is going to be.
+            given: the input that it becomes.
         """
         if self.plain.why or not _is_traceable(value, given, self.plain.zeros):
             self._values.append((given, value))
@@ -87,29 +91,29 @@ class Numbers:
         return found
 
     def asked_zeros(self) -> bool:
-        """Has the step asked of a zero that is traced what it is? It stays plain from now on."""
-        asked = set(map(id, self._asked()))
+        """Has the step read or compared a traced zero? It stays plain from the next run on."""
+        asked = set(map(id, self._list_asked()))
         found = {given.name for given, value in self._values if value == 0 and id(given) in asked}
         self.plain.zeros |= found
         return bool(found)
 
-    def _asked(self) -> list[Input]:
-        """Those that were compared, or of which torch has read what it reckons with as a number."""
+    def _list_asked(self) -> list[Input]:
+        """The inputs of floats that were compared or read."""
         read = [g.expr for g in self.env.guards if type(g.expr).__name__ == "Equality"]
         guarded = {str(s) for expr in read for s in expr.free_symbols}
         return [given for s, given in self._symbols.items() if s in self.env.asked | guarded]
 
     def conditions(self) -> list[Condition]:
-        """What the step has asked of them."""
+        """What the step has asked of its floats, as conditions."""
         found = []
         values = {id(given): value for given, value in self._values}
         symbolic = {id(given) for given in self.made}
         for i, guard in enumerate(self.env.guards):
             names = sorted(map(str, guard.expr.free_symbols))
             if not names or any(name not in self._symbols for name in names):
-                continue  # of what is read out of a tensor, which torch decides by itself
+                continue  # it is about `.item()` of a tensor, which torch decides by itself
             numbers = tuple(self._symbols[name] for name in names)
-            code = None  # what is read as a number has the sign of its zero, too
+            code = None  # a value that is read includes the sign of a zero
             if not _is_value(guard.expr):
                 code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
             said = _describe_condition(guard.expr, {n: g.name for n, g in self._symbols.items()})
@@ -123,7 +127,7 @@ class Numbers:
                     tuple(names),
                 )
             )
-        asked = self._asked()
+        asked = self._list_asked()
         if asked:
             found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
         for given, value in self._values:
@@ -134,7 +138,7 @@ class Numbers:
 
 
 def _make_finite_condition(numbers: list[Input], values: list[float]) -> Condition:
-    """What the tracing of numbers takes for granted: that `x == x`, and that x is not infinite."""
+    """The condition that traced floats are finite: tracing takes `x == x`, for one, as true."""
     symbols = tuple(f"n{i}" for i in range(len(numbers)))
     total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite
     code = compile(f"{total} == 0", "<condition>", "eval")
@@ -143,9 +147,9 @@ def _make_finite_condition(numbers: list[Input], values: list[float]) -> Conditi
 
 
 def _is_traceable(value: float, given: Input, zeros: set[str]) -> bool:
-    """Symbolic numbers are finite, and know no zero below zero: not even as what `-x` gives.
+    """Can a float be traced? Not NaN, infinities and -0.0, which symbolic numbers do not know.
 
-    Of what optimizers ask for at once, a decay or a momentum, a zero stays one.
+    Nor a zero among an optimizer's settings other than the learning rate: it branches on those.
     """
     if value != 0:
         return math.isfinite(value)
@@ -154,7 +158,7 @@ def _is_traceable(value: float, given: Input, zeros: set[str]) -> bool:
 
 
 def _is_value(expr: Any) -> bool:
-    """Does a condition say what one number is?"""
+    """Is a condition that one number has one value?"""
     return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
 
 

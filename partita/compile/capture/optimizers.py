@@ -1,9 +1,10 @@
-"""Captured optimizers: how does a torch.optim optimizer step in a graph?
+"""Captured optimizers: how a torch.optim optimizer steps in a graph.
 
-Its state and its parameters are inputs like all others, and so are the numbers of its groups, which
-schedules change: as constants they would make another graph in every step. Steps are
-counted in float64 inside, and what is reckoned with numbers is (`with_exact_numbers`), so that bias
-corrections are as exact as the Python numbers of eager.
+Its state and parameters are inputs like all others, and so are the floats of its groups, which
+schedules change: as constants they would make another graph in every step. State that the first
+step would make is made before (`make_optimizer_state`), so that the first step is the same program
+as the others. While it steps, counts are float64 (`with_exact_numbers`), so that bias corrections
+are as exact as eager's Python floats.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from ..errors import not_captured
 from ..node_metadata import Recorder
 from .state_slots import Slot
 
-__all__ = ["Stepping", "drop_unused_state", "make_optimizer_state"]
+__all__ = ["CapturedOptimizers", "drop_unused_state", "make_optimizer_state"]
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
 _COUNTS = ("step", "mu_product")  # of steps, and the product of NAdam's momenta
 _UNSCALES = "_step_supports_amp_scaling"
-"""Private torch: what fused optimizers say of themselves to a GradScaler."""
+"""Private torch: the attribute by which fused optimizers tell a GradScaler that they unscale."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
@@ -47,7 +48,7 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     every optimizer of torch.optim has, makes the state of each parameter with a gradient.
 
     Returns:
-        What was given a state, for `drop_unused_state`.
+        The (optimizer, parameter)s whose state was made, for `drop_unused_state`.
     """
     found: MadeState = []
     for optimizer in optimizers.values():
@@ -62,7 +63,7 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
 
 
 def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """What torch's optimizers count beside each parameter, each in a tensor of no dimensions."""
+    """The zero-dimensional tensors in which torch's optimizers count, for each parameter."""
     for optimizer in filter(_is_of_torch, optimizers):
         for entries in optimizer.state.values():
             for name in _COUNTS:
@@ -74,8 +75,8 @@ def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
 def _check_state_is_apart(optimizer: Optimizer) -> None:
     """Raise CaptureError if two parameters have one tensor in their state.
 
-    A step is captured as a kernel over lists updates it, operation by operation for all parameters;
-    eager may go parameter by parameter. Where these share nothing both are the same.
+    A captured update goes operation by operation over all parameters, as foreach kernels do; eager
+    may go parameter by parameter. The two agree if parameters share no state.
     """
     seen: set[int] = set()
     for entries in optimizer.state.values():
@@ -95,7 +96,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def _unscales_by_itself(optimizer: Optimizer) -> bool:
-    """Does a GradScaler leave it to the fused kernel to unscale, and to leave a step out?"""
+    """Does its fused kernel unscale gradients and skip steps for a GradScaler?"""
     return _is_of_torch(optimizer) and bool(vars(optimizer).get(_UNSCALES))
 
 
@@ -120,10 +121,10 @@ def _make_state(optimizer: Optimizer) -> MadeState:
 
 
 def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The group, of which a fused optimizer makes its state for tensors without memory, too.
+    """The group with `fused` off where its parameters are meta tensors.
 
-    It has no kernel for them, and says so before it is asked for one. A capturable one counts its
-    steps in a tensor beside each parameter as a fused one does.
+    A fused optimizer refuses those, though to make its state it needs no kernel. A capturable one
+    counts its steps in a tensor beside each parameter, as a fused one does.
     """
     if not group.get("fused") or not all(p.is_meta for p in params):
         return group
@@ -131,9 +132,9 @@ def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dic
 
 
 def _make_momentum(optimizer: Optimizer) -> MadeState:
-    """Give SGD the momentum that it makes of its first gradient: zeros, to which that is added.
+    """Give SGD momentum buffers of zeros, to which its first step adds the first gradient.
 
-    Not where it is damped, which the first gradient is not.
+    Not with dampening, which does not apply to the first gradient.
     """
     found: MadeState = []
     for group in optimizer.param_groups:
@@ -148,11 +149,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Take the state away again that the step turned out not to use: `used` of each tensor.
-
-    Returns:
-        Whether there was any.
-    """
+    """Delete made state of which no tensor is used, by `used`. Returns whether there was any."""
     found = False
     for optimizer, p in made_state:
         state = optimizer.state.get(p)
@@ -164,7 +161,7 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
 
 
 class ParamGroup:
-    """A group of an optimizer by its number: `load_state_dict` makes other dictionaries of all."""
+    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
 
     def __init__(self, optimizer: Optimizer, index: int):
         self.optimizer, self.index = optimizer, index
@@ -178,7 +175,7 @@ class ParamGroup:
 
 
 class _StateOf:
-    """The state of one parameter, as a dictionary that is there once it is written."""
+    """The state of one parameter, as a dictionary that is created when it is first written."""
 
     def __init__(self, optimizer: Optimizer, p: torch.Tensor):
         self.optimizer, self.p = optimizer, p
@@ -190,7 +187,7 @@ class _StateOf:
         self.optimizer.state[self.p][key] = value
 
 
-class Stepping:
+class CapturedOptimizers:
     """The optimizers of a step while it is captured."""
 
     def __init__(self, optimizers: dict[str, Optimizer]):
@@ -200,24 +197,24 @@ class Stepping:
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
 
     @contextmanager
-    def traced(
+    def standing_in(
         self,
         stand_in: Callable[[Any], Any],
         number: Callable[..., Any],
         recorder: Recorder,
     ) -> Iterator[None]:
-        """Within, the optimizers hold what stands for their state and numbers.
+        """Within, the optimizers hold stand-ins for their parameters and floats.
 
-        The tensors within their dictionaries are exchanged by the slots that they are in.
+        Tensors of their state are exchanged elsewhere, as slots.
 
         Args:
-            stand_in: what stands for a tensor.
-            number: what stands for a float, by its name, value, home and path.
+            stand_in: gives the fake of a tensor.
+            number: gives the symbolic float of a float, by name, value, home and path.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
         unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
 
-        # Hooks of all optimizers hear those of other threads too.
+        # Global hooks are called for optimizers of other threads too.
         def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.updating = True
@@ -236,12 +233,12 @@ class Stepping:
             register_optimizer_step_pre_hook(begin_update),
             register_optimizer_step_post_hook(end_update),
         ]
-        # Private torch, which has no way to be first: partita's own hook, which is there already,
-        # does the whole step for most optimizers.
+        # Private torch, which has no public way to put a hook first: partita's own, registered
+        # before, does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
         try:
             for optimizer in unscaling:
-                vars(optimizer)[_UNSCALES] = False  # as the foreach one that it is captured as
+                vars(optimizer)[_UNSCALES] = False  # it is captured as a foreach optimizer
             for name, optimizer, state, groups in before:
                 by_stand_in: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
                 self._held[optimizer] = {}
@@ -263,10 +260,7 @@ class Stepping:
                 vars(optimizer)[_UNSCALES] = True
 
     def _widen_counts(self, optimizer: Optimizer) -> None:
-        """Have an optimizer count in float64 until `_narrow_counts`.
-
-        Only while it steps: to the program its counts are what they are in eager.
-        """
+        """Replace an optimizer's step counts by float64 copies, until `_narrow_counts`."""
         for entries in optimizer.state.values():
             for name in _COUNTS:
                 number = entries.get(name)
@@ -276,10 +270,11 @@ class Stepping:
                 if name == "step":
                     self._counts.append((entries, number))
                     entries[name] = number.double()
-                else:  # a product, which eager rounds
+                else:  # a product, which eager rounds to float32
                     self._kept.add(id(number))
 
     def _narrow_counts(self) -> None:
+        """Write float64 counts back into the tensors that they were copied from."""
         for entries, number in self._counts:
             entries["step"] = number.copy_(entries["step"])
         self._counts.clear()
@@ -303,19 +298,19 @@ class Stepping:
             return stand_in(value)
 
         now = {key: stand_in_for(value, key) for key, value in group.items()}
-        # Without reading a count as a number; which kernel does it is for the compiler.
+        # Capturable, so that no count is read as a number; foreach, since the compiler fuses it.
         for name, value in (("capturable", True), ("foreach", True), ("fused", False)):
             if name in group:
                 now[name] = value
         return now
 
-    def made(
+    def list_new_state(
         self, stood_for: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
-        """After the step: what optimizers hold that they did not hold before, and where.
+        """After the step: (slot, value) of state that optimizers did not hold before.
 
         Args:
-            stood_for: for which tensor one of the trace stands.
+            stood_for: gives the tensor for which a fake stands.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.

@@ -1,8 +1,8 @@
-"""Outputs of a graph: what does it return, and what is each to the step that was captured?
+"""Outputs of a captured graph, and what each is to the step.
 
-What the step returns, what its slots hold afterwards, and the gradients that it leaves; of what has
-a history the gradients that a caller may ask for; and what is not to leave the graph at all, which
-`lower_trace` takes off.
+They are what the step returns, what its slots hold afterwards, the gradients that it leaves in
+`.grad`, the gradients that a caller may ask for of results with a history ("cotangent"), and values
+for checks alone ("admitted", "answers"), of which `lower_trace` takes the former off again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from ..arguments import flatten_call
 from ..errors import not_captured
 from ..node_metadata import Recorder
 from ..program import Input, Output, ResultPlace
-from .captured_attributes import check_result
-from .differentiate import Seed, asks_gradient, differentiate, has_history
+from .captured_attributes import check_no_marks, check_result, left_gradient, retains_gradient
+from .differentiate import (
+    Seed,
+    asks_gradient,
+    cut_history,
+    differentiate,
+    has_history,
+    part_results,
+)
 from .inputs import GraphInputs
-from .left_on_results import check_no_marks, left_gradient, retains_gradient
-from .result_parts import cut_history, part_results
 from .state_slots import Slot
 from .symbolic import is_symbolic
 
@@ -47,10 +52,10 @@ class GraphOutputs:
 
     Attributes:
         all: in the graph's order.
-        values: for each the tensor that stands for it while the graph is made.
+        values: for each the traced tensor or number.
         result, constants, cleared: as in a `Program`.
         differentiable: the values that have a history, by number.
-        seeds: where their gradients come in.
+        seeds: the nodes at which their gradients enter the graph.
     """
 
     def __init__(self, inputs: GraphInputs):
@@ -65,10 +70,10 @@ class GraphOutputs:
         self._places: dict[int, int] = {}
 
     def add_result(self, result: Any, returns_as_it_is: Callable[[Any], bool]) -> None:
-        """What the step returns.
+        """Add what the step returns.
 
         Args:
-            returns_as_it_is: of a part of it: was that there before the step?
+            returns_as_it_is: was this part of it there before the step?
         """
         leaves, self.result = flatten_call(result, returns_as_it_is)
         results: list[Any] = []
@@ -82,7 +87,7 @@ class GraphOutputs:
                     check_result(leaf)
                 self.constants.append(leaf)
             elif (place := self._inputs.place_of(leaf)) >= 0:
-                self.constants.append(ResultPlace("input", place))  # the very tensor, as it came
+                self.constants.append(ResultPlace("input", place))  # the input tensor itself
             else:
                 number = next((i for i, t in enumerate(results) if t is leaf), len(results))
                 self.constants.append(ResultPlace("result", number))
@@ -91,11 +96,11 @@ class GraphOutputs:
                     self._add_value("result", leaf)
 
     def add_slot(self, slot: Slot, value: Any) -> None:
-        """What a slot holds after the step."""
+        """Add what a slot holds after the step."""
         self._add_value("slot", value, slot=slot)
 
     def add_left_gradients(self) -> None:
-        """The gradients that the step leaves, of what it has made and of what it was given."""
+        """Add the gradients that the step leaves on tensors that it has made, and on inputs."""
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
             if is_first and self._inputs.place_of(self.values[i]) < 0:
@@ -103,7 +108,7 @@ class GraphOutputs:
                 if (grad := left_gradient(self.values[i])) is not None:
                     spec = None if isinstance(grad, DTensor) else output.spec
                     self._add_tensor("left gradient", grad, spec=spec and spec.gradient, index=i)
-        for given, fake in self._givens():
+        for given, fake in self._differentiable_inputs():
             if not fake.requires_grad:
                 continue
             with Local():
@@ -118,9 +123,8 @@ class GraphOutputs:
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
-        """The gradients that the graph gives for those of its results: none where the step itself
-        has used up their history."""
-        wanted = [(i, t) for i, t in self._givens() if _is_differentiable(t)]
+        """Add the gradients of inputs; none where the step has used up the results' history."""
+        wanted = [(i, t) for i, t in self._differentiable_inputs() if _is_differentiable(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
         unheard = {n for part in parts for n in part.unheard}
@@ -153,20 +157,20 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """What the step does not return: the plain values that stood next to DTensors ("admitted"),
-        the "answers" to what torch has asked, which become one."""
+        """Add what the step does not return: plain values next to DTensors ("admitted"), or the
+        "answers" to what torch has asked, which become one output."""
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]
         self.values += values
 
-    def _givens(self) -> Iterable[tuple[Input, torch.Tensor]]:
+    def _differentiable_inputs(self) -> Iterable[tuple[Input, torch.Tensor]]:
         pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
         return [(given, fake) for given, fake in pairs if given.kind not in _NO_RESULTS]
 
     def _add_value(self, kind: str, value: Any, **more: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._add_tensor(kind, value, **more)
-        else:  # a number, or what stands for one
+        else:  # a number, plain or symbolic
             self.all.append(Output(kind, None, scalar=True, **more))
             self.values.append(value)
 

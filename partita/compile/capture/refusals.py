@@ -1,4 +1,4 @@
-"""Refusals: what is told of a step that cannot be captured, and of which of its lines?"""
+"""Refusals: errors of torch during capture, explained as what the step does and at which line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from partita.layout import Fix, LayoutError
 
 from ..errors import CaptureError, not_captured, of_data
 
-__all__ = ["not_an_input", "told_of", "users_line"]
+__all__ = ["explain_error", "not_an_input", "user_line_of"]
 
 _NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
 
 _TORCH, _PARTITA = Path(torch.__file__).parent, Path(__file__).parents[2]
 
-# What torch says of a tensor without memory to whom asks for it.
+# Parts of torch's messages where a fake tensor is asked for its memory.
 _OF_MEMORY = (
     "torch.storage.UntypedStorage",
     "elem.device.type must be",
@@ -29,11 +29,12 @@ _OF_MEMORY = (
 )
 
 
-def told_of(error: Exception, line: str) -> Exception:
-    """What torch raised while a step was captured, said of the step; or the error itself.
+def explain_error(error: Exception, line: str) -> Exception:
+    """A CaptureError that says what the step did; the error itself where it is the step's own.
 
     Args:
-        line: the user's, of which it came.
+        error: raised while a step was captured.
+        line: the user's line that raised it.
     """
     if isinstance(error, Uneven):
         return not_captured(error.fact, error.reason, place=error.place)
@@ -81,8 +82,8 @@ def told_of(error: Exception, line: str) -> Exception:
             Fix("with torch.no_grad()", "around an update"),
             place=line,
         )
-    if _are_of_functorch(traceback.walk_tb(error.__traceback__)):
-        return _of_functorch(line)
+    if _has_functorch_frame(traceback.walk_tb(error.__traceback__)):
+        return _functorch_error(line)
     if "Fake" in type(error).__name__ or ("FakeTensor" in text and type(error) is not ValueError):
         return not_an_input(line, f" ({text})")
     return error
@@ -93,7 +94,7 @@ _WITHOUT_READING = {
         "BatchNorm(momentum=0.1)", "a number: for None it reads how many batches there were"
     ),
 }
-"""For code of torch's that reads a value, what keeps it from that."""
+"""By file of torch that reads a value, what avoids it."""
 
 _MACHINERY = (
     *("_ops.py", "_tensor.py", "overrides.py", "__init__.py"),
@@ -101,12 +102,11 @@ _MACHINERY = (
     "fx",
     "utils",
 )
-"""Of torch: what hands a question on, and asks none."""
+"""Files of torch that only pass a question on."""
 
 
 def _code_of_torch(error: BaseException) -> str:
-    """The file of torch's whose code asked for the value, of which the error came; "" where it is
-    the user's."""
+    """The file of torch whose code asked for the value; "" where the user's code did."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(_TORCH):
@@ -118,13 +118,13 @@ def _code_of_torch(error: BaseException) -> str:
     return ""
 
 
-def _are_of_functorch(frames: Iterable[tuple[FrameType, int]]) -> bool:
-    """Are there some of a gradient of torch.func's among them?"""
+def _has_functorch_frame(frames: Iterable[tuple[FrameType, int]]) -> bool:
+    """Is one of the frames in torch.func's gradients?"""
     path = str(_TORCH / "_functorch" / "eager_transforms.py")
     return any(frame.f_code.co_filename == path for frame, _ in frames)
 
 
-def _of_functorch(place: str) -> CaptureError:
+def _functorch_error(place: str) -> CaptureError:
     return not_captured(
         "the step takes gradients by torch.func (grad, vjp, jacrev, hessian)",
         "what it makes of tensors for that is not what a graph is made of",
@@ -135,8 +135,8 @@ def _of_functorch(place: str) -> CaptureError:
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
     """The error to raise where a step uses a tensor that it does not reach by name."""
-    if _are_of_functorch(traceback.walk_stack(None)):
-        return _of_functorch(place)
+    if _has_functorch_frame(traceback.walk_stack(None)):
+        return _functorch_error(place)
     return not_captured(
         "the step uses a tensor that is not among its inputs",
         f"it is not an argument, nor found by name where the step is defined{more}",
@@ -145,7 +145,7 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
     )
 
 
-def users_line(error: BaseException) -> str:
+def user_line_of(error: BaseException) -> str:
     """The user's innermost line in the traceback of an error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):

@@ -1,9 +1,8 @@
-"""Repeated calls: a call like one that was traced before is a node more, and is not traced again.
+"""Repeated calls: a call equal to one traced before becomes a node at once, without being traced.
 
-To trace a call takes the dispatcher three times through Python, half a millisecond; what it gives
-is decided by its operands' shapes, strides, dtypes and devices, and by its numbers. So the second
-call that is like a first becomes a node at once, and a tensor that is like the first's. Of a call
-over lists, as optimizers make them over all parameters, the places that are alike are worked out
+Tracing a call takes the dispatcher through Python three times, half a millisecond. The key of
+`equal_calls` decides its value, so the second equal call is added as a node with a new fake tensor.
+Of a call over lists, as optimizers make over all parameters, the places that are alike are computed
 once.
 """
 
@@ -25,7 +24,7 @@ from partita.tensor.op_facts import facts_of
 from ..graph_nodes import add_call
 from .equal_calls import call_without_memory, key_of
 from .symbolic import is_symbolic
-from .traced_tensors import known_node_of, node_of_number, stands_for, tensors_of
+from .traced_tensors import known_node_of, node_of_number, set_node_of, tensors_of
 
 __all__ = ["RepeatedCalls", "is_over_lists"]
 
@@ -34,21 +33,21 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls of one capture, by what decides what they give."""
+    """The calls of one capture that were traced, by key."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self._graph, self._mode = graph, mode
         self._known: dict[Any, torch.Tensor] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What decides what a call gives; None where more does, or it is none of those here."""
+        """The key of a call; None where it has none, or does not make or write just one tensor."""
         if not (_makes_one(func) or _writes_one(func)):
             return None
         with Local():
             return key_of(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """What a call gives that is like one before, in the graph; None where none was."""
+        """Add a node for a call whose key is known, and return its value; None where it is not."""
         like = self._known.get(key)
         if like is None:
             return None
@@ -61,15 +60,15 @@ class RepeatedCalls:
         if _writes_one(func):
             node.meta["val"] = like
             written: torch.Tensor = args[0]
-            stands_for(written, node)
+            set_node_of(written, node)
             return written
         (out,) = tensors_of([node], [like], self._mode)
         return out
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call over lists gives, in the graph; `NotImplemented` where it has to be traced.
+        """Add a node for a call over lists, and return its value; `NotImplemented` to trace it.
 
-        Its places are worked out once for each kind of operands, whatever the lists' length.
+        Its fake value is computed for one place of each kind of operands, however long the lists.
         """
         with Local():
             places = _PlacesOfLists(args)
@@ -79,7 +78,7 @@ class RepeatedCalls:
                 operands = _nodes_of(args)
                 with disable_proxy_modes_tracing():
                     made = call_without_memory(func, places.shorten(args), {}).value
-            except Exception:  # a trace says what is wrong, and where
+            except Exception:  # tracing raises it again, with its place
                 return NotImplemented
         node = add_call(self._graph, func, operands)
         if made is None:  # it has written the first list
@@ -89,20 +88,20 @@ class RepeatedCalls:
         return tensors_of(parts, likes, self._mode)
 
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
-        """Remember a call that was traced, if it is one node, which comes behind `first`."""
+        """Remember a traced call if it is one node, the one after `first`."""
         node: fx.Node = self._graph._root.prev
         if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
             return
-        if out.layout is torch.strided:  # what else there is to a sparse one is not in the key
+        if out.layout is torch.strided:  # the key does not tell all of a sparse tensor
             self._known[key] = node.meta["val"]
 
 
 class _PlacesOfLists:
-    """The places of the lists that a call is over, by what decides what it does there.
+    """The places of the lists that a call is over, grouped by the key of the operands there.
 
     Attributes:
-        kinds: for each place the number of its kind.
-        differ: are there as many kinds as places, or lists that are not of one length?
+        kinds: for each place the number of its group.
+        differ: is nothing gained: as many groups as places, or lists of several lengths?
     """
 
     def __init__(self, args: Sequence[Any]):
@@ -123,8 +122,10 @@ class _PlacesOfLists:
         self.differ |= len(self._first) == len(self.kinds)
 
     def shorten(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with lists of one place of each kind, and a float for a number that is
-        not known: no dtype or shape hangs on which."""
+        """The arguments with one place of each kind in the lists, and 0.5 for symbolic floats.
+
+        Metadata does not depend on which float it is.
+        """
 
         def shorten_argument(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -135,7 +136,7 @@ class _PlacesOfLists:
 
 
 def _nodes_of(value: Any) -> Any:
-    """Operands as a node has them. Raises LookupError: no node makes one, or its value is known."""
+    """Operands with nodes for tensors. Raises LookupError where one has none, or a known value."""
     if isinstance(value, torch.Tensor):
         node = known_node_of(value)
         if node is None:
@@ -155,20 +156,20 @@ def _nodes_of(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_over_lists(func: Any) -> bool:
-    """Is it a call over lists that does to each place what another does to one tensor?"""
+    """Is it an op that does to each place of lists what another op does to a tensor?"""
     returns = [str(r.type) for r in func._schema.returns]
     return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
 
 
 @functools.lru_cache(maxsize=4096)
 def _makes_one(func: Any) -> bool:
-    """Does it give one tensor, of memory of its own, and write nothing?"""
+    """Does an op return one tensor in new memory, and write nothing?"""
     return _is_plain(func) and facts_of(func).makes_new
 
 
 @functools.lru_cache(maxsize=4096)
 def _writes_one(func: Any) -> bool:
-    """Does it write its first operand, which it gives, and no other?"""
+    """Does an op write its first operand alone, and return it?"""
     writes = facts_of(func).writes
     return (
         _is_plain(func)

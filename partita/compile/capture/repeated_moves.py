@@ -1,7 +1,7 @@
-"""Repeated moves: what was traced of a move, put into the graph again for a tensor like its own.
+"""Repeated moves: the nodes of a traced redistribution, copied for each tensor of equal metadata.
 
-The parameters of a block are gathered one by one, those of the next block like them, and their
-gradients go the other way. To trace a move takes a millisecond, to copy its nodes a tenth of that.
+The parameters of one block are gathered like those of the next, and their gradients reduced. To
+trace a move takes a millisecond, to copy its nodes a tenth of that.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Traced:
     """A move that was traced.
 
     Attributes:
-        move: kept, since it is known by its identity.
-        given, made: the nodes of the tensor that it takes, and of the one that it gives.
-        nodes: those of the move, in order.
-        like: the tensor that it gives.
+        move: kept alive, since the key has its id.
+        given, made: the nodes of its operand and of its result.
+        nodes: of the move, in order.
+        like: the fake value of its result.
     """
 
     move: Move
@@ -43,7 +43,7 @@ class _Traced:
 
 
 class RepeatedMoves:
-    """The moves of one capture, by what they take."""
+    """The traced moves of one capture, by move and metadata of the operand."""
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode):
         self._recorder, self._mode = recorder, mode
@@ -52,7 +52,7 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """What `run()` gives, which traces the move of `x` along `wire`."""
+        """The result of `run()`, which traces the move of `x`, or of a copy of its nodes."""
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()
@@ -79,7 +79,7 @@ class RepeatedMoves:
         with Unheard():
             shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata
         if made is None or made not in nodes or shows:
-            return None  # it is an alias of what it takes
+            return None  # the result is an alias of the operand
         return _Traced(move, given, made, nodes, made.meta["val"])
 
     def _copy_move(self, known: _Traced, given: fx.Node) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Scalars in a graph: Python numbers that are known when it runs become tensors of no dimensions.
+"""Scalars: symbolic Python numbers as zero-dimensional tensors, in the graph without writes.
 
-A step is traced with symbolic numbers, as Python reckons with them. A graph is of tensors; so each
-call that takes such a number is made again as one that takes a tensor, with the dtype that the
-number would have given. A number is float64, as Python's are.
+A step is traced with symbolic numbers, but a graph has tensors alone. So each call that takes such
+a number is made again as one that takes a tensor (`call_with_scalars`), with the dtype that the
+number would have given, and arithmetic of Python becomes arithmetic on tensors (`compute_scalar`).
+A number is a float64 tensor, as Python's floats are, an int64 or a bool.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .symbolic import is_symbolic
 __all__ = [
     "Scalar",
     "call_with_scalars",
+    "compute_scalar",
     "has_scalars",
-    "reckon",
-    "reckons",
+    "is_scalar_operation",
     "taken_as_numbers",
     "with_exact_numbers",
 ]
@@ -45,9 +46,9 @@ class Scalar:
 
 
 def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The call's arguments, where symbolic numbers that it cannot take are their values.
+    """The arguments, with values in place of symbolic numbers where `func` cannot take a tensor.
 
-    That a value is read becomes a condition of the program; where there is none yet, it raises.
+    To read a value makes a condition of the program; it raises where there is no value yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _base_op_name(func) in _CALLS:
@@ -57,14 +58,13 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
-    """The arguments of an optimizer's call, which in eager reckons with Python's numbers and here
-    with tensors of no dimensions, where these are as exact as those.
+    """The arguments of an optimizer's call, with scalar tensors as exact as eager's Python floats.
 
-    A number that it makes is float64; one that it keeps as float32 is read as float64, as `.item()`
-    gives it, and what is written into it is float32 before the kernel reckons.
+    A scalar tensor that the call makes is float64. One that the optimizer keeps as float32 is read
+    as float64, as `.item()` gives it, and what is written into it is rounded to float32 before.
 
     Args:
-        held: the identities of those that it keeps.
+        held: the ids of the scalar tensors that the optimizer keeps as float32.
     """
     if func is _aten.scalar_tensor.default and kwargs["dtype"].is_floating_point:
         return args, dict(kwargs, dtype=torch.float64)
@@ -94,7 +94,7 @@ def _base_op_name(func: Any) -> str:
     return name.removeprefix("_foreach_").removesuffix("_")
 
 
-# -- what Python reckons ---------------------------------------------------------------------------
+# -- arithmetic of Python --------------------------------------------------------------------------
 
 
 def _compute_power(one: Any, other: Any) -> Any:
@@ -122,7 +122,7 @@ _RECKONED: dict[str, Callable[..., Any]] = {
     "sym_max": torch.maximum,
     "sym_min": torch.minimum,
 }
-"""What Python does with numbers, done with tensors of no dimensions."""
+"""By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
 
 _NAMES = {"_operator_abs": "abs", "_sym_sqrt": "sym_sqrt", "and_": "and", "or_": "or"}
 
@@ -132,18 +132,18 @@ def _name_of(target: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def reckons(target: Any) -> bool:
-    """Is `target` something that Python does with numbers, and that tensors can do?"""
+def is_scalar_operation(target: Any) -> bool:
+    """Is `target` an operation on Python numbers that tensors can do?"""
     return _name_of(target) in _RECKONED
 
 
-def reckon(target: Any, args: Sequence[Any], like: Any) -> Scalar:
-    """What Python reckons with numbers; `like` is what it gave while it was traced.
+def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
+    """An operation on Python numbers, done with tensors; `like` is its value when it was traced.
 
     Raises:
         CaptureError: tensors cannot do it as Python does.
     """
-    if not reckons(target):
+    if not is_scalar_operation(target):
         raise not_captured(
             f"the step asks for {_name_of(target)}(x) of a number that .item() gave",
             "it is known when the graph has run, and tensors do not reckon this as Python does",
@@ -186,10 +186,10 @@ def has_scalars(args: Any, kwargs: Any) -> bool:
 
 
 def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Make a call of torch.ops.aten in which `Scalar`s are.
+    """Call torch.ops.aten `name` with arguments that contain `Scalar`s.
 
     Args:
-        like: what it gave while it was traced.
+        like: the value that the call had when it was traced.
     """
     base = name.removesuffix("_")
     out = _CALLS[base](base, args, kwargs, like)
@@ -203,14 +203,14 @@ def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], li
 
 
 def _promote_scalar(value: Any, *others: Any) -> Any:
-    """A number as a tensor that gives its dtype to no tensor beside it, as a number would not."""
+    """A scalar as a tensor that promotes the dtypes of `others` no more than a number does."""
     if not isinstance(value, Scalar):
         return value
     t = value.tensor
     tensors = [x for x in others if isinstance(x, torch.Tensor)]
     wide = [x for x in tensors if x.dim()]
     if any(x.dtype.is_floating_point or x.dtype.is_complex for x in wide) or not tensors:
-        return t  # a tensor of no dimensions, of the same kind, leaves them as they are
+        return t  # a zero-dimensional float tensor does not promote them
     kinds = {torch.float64: 1.0, torch.int64: 1, torch.bool: True}
     found = tensors[0]
     for x in tensors[1:]:
@@ -227,8 +227,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def _as_kernels(*values: Any) -> tuple[Any, ...]:
-    """Operands as the kernels of one call reckon with them: rounded at its end alone, not between
-    the calls that stand for it."""
+    """Operands of reduced precision as float32: a kernel rounds once, at its end."""
     return tuple(v.float() if _is_reduced(v) else v for v in values)
 
 
@@ -243,10 +242,10 @@ def _run_add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) 
     if base == "rsub":
         x, y = y, x
     if isinstance(alpha, Scalar) or alpha != 1:
-        if isinstance(y, torch.Tensor):  # the product has the dtype of the sum
+        if isinstance(y, torch.Tensor):  # alpha * y has the dtype of the sum
             y = y.to(torch.result_type(x, y))
         if _is_reduced(y) and Device(y.device.type).rounds_factors and isinstance(alpha, Scalar):
-            alpha = Scalar(alpha.tensor.to(y.dtype))  # as the kernels there take it
+            alpha = Scalar(alpha.tensor.to(y.dtype))  # as kernels of that device round it
         x, y = _as_kernels(x, y)
         y = y * _promote_scalar(alpha, y)
     return _aten.add(x, y) if base == "add" else _aten.sub(x, y)
@@ -329,4 +328,4 @@ _CALLS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], Any], Any]] = {
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _run_full_like),
     "_local_scalar_dense": _read_scalar,
 }
-"""Of each call that can take a tensor in place of a number, how."""
+"""By op that can take a tensor in place of a number, how it is called."""

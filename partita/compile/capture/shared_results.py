@@ -1,22 +1,26 @@
-"""Results that share memory: in a graph without writes they are views of what they were views of.
+"""Results that share memory: the views among a step's results stay views in a graph without writes.
 
-A write gives a new value to all that shows a memory. What a step returns of a memory that it has
-written would then be a value of its own: a view of an argument would not follow the argument, nor
-two views each other. Such a result is made a view again: of the input, into which the end of the
-graph writes, or of another result. A view's calls are made again, and not its place in memory told:
-an argument may lie elsewhere in its own in each call.
+In such a graph a write gives a new value to all that shows a memory, so that results of one memory
+would become values of their own: a view of an argument would not follow the argument, nor two
+views each other. `share_memory_of_results` makes such a result a view again, by the calls that made
+it, of the input into which the graph's end writes, or of another result.
+
+`overlapping_results` finds the pairs of results that show common elements. Who writes one after the
+step changes the other, so passes must keep the pairs as they were; `keep_apart` copies new ones.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
+from partita.comm.compiled import WAIT
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
@@ -25,9 +29,17 @@ from ..graph_nodes import add_call
 from ..node_metadata import NOTE, note_of
 from .equal_calls import call_without_memory
 from .functional_memory import lie_alike, shown_operand
-from .overlapping_results import overlap, overlapping_results, views_of
 
-__all__ = ["refuse_cut_views", "share_memory_of_results"]
+__all__ = [
+    "Pairs",
+    "keep_apart",
+    "nodes_overlap",
+    "overlapping_results",
+    "refuse_cut_views",
+    "share_memory_of_results",
+    "views_of",
+]
+
 
 _aten = torch.ops.aten
 Results = list[tuple[int, fx.Node]]
@@ -42,10 +54,10 @@ def share_memory_of_results(
     """Make results of `after` views of what they were views of in `before`.
 
     Args:
-        before: with its writes.
-        after: the same without; changed in place.
-        memory: for each node of `before` that shows memory which is written: which.
-        made: of nodes of `before` that made memory what they are at the end of `after`.
+        before: the graph with writes.
+        after: the same graph without; changed in place.
+        memory: by node of `before`, the number of the memory that it shows, where it is written.
+        made: by node of `before` that made such memory, its value at the end of `after`.
 
     Raises:
         CaptureError: a result cannot be made such a view.
@@ -71,10 +83,9 @@ def share_memory_of_results(
 
 
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
-    """Raise CaptureError if one of the results in `cut` was a view.
+    """Raise CaptureError if a result in `cut`, whose padding is cut off, is a view.
 
-    Once its padding is cut off it is a copy. Not where it shows all of an input: it is then that
-    input.
+    What is left is a copy. A result that shows all of an input is replaced by that input.
     """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
@@ -86,8 +97,8 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
     end.args = (values,)
     for pair in overlapping_results(graph):
         last = max(pair & set(cut), default=None)
-        one = min(pair) >= 0 and len({values[i] for i in pair}) == 1
-        if last is not None and not one and values[last].op != "placeholder":
+        is_one_value = min(pair) >= 0 and len({values[i] for i in pair}) == 1
+        if last is not None and not is_one_value and values[last].op != "placeholder":
             raise not_captured(
                 "the step returns a view whose pieces are uneven",
                 "in a graph pieces are padded, and what is left when the padding is cut off is a "
@@ -100,10 +111,9 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
 def _make_views_of_each_other(
     results: Results, makers: Mapping[fx.Node, fx.Node], values: list[Any]
 ) -> None:
-    """Make those results in one memory views that are of another result.
+    """Make results in one memory views of those among them that they were views of.
 
-    Where two overlap of which neither is one of the other, all are made views of what made the
-    memory.
+    Where two overlap and neither is a view of the other, all become views of the memory's maker.
     """
     bases: dict[fx.Node, fx.Node] = {}
     kept: list[fx.Node] = []
@@ -112,7 +122,7 @@ def _make_views_of_each_other(
         base, calls = views_of(node, bases)
         if base in bases:
             values[i] = _call_again(calls, bases[base])
-        elif any(overlap(node, other) for other in kept):
+        elif any(nodes_overlap(node, other) for other in kept):
             _make_views(results, makers, values)
             return
         else:
@@ -121,7 +131,7 @@ def _make_views_of_each_other(
 
 
 def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list[Any]) -> None:
-    """Make the results in one memory views of `bases`: nodes of the graph before, as they are now.
+    """Make results in one memory views of `bases`: nodes of the graph before, by their new value.
 
     Raises:
         CaptureError: one of them is a view of none of these.
@@ -134,7 +144,7 @@ def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list
 
 
 def _find_written_operand(node: fx.Node) -> fx.Node:
-    """What a node gives back having written it, or itself."""
+    """The operand that a node returns after writing it, however often; else the node itself."""
     while (found := shown_operand(node))[1]:
         assert found[0] is not None
         node = found[0]
@@ -142,7 +152,7 @@ def _find_written_operand(node: fx.Node) -> fx.Node:
 
 
 def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
-    """The views that `calls` made, made of `value`."""
+    """Repeat the view calls `calls`, beginning with `value` in place of what they showed."""
     if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
         raise _make_view_error(calls[0])
     for call in calls:
@@ -167,7 +177,7 @@ def _find_viewed_operand(call: fx.Node) -> fx.Node:
 
 
 def _call_view(call: fx.Node, shown: Any) -> Any:
-    """What the call of a view gives of `shown`, over tensors without memory."""
+    """The fake value of a view call on `shown`."""
     if call.target is operator.getitem:
         return shown[call.args[1]]
     return call_without_memory(call.target, (shown, *call.args[1:]), call.kwargs).value
@@ -180,3 +190,134 @@ def _make_view_error(node: fx.Node) -> CaptureError:
         Fix("x.clone()", "of what is returned, for memory of its own"),
         place=note_of(node).source,
     )
+
+
+# -- results that overlap --------------------------------------------------------------------------
+
+
+Pairs = frozenset[frozenset[int]]
+"""Pairs of places of results; for a result that shows input i, its place and -1 - i."""
+
+
+def overlapping_results(graph: fx.Graph) -> Pairs:
+    """The pairs of results that overlap, or of a result and the input that it shows."""
+    return frozenset(_find_overlapping_pairs(graph))
+
+
+def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
+    (end,) = graph.find_nodes(op="output")
+    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    together: dict[fx.Node, list[tuple[int, fx.Node]]] = defaultdict(list)
+    for i, node in enumerate(end.args[0]):  # type: ignore[arg-type]
+        if isinstance(node, fx.Node):  # else a number
+            together[views_of(node)[0]].append((i, node))
+    for first, results in together.items():
+        if first in inputs:
+            yield from (frozenset((i, -1 - inputs[first])) for i, _ in results)
+        if len(results) > 1:
+            yield from _find_overlaps_within(first, results)
+
+
+def _find_overlaps_within(
+    first: fx.Node, results: list[tuple[int, fx.Node]]
+) -> Iterator[frozenset[int]]:
+    """The pairs that overlap among results in the memory that `first` made."""
+    shown = _replay_views([node for _, node in results], first)
+    ordered = sorted(zip(shown, (i for i, _ in results), strict=True), key=_begin_of_view)
+    for at, (one, i) in enumerate(ordered):
+        for other, j in ordered[at + 1 :]:
+            if other.storage_offset() > _last_element_offset(one):  # and so do all behind it
+                break
+            if _has_common_elements(one, other):
+                yield frozenset((i, j))
+
+
+def _begin_of_view(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
+    return shown[0].storage_offset(), shown[1]  # type: ignore[return-value]
+
+
+def keep_apart(graph: fx.Graph, before: Pairs) -> None:
+    """Copy results that overlap now, and did not in `before`."""
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])  # type: ignore[arg-type]
+    now = overlapping_results(graph)
+    if now <= before:
+        return
+    for place in sorted({max(pair) for pair in now - before}):
+        shown = values[place]
+        # Where it is made: it may show an input, into which the graph writes later.
+        behind = graph.find_nodes(op="placeholder")[-1] if shown.op == "placeholder" else shown
+        with graph.inserting_after(behind):
+            values[place] = copy = add_call(graph, _aten.clone.default, (shown,))
+        copy.meta["val"] = shown.meta["val"].clone()
+        if NOTE in shown.meta:
+            copy.meta[NOTE] = shown.meta[NOTE]
+    end.args = (values,)
+
+
+def nodes_overlap(one: fx.Node, other: fx.Node) -> bool:
+    """Do two nodes show an element of the same memory?"""
+    first = views_of(one)[0]
+    return first is views_of(other)[0] and _has_common_elements(*_replay_views([one, other], first))
+
+
+def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
+    """Meta tensors that lie in the memory of `first` as the values of the nodes do."""
+    value = first.meta["val"]
+    with _disable_current_modes(), torch.no_grad():
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        like = like.conj() if value.is_conj() else like  # which decides what some views are
+        like = torch._neg_view(like) if value.is_neg() else like
+        return [_apply_view_calls(like, views_of(node)[1]) for node in nodes]
+
+
+def _has_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.numel() and b.numel()):
+        return False
+    if a.itemsize != b.itemsize:  # offsets count elements of different sizes: not compared
+        return True
+    begin, end = (
+        max(a.storage_offset(), b.storage_offset()),
+        min(_last_element_offset(a), _last_element_offset(b)),
+    )
+    if begin > end:
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        marks = torch.zeros(
+            max(_last_element_offset(a), _last_element_offset(b)) + 1, dtype=torch.bool
+        )
+        marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+        return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def _last_element_offset(t: torch.Tensor) -> int:
+    steps = ((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.storage_offset() + sum(steps)  # type: ignore[return-value]
+
+
+def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
+    """The node that made the memory which a node shows, and the view calls from there to the node.
+
+    Args:
+        known: nodes at which to stop before that.
+    """
+    calls: list[fx.Node] = []
+    while True:
+        if node in known:
+            return node, calls
+        source, is_written = shown_operand(node)
+        if source is None:
+            return node, calls
+        if not is_written:
+            calls.insert(0, node)
+        node = source
+
+
+def _apply_view_calls(shown: Any, calls: list[fx.Node]) -> Any:
+    for call in calls:
+        target: Any = call.target
+        if target is operator.getitem:
+            shown = shown[call.args[1]]
+        elif target is not WAIT:
+            shown = target(shown, *call.args[1:], **call.kwargs)
+    return shown

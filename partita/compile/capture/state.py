@@ -1,7 +1,8 @@
-"""The state of a step: what does a step read and write that is not one of its arguments?
+"""The state of a step: what it reads and writes that is not one of its arguments.
 
-Modules, optimizers, tensors, and lists and dictionaries of them. `state_search` finds it; each
-tensor is in a slot (`state_slots`).
+Modules, optimizers, tensors, and lists and dictionaries of them, found by `state_search`. Each
+tensor stands in a slot (`state_slots`). The leaves of a call are those of all slots, then those of
+the arguments (`tensors_of_call`); inputs of a graph refer to them by index.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
     "tensors_of_call",
 ]
 
-_SEARCHES = 4  # runs of a step that may find more of its state, before one that fails is believed
+_SEARCHES = 4  # how often runs of a step may find more state, before a failing run is final
 
 
 @dataclass
@@ -41,19 +42,18 @@ class State:
     """What a step can reach.
 
     Attributes:
-        modules, optimizers: each once, under the name by which it was found first.
+        modules, optimizers: by the name under which each was found first.
         slots: of the tensors of modules, and of tensors by themselves or in lists and dictionaries.
             Not of optimizers, whose state comes and goes: see `optimizer_slots`.
-        values: of plain Python values, which are part of the program: another value, another
-            capture.
-        found: of modules and optimizers: where they were, and what was there.
-        parts: of each module, with all within it, what was in it.
+        values: the slots of plain Python values: another value is another program.
+        found: for modules and optimizers, the slot and what was there.
+        parts: each module, with all within it, and its `contents_of_module`.
         given: the modules and optimizers among the arguments of the call.
-        lists: lists and dictionaries in which tensors were looked for, and how long each was.
-        groups: of each optimizer, the list of its groups, these and their lists of parameters.
-        reached: where something stood that only a run of the step is seen to name.
-        search: gives the state with what stands at other such places, too.
-        searches: how often more was found so for one call.
+        lists: lists and dictionaries that were searched, and the length of each.
+        groups: each optimizer, and its `group_lists_of`.
+        reached: places with state that only a run of the step has shown.
+        search: searches again, with more such places.
+        searches: how often that was done for one call.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
-        """What to raise where there is state at one of these, which a run of the step has read."""
+        """The exception to raise where new state is at places that a run has read; else None."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
         found = self.search([*self.reached, *places])
@@ -79,38 +79,46 @@ class State:
         found.searches = self.searches + 1
         return ReachedMore(found)
 
+    def names_by_id(self) -> dict[int, str]:
+        """By id, the names of modules, of the modules within them, and of optimizers."""
+        names = {id(o): name for name, o in self.optimizers.items()}
+        for name, module in self.modules.items():
+            for prefix, part in module.named_modules():
+                names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
+        return names
+
     def identities_found(self) -> set[Any]:
-        """What tells the places and objects that were found from others."""
+        """The identities of the slots, modules and optimizers that were found."""
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """Are the modules and optimizers among these arguments those that it was made for?"""
+        """Are the modules and optimizers among these arguments those of the search?"""
         given = modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
-    def moved(self) -> bool:
-        """Is another module or optimizer where one was found, or in a module what was not there?"""
+    def has_changed(self) -> bool:
+        """Has a module or optimizer been exchanged, or the contents of a module or list changed?"""
         try:
             if any(slot.value is not value for slot, value in self.found):
                 return True
         except LookupError:  # a list or a dictionary that has become shorter
             return True
-        if self.regrouped():
+        if self.has_other_groups():
             return True
         if any(len(held) != count for held, count in self.lists):
             return True
         return any(contents_of_module(module) != inside for module, inside in self.parts)
 
-    def regrouped(self) -> bool:
-        """Has an optimizer other groups, as `load_state_dict` gives it?"""
+    def has_other_groups(self) -> bool:
+        """Has an optimizer got other group dictionaries, as by `load_state_dict`?"""
         return any(
             len(now := group_lists_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
             for o, parts in self.groups
         )
 
     def optimizer_slots(self) -> list[Slot]:
-        """The tensors that optimizers hold now."""
+        """The slots of the tensors in optimizers' state now."""
         names = {id(s.value): s.name for s in self.slots if s.kind == "parameter"}
         found = []
         for name, optimizer in self.optimizers.items():
@@ -122,7 +130,7 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """What is no tensor and is part of the program, beside what guards hold."""
+        """(name, value) of what else decides the program and is not among the guards."""
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])
         for name, optimizer in self.optimizers.items():
@@ -130,8 +138,8 @@ class State:
                 yield f"{name}.params[{i}]", len(group["params"])
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
-    def guarded(self) -> Iterator[Place]:
-        """What is part of a program though the step is not seen to read it: optimizers' groups."""
+    def guarded_places(self) -> Iterator[Place]:
+        """Places that are guarded even if no read of them was seen: groups, marks of tensors."""
         for name, optimizer in self.optimizers.items():
             yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
         seen: set[int] = set()
@@ -139,17 +147,17 @@ class State:
             t = slot.value
             if isinstance(t, torch.Tensor):
                 if (rest := tensor_state.state_of(t).gathered_from) is not None:
-                    t, _ = rest  # what is gathered is another one in each step, and has what it has
+                    t, _ = rest  # a gathered tensor is another object in each step
                 if id(t) not in seen:
                     seen.add(id(t))
                     yield from marks_of(slot.name, t)
 
 
 class ReachedMore(Exception):
-    """A step was seen to name tensors, modules or optimizers that had not been found.
+    """A run has read tensors, modules or optimizers that were not found before.
 
     Attributes:
-        state: what it reaches, with these.
+        state: with these.
     """
 
     def __init__(self, state: State):
@@ -158,7 +166,7 @@ class ReachedMore(Exception):
 
 
 def group_lists_of(optimizer: Optimizer) -> list[Any]:
-    """The list of its groups, these, and their lists of parameters."""
+    """An optimizer's list of groups, the groups, and their lists of parameters."""
     groups = optimizer.param_groups
     return [groups, *groups, *[group["params"] for group in groups]]
 
@@ -173,7 +181,7 @@ def modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def contents_of_module(module: nn.Module) -> tuple[Any, ...]:
-    """Its modules, and how many tensors it has; where these are, a slot knows."""
+    """A module's children, and how many parameters and buffers it has, which slots locate."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (*module._modules.values(), sum(t is not None for t in tensors))
 

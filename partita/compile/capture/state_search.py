@@ -1,8 +1,8 @@
 """The search for a step's state: what its function can reach by name.
 
-In its closure, its defaults, the globals that it uses, and the object that it is a method of; what
-other functions of the user that it reaches can reach; what the functions name that are seen to run
-while it is captured; and what is given as `state=`.
+It follows closures, defaults, globals that the code uses, and the object of a method; functions of
+the user that are reached so, likewise; places that functions were seen to read in a run; and what
+is given as `state=`. The order is the same on every rank.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def state_of(
     kwargs: Any,
     reached: Sequence[Place] = (),
 ) -> State:
-    """All that `step` can reach, in an order that is the same on every rank.
+    """All that `step` can reach.
 
     Args:
-        reached: what runs of it were seen to name.
+        given: the objects of `state=`.
+        reached: places that runs of it were seen to read.
     """
     return _search_state(step, list(given), modules_among(args, kwargs), reached)
 
@@ -53,7 +54,7 @@ def state_of(
 def _search_state(
     step: Callable[..., Any], named: list[Any], given: list[Any], reached: Sequence[Place]
 ) -> State:
-    """The state of a step for calls with these modules and optimizers, without the rest of one."""
+    """The state of a step for calls with these modules and optimizers among the arguments."""
     search = _Search(step, named)
     search.state.search = functools.partial(_search_state, step, named, given)
     search.function(step)
@@ -67,9 +68,11 @@ def _search_state(
 
 
 class _Search:
+    """One search; what it finds is added to `state`."""
+
     def __init__(self, step: Callable[..., Any], named: Sequence[Any]) -> None:
         self.state = State()
-        self._named = {id(value) for value in named}  # of which every value counts
+        self._named = {id(value) for value in named}  # `given` searches all that they hold
         self._step = step
         self._seen: set[int] = set()
         self._kept: list[Any] = []
@@ -120,7 +123,7 @@ class _Search:
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
-        """What stands where functions name it: in cells, globals and classes."""
+        """Search the cells, globals and class attributes that functions were seen to read."""
         known = {slot.identity for slot in self.state.slots}
         for place in places:
             home, value = place.home, place.value
@@ -141,7 +144,7 @@ class _Search:
                 self.state.reached.append(place)
 
     def count_found(self) -> int:
-        """How much was found."""
+        """How many slots, modules and optimizers were found."""
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 
     def _search_object(self, owner: Any) -> None:
@@ -152,10 +155,10 @@ class _Search:
                 self.value(name, value, Slot(name, "value", vars(owner), name))
 
     def given(self, name: str, value: Any) -> None:
-        """What the user names: a module, an optimizer, or something that holds such or tensors.
+        """Search an object that the user gives as `state=`.
 
         Raises:
-            ValueError: a tensor by itself: where it stands cannot be told.
+            ValueError: it is a tensor, whose place is not known.
         """
         if isinstance(value, torch.Tensor):
             raise ValueError(f"{name} is a tensor: give the object, list or dictionary it is in")
@@ -165,7 +168,7 @@ class _Search:
             self._search_object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
-        """`slot` is where it stands, where it can be exchanged."""
+        """Search a value; `slot` is its place, None where it cannot be exchanged there."""
         if slot is not None and isinstance(value, (nn.Module, Optimizer)):
             self.state.found.append((slot, value))
         if isinstance(value, nn.Module):
@@ -209,7 +212,7 @@ class _Search:
             self._search_holder(name, value)
 
     def _search_holder(self, name: str, value: Any) -> None:
-        """An object of the user's, for what it holds of tensors, modules and floats."""
+        """Search the attributes of an object of the user's, for tensors, modules and floats."""
         package = type(value).__module__.split(".")[0]
         if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
             return
@@ -227,7 +230,7 @@ class _Search:
                 self.value(at.name, v, at)
 
     def _search_state_keeper(self, name: str, value: Any) -> None:
-        """The tensors of an object of torch's that keeps a state: a GradScaler, say."""
+        """Add the tensors of an object of torch's that has state, as a GradScaler."""
         if self._first_time(value):
             for key, held in list(vars(value).items()):
                 if isinstance(held, torch.Tensor):
@@ -253,7 +256,7 @@ class _Search:
 
 
 def _holds_tensor(value: Any, but_parameters: bool) -> bool:
-    """Is it a list or a dictionary with a tensor, or with one that is no parameter?"""
+    """Is it a list or dictionary with a tensor, other than parameters if `but_parameters`?"""
     if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
         return False
     held = value.values() if isinstance(value, dict) else value
@@ -262,14 +265,14 @@ def _holds_tensor(value: Any, but_parameters: bool) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """Not functions and classes: what they name themselves is seen when they run."""
+    """Is it worth searching? Not functions and classes: what they read is seen when they run."""
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
         return False
     return isinstance(value, nn.Module) or not callable(value)
 
 
 def _is_of_run(value: Any) -> bool:
-    """Was it made while a step was captured, or does it hold what was?"""
+    """Was it made in a capture run, so that it holds fakes?"""
     if isinstance(value, nn.Module):
         value = [*value.parameters(), *value.buffers()]
     elif isinstance(value, Optimizer):
@@ -279,7 +282,7 @@ def _is_of_run(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> list[str]:
-    """The globals that it uses. `co_names` has the names of attributes and methods too."""
+    """The globals that a code uses. (`co_names` has names of attributes too.)"""
     used = [i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS]
     names = list(dict.fromkeys(used))
     for const in code.co_consts:

@@ -1,6 +1,7 @@
-"""Slots: the places of a step's state, where capture puts another value in its stead for a while.
+"""Slots: the places of a step's state, in which capture puts other values for a while.
 
-A place is in a dictionary, a list, a cell, a function's defaults or a class.
+A place is in a dictionary, a list, a closure's cell, a function's defaults or a class; all of them
+are read and written as `home[key]`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Defaults:
 
 
 class Members:
-    """What a class has, read and written as a dictionary."""
+    """The attributes of a class, read and written as a dictionary."""
 
     def __init__(self, kind: type):
         self.kind = kind
@@ -59,7 +60,7 @@ class Slot:
     """Where a value stands.
 
     Attributes:
-        name: as a person would say it: "model.head.weight".
+        name: for people, as "model.head.weight".
         kind: "parameter", "buffer", "optimizer" (its state) or "value".
         home, key: `home[key]` is the value.
     """
@@ -78,7 +79,7 @@ class Slot:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """As `Place.identity` has it."""
+        """Equal for slots of one place; as `Place.identity`."""
         home = self.home
         home = home.cell if isinstance(home, Cell) else home
         return id(home.kind if isinstance(home, Members) else home), self.key

@@ -1,4 +1,11 @@
-"""Symbolic Python numbers: what stands for a float while a step is captured."""
+"""Symbolic Python numbers: what stands for a float, int or bool that is known when the graph runs.
+
+They are torch's `SymFloat` and its kin, subclassed so that the user's code takes them for numbers:
+`isinstance(x, float)` holds, a comparison with a known hint gives True or False (and becomes a
+condition), and arithmetic follows Python's where algebra would not (signed zeros, division by zero,
+powers of negative numbers). `Substitutes` replaces `type`, `id` and `hash` in the globals of code
+that uses them, so that these see what the stand-ins stand for.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +34,28 @@ __all__ = [
 
 
 def is_symbolic(value: Any) -> bool:
-    """Is it a Python number that stands for one that is known when the graph runs?"""
+    """Does it stand for a Python number that is known when the graph runs?"""
     return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
 class BlockNumberRead(Exception):
-    """Torch asks what a number is that differs between the blocks of one structure."""
+    """Torch reads a float that differs between the blocks of one structure."""
 
 
 class NumberEnv(ShapeEnv):
-    """Knows what a step that is captured asks of its numbers, and at which line of the user's.
+    """A shape environment that notes what a step asks of its numbers, and at which user's line.
 
     Attributes:
-        asked: the symbols of numbers that were compared, or read.
-        of_blocks: the symbols of numbers that differ between blocks: nobody may ask what they are.
-        answer: what is said to the node of a bool that is known when the graph runs; None if
-            nothing can be.
+        lines: by the index of a guard, the user's line.
+        asked: the symbols of numbers that were compared or read.
+        of_blocks: the symbols of floats that differ between blocks, which must not be read.
+        answer: gives an answer to a bool without a hint, by its node; None if there is none.
 
     Private torch: `ShapeEnv`, which is what can trace a Python number.
     """
 
     def __init__(self) -> None:
-        # A value that is read out of a tensor is one more number that is known when the graph runs.
+        # `.item()` gives one more number that is known when the graph runs.
         super().__init__(
             allow_scalar_outputs=True,
             allow_dynamic_output_shape_ops=False,
@@ -77,17 +84,17 @@ class NumberEnv(ShapeEnv):
         return super().evaluate_sym_node(sym_node, *args, **kwargs)
 
     def forget(self) -> None:
-        """The graph has tensors in place of numbers: Inductor must not look for these in it."""
+        """Drop the symbols: the graph has tensors instead, and Inductor must not find any."""
         for symbol in self._made:
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
 
     def stop_asking(self) -> None:
-        """Hold nobody any more who answers."""
+        """Drop the reference to what answers."""
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
-        """What stands for the float `value`."""
+        """A symbolic float with the hint `value`."""
         source = ConstantSource(name)
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         self._made.append(symbol)
@@ -102,7 +109,7 @@ class SymbolicFloat(torch.SymFloat):
     """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float.
 
     Attributes:
-        kind: the type of what it stands for: float, or NumPy's.
+        kind: the type of the number that it stands for: float, or NumPy's.
     """
 
     kind: type = float
@@ -128,20 +135,20 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """A symbolic number of torch's, as what is a number to whoever asks for its class."""
+    """A symbolic number of torch's as one of these classes; other values as they are."""
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
 
 
 def _class_of(fake: FakeTensor) -> type:
-    """The class of what a tensor without memory stands for."""
+    """The class of the tensor for which a fake stands."""
     if isinstance(fake, DTensor):
         return DTensor
     return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
 
 
 class _Type(type):
-    """`type(x)` is that of what x stands for; in all else it is `type`."""
+    """A stand-in for `type` whose `type(x)` is that of what x stands for."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -170,9 +177,9 @@ class _Type(type):
 
 
 def identity_of(x: Any) -> int:
-    """What `id(x)` is while a step is captured: that of the tensor that x stands for.
+    """`id(x)` while a step is captured; for the fake of an input the id of that input.
 
-    Whoever follows the capture answers for a tensor that is an input, as for its other facts.
+    The capture's torch-function mode answers, as for other facts of inputs (`tensor_facts`).
     """
     if isinstance(x, FakeTensor) and has_torch_function_unary(x):
         return int(handle_torch_function(identity_of, (x,), x))
@@ -184,11 +191,11 @@ def _hash_of_tensor(x: Any, /) -> int:
 
 
 class Substitutes:
-    """Has the user's code find the type of a float, and the identity of a tensor, which those of
-    their stand-ins would not be.
+    """Replacements of `type`, `id` and `hash` in the globals of the user's code.
 
-    A class cannot say of its objects that `type` gives another, nor `id`; so where code names
-    these, its globals have ours for a while.
+    An object cannot decide what `type`, `id` and `hash` say of it. So that the user's code sees the
+    type of a float and the identity of a tensor, not those of stand-ins, its globals get functions
+    of ours under these names, for as long as captures need them.
     """
 
     of_builtins: ClassVar[dict[str, Any]] = {
@@ -198,7 +205,7 @@ class Substitutes:
     }
     _lock = threading.Lock()
     _put: ClassVar[dict[tuple[int, str], list[Any]]] = {}
-    """By identity, globals and how many captures use them: threads may capture at once."""
+    """By id of globals and name, the globals and how many captures use the replacement."""
 
     def __init__(self) -> None:
         self._mine: dict[tuple[int, str], dict[str, Any]] = {}
@@ -209,7 +216,7 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Have code whose globals are `variables` ask ours, unless it has a `name` of its own."""
+        """Put our `name` into the globals `variables`, unless these have a `name` of their own."""
         key = id(variables), name
         with self._lock:
             found = self._put.get(key)
@@ -222,6 +229,7 @@ class Substitutes:
             found[1] += 1
 
     def take_away(self) -> None:
+        """Take back all that was put."""
         with self._lock:
             for key, variables in self._mine.items():
                 found, name = self._put[key], key[1]
@@ -234,7 +242,7 @@ class Substitutes:
 
 
 def _to_torch_symbol(value: Any) -> Any:
-    """What torch's methods of symbolic numbers know, who take a float for a constant."""
+    """The plain torch number: torch's methods take what is a `float` for a constant."""
     torchs = _OF_TORCH.get(type(value))
     return value if torchs is None else torchs(value.node)
 
@@ -245,11 +253,11 @@ _DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
 _ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
 _STEPS = """__mod__ __rmod__ __floordiv__ __rfloordiv__ __floor__ __ceil__ __trunc__ __round__
 __int__""".split()
-"""What is no smooth function of a number, and what tensors reckon otherwise than Python."""
+"""Operations that are read as numbers, since tensors do not compute them as Python does."""
 
 
 def _has_value(number: Any) -> bool:
-    """Is it a Python number that is known while the step is captured? A tensor is none."""
+    """Is it a number whose value is known during capture, as `.item()` is not?"""
     return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
 
 
@@ -264,12 +272,12 @@ def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) 
 
 
 def _number_of(value: Any) -> Any:
-    """The number itself, which becomes a condition."""
+    """The value of a symbolic float that is known, which becomes a condition."""
     return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
 
 
 def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """What a number times zero, or zero by a number, is: algebra knows one zero, Python two."""
+    """The signed zero of `x * 0` or `0 / x`, by the sign of x; None for other operations."""
     if name not in _ZERO_WITH_ZERO or type(self) is not SymbolicFloat or not _has_value(self):
         return None
     if type(others[0]) not in (int, float) or others[0] != 0:
@@ -278,12 +286,12 @@ def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
 
 
 def _value_at_capture(number: Any) -> Any:
-    """The value at capture, which is no condition."""
+    """The value at capture, without a condition on it."""
     return number.node.hint if is_symbolic(number) else number
 
 
 def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """A power whose base is not positive, which may be an error or complex; None of others."""
+    """The value of a power whose base is not positive, which may be complex; None of others."""
     if name not in ("__pow__", "__rpow__") or len(others) != 1:
         return None
     base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
@@ -293,9 +301,8 @@ def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
         return None
     if not bool(base > 0):
         return float(base) ** float(exponent)
-    float(_value_at_capture(base)) ** float(
-        _value_at_capture(exponent)
-    )  # is an error where it is too large a number
+    # Raises OverflowError as Python does.
+    float(_value_at_capture(base)) ** float(_value_at_capture(exponent))
     return None
 
 
@@ -310,7 +317,7 @@ def _make_symbolic_method(name: str) -> Callable[..., Any]:
             if found is not None:
                 return found
         found = getattr(_to_torch_symbol(self), name)(*map(_to_torch_symbol, others))
-        # A comparison is True or False itself, for `is` and for who writes it down: a condition.
+        # A comparison of known numbers is True or False itself, for `is` and for text.
         if type(found) is torch.SymBool and found.node.has_hint():
             return bool(found)
         return as_number(found)
@@ -319,20 +326,20 @@ def _make_symbolic_method(name: str) -> Callable[..., Any]:
 
 
 def _return_self(self: Any, *_: Any) -> Any:
-    return self  # a copy of its node would be of another graph
+    return self  # a copied node would be of another graph
 
 
 _UNKNOWN = "<known when the graph has run>"
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """Is it text that a tensor without values, or a number read of one, was put into?"""
+    """Is it text into which a fake tensor, or an unknown number, was formatted?"""
     return isinstance(value, str) and ("FakeTensor(" in value or _UNKNOWN in value)
 
 
 def _make_text_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *spec: str) -> Any:
-        if any(spec) or self.node.has_hint():  # that it is written down is a condition
+        if any(spec) or self.node.has_hint():  # its value becomes a condition
             return getattr(_BUILTIN[type(self)](_to_torch_symbol(self)), name)(*spec)
         return _UNKNOWN
 
@@ -340,7 +347,7 @@ def _make_text_method(name: str) -> Callable[..., Any]:
 
 
 def _is_true(self: Any) -> bool:
-    """Torch's own would ask a float for its value."""
+    """`bool(x)`; torch's own would read a float's value."""
     return bool(_to_torch_symbol(self) if type(self) is SymbolicBool else self != 0)
 
 

@@ -1,7 +1,8 @@
-"""Facts of tensors that a step asks for, beside values, shapes and layouts.
+"""Facts of input tensors that a step reads beside values, shapes and layouts.
 
-Whether a tensor is a leaf, a view, shared or conjugated is a fact of an input that a program may be
-made for: it becomes a condition. Where its memory lies, and how often that was written, is none.
+Whether an input is a leaf, a view, shared or conjugated may be part of what a program is made for:
+the answer at capture becomes a condition. Where its memory lies and how often it was written
+differs in each call: to ask for that is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..guards.codes import is_recorded
 from .inputs import GraphInputs
 from .symbolic import identity_of
 
-__all__ = ["FactCondition", "Facts"]
+__all__ = ["FactCondition", "TensorFacts"]
 
 _HELD = {
     inspect.getattr_static(torch.Tensor, name): name
@@ -37,7 +38,7 @@ _LOST = {
     for name in "_version data_ptr untyped_storage storage _typed_storage".split()
 }
 _HELD[identity_of] = "id"
-_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # of which it counts if one is there
+_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # the fact: is there one?
 _OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
 _WITHIN = (
     torch.Tensor.is_shared.__code__.co_filename,
@@ -48,14 +49,14 @@ _WITHIN = (
 
 @dataclass(frozen=True, eq=False)
 class FactCondition:
-    """What a program takes for granted of one of its tensors, beside its values.
+    """A condition on a fact of one input tensor.
 
     Attributes:
         name: of the tensor.
-        index: among those of a call.
-        fact: which it is: "is_leaf".
+        index: among the leaves of a call.
+        fact: its name, as "is_leaf".
         value: at capture.
-        line: the user's, that asks.
+        line: the user's line that asks.
     """
 
     name: str
@@ -73,8 +74,8 @@ class FactCondition:
         return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
-class Facts:
-    """The facts for which a step asks while it is captured.
+class TensorFacts:
+    """Answers the facts that a step reads while it is captured.
 
     Args:
         inputs: of the graph.
@@ -82,8 +83,8 @@ class Facts:
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
-        # Of gradients that stand there when the step begins, whether they are marks, where there
-        # is none, and how often they were written.
+        # By id of each gradient that is there when the step begins: is it a mark (which stands
+        # where there is none), and how often was it written?
         self._grads = {
             id(fake): (given.kind == "mark", _count_writes(fake))
             for given, fake in zip(inputs.all, inputs.fakes, strict=True)
@@ -95,13 +96,13 @@ class Facts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any) -> tuple[Any, ...]:
-        """What a call of torch's gives that asks for a fact of an input, as a tuple; () of others.
+        """The answer, in a tuple, where a torch function reads a fact of an input; () for others.
 
         Raises:
-            CaptureError: it asks for what no graph has.
+            CaptureError: it reads what differs in each call.
         """
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
-            return ()  # it says what is to be
+            return ()  # it sets one
         asked = getattr(func, "__self__", func)
         name = _HELD.get(asked) or _LOST.get(asked)
         if name is None or not args or not _is_asked_by_user(sys._getframe(2)):
@@ -156,7 +157,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def _count_writes(t: Any) -> int:
-    """How often it was written."""
+    """How often a tensor was written."""
     return 0 if t is None else count_writes(t)
 
 

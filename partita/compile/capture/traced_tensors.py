@@ -1,7 +1,7 @@
-"""Traced tensors: which node of a graph makes one, and how one is had for a node without a call.
+"""Traced tensors: the node that makes a fake tensor, and fakes for nodes added without a call.
 
-Private torch: what a tracer knows of a tensor, and what makes a tensor without memory. Whoever puts
-nodes into the graph that is being traced, beside the calls that make them as they run, needs both.
+Code that adds nodes to the graph being traced, without running the calls, needs both directions.
+Private torch: the proxy slots of a tracer, and the construction of a FakeTensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 
-__all__ = ["become", "known_node_of", "node_of", "node_of_number", "stands_for", "tensors_of"]
+__all__ = [
+    "known_node_of",
+    "node_of",
+    "node_of_number",
+    "replace_tensor",
+    "set_node_of",
+    "tensors_of",
+]
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
@@ -29,19 +36,19 @@ def node_of(t: torch.Tensor) -> fx.Node | None:
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """The same, but None where the tracer knows the tensor's numbers, and goes on with those."""
+    """The same, but None where the tracer knows the tensor's values and computes with those."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
 
 def node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
-    """The node that makes a number which is not known; None if none does."""
+    """The node that makes a symbolic number; None if none does."""
     slot = get_proxy_slot(number, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.force().node  # type: ignore[union-attr]
 
 
-def stands_for(t: torch.Tensor, node: fx.Node) -> None:
-    """From now on the node makes what `t` is."""
+def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
+    """Have `node` be the node that makes `t`."""
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
 
@@ -49,12 +56,12 @@ def stands_for(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Tensors without memory that the nodes make; what they are like, `likes` say."""
+    """New fake tensors with the metadata of `likes`, made by `nodes`."""
     with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
         node.meta.setdefault("val", like)
-        stands_for(fake, node)
+        set_node_of(fake, node)
     return made
 
 
@@ -67,11 +74,10 @@ def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     return FakeTensor(mode, meta, t.device)
 
 
-def become(stand: FakeTensor, made: FakeTensor) -> None:
-    """Have the object `stand`, which others hold, be the tensor `made`, which nobody holds.
+def replace_tensor(stand: FakeTensor, made: FakeTensor) -> None:
+    """Turn the object `stand`, which others hold, into the tensor `made`, which nobody holds.
 
-    As `torch.utils.swap_tensors` does, which refuses where something refers to one weakly, as a
-    tracer does.
+    As `torch.utils.swap_tensors`, which refuses tensors with weak references, as a tracer has.
     """
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     slot = get_proxy_slot(made, tracer)

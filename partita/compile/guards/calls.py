@@ -26,7 +26,7 @@ import torch
 from partita.comm import user_line
 from partita.layout import Fix
 
-from ..capture.hearing import heard_by
+from ..capture.capture_context import profiled_by
 from ..errors import CaptureError, not_captured, of_anomalies
 from .codes import is_of_users, is_recorded
 from .outside import is_of_world, is_pythons, user_of
@@ -158,7 +158,7 @@ class Calls:
             yield
             return
         states = _find_generator_states()
-        with self._collections_unheard(), heard_by(self._handle_event):
+        with self._collections_unheard(), profiled_by(self._handle_event):
             yield
         for name, (state, put) in states.items():
             if _find_generator_states()[name][0] != state and self._record.error is None:

@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.tensor_state import OURS
 
-from ..capture.hooks import users_hooks
+from ..capture.fakes import users_hooks
 from .places import Place
 
 __all__ = ["OF_TENSORS", "Marks", "attributes_of", "hooks_of", "is_mark", "marks_of"]

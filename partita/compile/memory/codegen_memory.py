@@ -32,7 +32,7 @@ from ..backend.executor import FIRST_LINE
 from ..backend.section_run import SectionCall, SectionWriting
 from ..backend.sections import Section, Sections
 from ..capture.fakes import fake_mode_of
-from ..graph_modules import lazy_graph_module
+from ..graph_nodes import lazy_graph_module
 from ..node_metadata import Note, note_of
 from ..program import Program
 from .schedule import Buffer, Memory

@@ -13,9 +13,9 @@ from torch import fx
 from partita.comm.compiled import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..cotangents import find_cotangents
 from ..node_metadata import NOTE, note_of
 from ..program import Program
+from ..split import find_cotangents
 from .gathered import Runs
 from .making import Making
 from .packing import packing_of

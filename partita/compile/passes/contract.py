@@ -17,7 +17,7 @@ from torch import fx
 
 from partita.redistribute.cost import bytes_of
 
-from ..capture.overlapping_results import Pairs, overlapping_results
+from ..capture.shared_results import Pairs, overlapping_results
 from ..graph import is_collective
 from ..node_metadata import NOTE, Note, note_of
 from ..program import Program, written_inputs

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..capture.overlapping_results import keep_apart
-from ..effects import drop_unused
+from ..capture.shared_results import keep_apart
+from ..graph_nodes import drop_unused
 from ..program import Program
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways

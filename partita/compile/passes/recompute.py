@@ -15,8 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_modules import lazy_graph_module
-from ..graph_nodes import copy_node
+from ..graph_nodes import copy_node, lazy_graph_module
 from ..node_metadata import NOTE, note_of
 from ..program import Program
 

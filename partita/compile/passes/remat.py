@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from ..effects import drop_unused
 from ..errors import cannot_be_kept
 from ..graph import canonical, is_collective, nbytes_of
+from ..graph_nodes import drop_unused
 from ..memory.storages import Storages, memory_of, storages_of
 from ..node_metadata import note_of
 from ..program import Program

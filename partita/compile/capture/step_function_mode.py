@@ -1,17 +1,23 @@
-"""Writes of `.data` in a captured step: `x.data = y` gives x what y holds, and the graph writes it.
+"""The torch-function mode of a captured step: it follows what the step calls of tensors by name.
 
-A tensor's memory is not exchanged in a graph. What reads x from then on reads y; at the step's end
-what x holds is copied into the memory that it has. What else shows the old memory keeps the old
-values until then, as it does in eager.
+- `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
+  end y's value is copied into the memory of x. Other views of the old memory keep their values
+  until then, as in eager.
+- `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
+- Metadata of inputs, as `is_leaf`: conditions of the program (`tensor_facts`).
+- Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
+- Changes of an input's shape, and calls through replaced functions of torch: refused.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,49 +35,50 @@ from .fakes import has_memory
 from .inputs import GraphInputs
 from .refusals import not_an_input
 from .symbolic import as_number
-from .tensor_facts import Facts
-from .value_checks import check_values
+from .tensor_facts import TensorFacts
 
-__all__ = ["DataWrites"]
+__all__ = ["StepFunctionMode", "check_values"]
+
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
-"""What another tensor than the one that stands for it must not be asked: it would answer."""
+"""What a real tensor must not be asked in place of its fake: it would answer wrongly."""
 
 
-class DataWrites(TorchFunctionMode):
-    """Follows the `.data` of tensors while a step is traced, and what is read out of them.
+class StepFunctionMode(TorchFunctionMode):
+    """Follows the torch functions that a step calls while it is traced.
 
     Args:
         inputs: of the graph.
-        facts: what is asked of them beside their values.
+        facts: answers what is asked of their metadata.
 
     Attributes:
-        reads_number: the user's line that first reads one; "" where none is read.
-        meets_others: is a tensor asked for something that is no input, nor made by the step?
+        reads_number: the user's line that first calls `.item()`; "" where none does.
+        meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
+            the step?
     """
 
-    def __init__(self, inputs: GraphInputs, facts: Facts):
+    def __init__(self, inputs: GraphInputs, facts: TensorFacts):
         super().__init__()
         self._inputs, self._facts = inputs, facts
         self.reads_number = ""
-        self.meets_others = False
+        self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
         with Local():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and has_memory(args[0]):
-            self.meets_others = True
+            self.meets_unknown_tensors = True
             if getattr(func, "__self__", func) in _OF_LEAVES:
                 raise not_an_input(user_line())
         if func == _set_data:
-            return self._write(*args)
+            return self._set_data(*args)
         name = getattr(func, "__name__", "")
         if name in ("item", "tolist"):
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
-        if name in ("__bool__", "is_nonzero"):  # torch's own would ask for a number first
+        if name in ("__bool__", "is_nonzero"):  # torch would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
         if facts_of_function(name).changes_shape and args[0] in self._inputs.identities:
             raise _shape_is_changed(name)
@@ -80,7 +87,8 @@ class DataWrites(TorchFunctionMode):
         answer = self._facts.answer(func, args)
         return answer[0] if answer else func(*args, **(kwargs or {}))
 
-    def _write(self, x: Any, value: Any) -> None:
+    def _set_data(self, x: Any, value: Any) -> None:
+        """`x.data = value`."""
         with Local(), torch.no_grad():
             before = x.detach()
         with torch.no_grad():
@@ -103,7 +111,9 @@ class DataWrites(TorchFunctionMode):
             copies = []
             for x, before in self._written.values():
                 value = x.detach()
-                if value.untyped_storage()._cdata in held:  # which is written before it is read
+                if (
+                    value.untyped_storage()._cdata in held
+                ):  # or it would be overwritten before it is read
                     value = value.clone()
                 copies.append((before, value))
             for before, value in copies:
@@ -120,9 +130,10 @@ def _shape_is_changed(name: str) -> CaptureError:
 
 
 def _check_function(func: Any) -> None:
-    """Raise CaptureError where the program has put `func` in place of torch's own, which it calls.
+    """Raise CaptureError where the program has replaced a function of torch by one that calls it.
 
-    Torch's own says that it is what stands in its place, and that would be called once more.
+    Torch announces the call of its own function under the replacement's name, so that the
+    replacement would run twice.
     """
     if isinstance(func, FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
@@ -134,7 +145,7 @@ def _check_function(func: Any) -> None:
 
 
 def _laid_out_like(x: Any, value: Any) -> Any:
-    """The value as x is laid out, which x stays.
+    """`value`, redistributed to the layout of x, which x keeps.
 
     Raises:
         CaptureError: it is another kind of tensor than x.
@@ -151,3 +162,46 @@ def _laid_out_like(x: Any, value: Any) -> Any:
             Fix("x.data.copy_(y)", "keeps what x is"),
         )
     return value if one is None else tagged(value, one)
+
+
+# -- checks of values ------------------------------------------------------------------------------
+
+
+Checks = Iterator[tuple[torch.Tensor, str]]
+"""What must be true, and torch's message where it is not."""
+
+
+_CHECKS: dict[Any, Callable[..., Checks]] = {}
+_QUANTILES = ("quantile", "nanquantile")
+
+
+def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., Checks]]:
+    """Register the checks that `functions` make of their operands."""
+
+    def register_checks(f: Callable[..., Checks]) -> Callable[..., Checks]:
+        _CHECKS.update(dict.fromkeys(functions, f))
+        return f
+
+    return register_checks
+
+
+def check_values(func: Any, args: Any, kwargs: Any) -> None:
+    """Have the graph check what `func` checks in eager, of this rank's local values."""
+    if func not in _CHECKS:
+        return
+    with Local(), torch.no_grad():
+        for holds, text in _CHECKS[func](*args, **(kwargs or {})):
+            torch._assert_async(holds.all(), text)
+
+
+@_checks(F.one_hot)
+def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
+    yield tensor >= 0, "Class values must be non-negative."
+    if num_classes >= 0:
+        yield tensor < num_classes, "Class values must be smaller than num_classes."
+
+
+@_checks(*(getattr(home, name) for home in (torch, torch.Tensor) for name in _QUANTILES))
+def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
+    if isinstance(q, torch.Tensor):
+        yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"

@@ -1,4 +1,9 @@
-"""`is`, asked of what a captured step has a stand-in for: what cannot be answered is refused."""
+"""Checks of a capture run: what the step asked and called that a graph cannot answer.
+
+`check_truth` and `check_arguments` refuse `is` where it would compare a stand-in: `x.item() is
+True`, and an argument (containers are made anew for the step) with an object known by name.
+`check_constants` and `check_operators` look at the traced graph before anything is done to it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,50 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
 
 from ..arguments import is_taken_apart
 from ..errors import not_captured
 from ..guards.codes import asks_whether_true, asks_which_object
 from ..guards.places import Place
+from ..node_metadata import note_of
+from ..verify import SPACES
+from .refusals import not_an_input
 
-__all__ = ["check_arguments", "check_truth"]
+__all__ = ["check_arguments", "check_constants", "check_operators", "check_truth"]
+
+
+def check_constants(graph: fx.Graph) -> None:
+    """Raise CaptureError if a tensor that is no input is a constant of the graph.
+
+    Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
+    other tensor, but a proxy mode handles some calls of one-element tensors itself.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            if user.op == "call_function" and not facts_of(user.target).lifts:
+                raise not_an_input(note_of(user).source)
+
+
+def check_operators(graph: fx.Graph) -> None:
+    """Raise CaptureError if the step calls an operator that is not torch's own."""
+    for node in graph.nodes:
+        space = getattr(node.target, "namespace", "aten")
+        if node.op == "call_function" and space not in (*SPACES, "profiler"):
+            raise not_captured(
+                f"the step calls {node.target}, an operator of a library of its own",
+                "what it writes, draws or sends no schema says for sure, and a graph must know",
+                Fix("call it outside the step", "before or after, or between compiled regions"),
+                place=note_of(node).source,
+            )
 
 
 def check_truth(codes: Iterable[CodeType], line: str) -> None:
-    """Raise CaptureError if the step asks whether `.item()`, at this line, `is True`."""
+    """Raise CaptureError if a function asks `is True` in a step that calls `.item()` at `line`."""
     for asking in filter(asks_whether_true, codes if line else ()):
         raise not_captured(
             f"{asking.co_name} asks whether something `is True`, in a step that reads a value",

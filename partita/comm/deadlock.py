@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -83,7 +84,7 @@ class Need:
 
 # -- what ranks tell one another -------------------------------------------------------------------
 
-_number = 0
+_post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
 """By its name, how many collectives of a group that torch does not list this rank has begun."""
 _NUMBERS: dict[str, int] = {}
@@ -136,11 +137,9 @@ def _announce_exit() -> None:
 
 def make_post(need: Need) -> Post:
     """What a rank that waits for `need` tells the others."""
-    global _number
-    _number += 1
     return {
         "text": need.text,
-        "id": _number,
+        "id": next(_post_numbers),
         "ranks": list(need.ranks),
         # Of a graph no group: it may be waiting for any.
         "group": need.count[0] if need.group is None else need.group.group_name,

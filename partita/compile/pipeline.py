@@ -156,9 +156,7 @@ def kept_within(
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
-    """The peak bytes of compiled code, the most of all ranks; 0 where nothing is compiled."""
-    if program.built is None:
-        return 0
+    """The peak bytes of a program as it runs, the most of all ranks; of a region's of its graph."""
     taken = scheduled(program).peak
     for wire in program.wires:
         taken = max(n for (n,) in wire.gather_ints((taken,)))

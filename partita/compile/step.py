@@ -27,7 +27,7 @@ from partita.tensor.watch import HERE
 from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_choice import BlockChoice
-from .capture.optimizers import drop_unused_state, make_optimizer_state
+from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
 from .capture.state_search import state_of
 from .captured_program import CapturedProgram
@@ -325,7 +325,7 @@ class CompiledStep(LastProgram):
             found: as for `_find_program`.
             state: what the step reaches, where a capture has just shown it; else it is searched.
         """
-        from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import
+        from .pipeline import make_program  # what makes graphs takes seconds to import
 
         self.call_guard = None
         state = self._search_state(args, kwargs) if state is None else state
@@ -352,7 +352,7 @@ class CompiledStep(LastProgram):
 
         made_state = make_optimizer_state(state.optimizers)
         try:
-            program = make()
+            program, tensors = self._prepare_program(make, made_state, state, args, kwargs, how)
         except ReachedMore as more:
             drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
@@ -372,32 +372,58 @@ class CompiledStep(LastProgram):
             tries = 1 if before is None else before.tries + 1
             self._eager[signature] = self._runs_eagerly = RefusedCall(error.guards, tries)
             return None, []
-        inputs = {id(i.tensor) for i in program.inputs}
-        if drop_unused_state(made_state, lambda t: id(t) in inputs):
-            # The program's inputs have indices among leaves of which some are gone now.
-            for write in reversed(program.writes):
-                write.undo()
-            program = make()
         slots = [*state.slots, *state.optimizer_slots()]
-        tensors = tensors_of_call(slots, args, kwargs)
-        signature = signature_of(state, tensors, (args, kwargs))
-        program.prepare_memory(tensors)
-        program.compare(tensors)
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1
-        key, guards, work = (signature, self._made), program.guards, program.work
+        key = signature_of(state, tensors, (args, kwargs)), self._made
         what = described(state, tensors, names, (args, kwargs))
-        self._history.note_capture(why or reason, key, what, guards, self.keep)
+        self._history.note_capture(why or reason, key, what, program.guards, self.keep)
         while len(self._programs) >= self.keep:
             self._history.note_drop(self._programs.popitem(last=False)[0])
-        call_of = functools.partial(self.make_callable, wires=program.wires)
-        writes = program.writes
-        program = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
-        program.guards, program.writes, program.work = guards, writes, work
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
             self._announce_run(program, tensors)
         return program, tensors
+
+    def _prepare_program(
+        self,
+        make: Callable[[], CapturedProgram],
+        made_state: MadeState,
+        state: State,
+        args: Any,
+        kwargs: Any,
+        how: dict[str, Any],
+    ) -> tuple[CapturedProgram, list[Any]]:
+        """A program that `make` captures, ready to run, and the leaves of the call.
+
+        Of the state that was made for optimizers what the step does not use is gone. After an error
+        Python's objects are as they were before the capture.
+        """
+        from .pipeline import kept_within
+
+        program = make()
+        writes = program.writes
+        try:
+            inputs = {id(i.tensor) for i in program.inputs}
+            if drop_unused_state(made_state, lambda t: id(t) in inputs):
+                # The program's inputs have indices among leaves of which some are gone now.
+                for write in reversed(writes):
+                    write.undo()
+                writes = []
+                program = make()
+                writes = program.writes
+            slots = [*state.slots, *state.optimizer_slots()]
+            tensors = tensors_of_call(slots, args, kwargs)
+            program.prepare_memory(tensors)
+            program.compare(tensors)
+            call_of = functools.partial(self.make_callable, wires=program.wires)
+            ready = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
+        except BaseException:
+            for write in reversed(writes):
+                write.undo()
+            raise
+        ready.guards, ready.writes, ready.work = program.guards, writes, program.work
+        return ready, tensors
 
     def _call_roll(self, state: State, args: Any, kwargs: Any, why: str) -> str:
         """Wait until all ranks are about to capture; returns this rank's reason.

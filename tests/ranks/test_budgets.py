@@ -163,3 +163,28 @@ def test_what_norms_take_for_their_gradients_is_known():
         step = pt.compile(gradients, backend="graph")
         step()
         assert counted(step) == step.memory.peak
+
+
+def test_what_was_tried_for_another_program_of_the_same_calls_decides_nothing():
+    """Gathered weights that stay, and such that do not, are in the same graph until passes run."""
+
+    def run(mesh, persistent, budget):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+        model = pt.zero(model, mesh, stage=3, persistent=persistent)
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        step = pt.compile(step, backend="graph", budget=budget)
+        step(pt.distribute_tensor(torch.ones(32, 32), mesh, [pt.Shard(0)]))
+        return step.memory.peak
+
+    with pt.ranks(dp=2) as world:
+        (tight, _), (loose, _) = (world.run(run, stays, None) for stays in (False, True))
+        assert tight < loose
+        budget = (tight + loose) // 2
+        for stays in (False, True):
+            assert max(world.run(run, stays, budget)) <= budget

@@ -184,3 +184,30 @@ def test_data_of_another_shape_is_refused_with_its_line():
 
     with pytest.raises(pt.CaptureError, match=r"another shape or dtype.*test_capture_hooks"):
         pt.compile(step, backend="graph")(torch.ones(3))
+
+
+def one_is_the_other(one, other, x):
+    one.data = other.data
+
+
+def both_are_new(one, other, x):
+    one.data = x * 2
+    other.data = one.data
+
+
+def a_view_of_the_other(one, other, x):
+    one.data = other[:]
+
+
+@pytest.mark.parametrize("write", [one_is_the_other, both_are_new, a_view_of_the_other])
+def test_tensors_that_would_share_memory_after_the_step_are_refused(write):
+    """In eager what is written into one of them later is seen in the other."""
+    one, other = torch.ones(3), torch.zeros(3)
+
+    def step(x):
+        write(one, other, x)
+        return one + 1
+
+    with pytest.raises(pt.CaptureError, match=r"one memory.*\n.*x\.data\.copy_\(y\)"):
+        pt.compile(step, backend="graph")(torch.ones(3))
+    assert one.tolist() == [1, 1, 1] and other.tolist() == [0, 0, 0]

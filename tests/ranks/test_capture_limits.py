@@ -7,6 +7,7 @@ import gc
 import logging
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -556,3 +557,32 @@ def test_an_error_of_a_shape_is_raised_and_not_logged_too(caplog):
     with pytest.raises(RuntimeError, match="same reduction dim"):
         pt.compile(lambda x: x @ x, backend="graph")(torch.ones(2, 3))
     assert all(record.levelno < logging.ERROR for record in caplog.records)
+
+
+def test_a_program_that_ranks_do_not_agree_on_leaves_no_trace():
+    """Their numbers are compared when the step has been captured, and its optimizer has state."""
+
+    def run(mesh):
+        model = pt.zero(torch.nn.Linear(4, 4), mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        holder = SimpleNamespace(seen=False)
+
+        def step(x, scale):
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * scale
+            loss.backward()
+            optimizer.step()
+            holder.seen = True
+            return loss
+
+        step = pt.compile(step, backend="graph")
+        x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
+        with pytest.raises(pt.LayoutError, match="the ranks bring other numbers"):
+            step(x, 1.0 + mesh.get_local_rank())
+        assert not holder.seen and not optimizer.state
+        assert not step.programs and not step.reasons
+        step(x, 2.0)
+        assert holder.seen and len(optimizer.state) == 2 and len(step.reasons) == 1
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)

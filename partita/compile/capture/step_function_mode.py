@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -107,6 +108,7 @@ class StepFunctionMode(TorchFunctionMode):
                         "what memory x is given then is not followed",
                         Fix("x.data.copy_(y)", "keeps the memory of x"),
                     )
+            self._refuse_shared_memory()
             held = {before.untyped_storage()._cdata for _, before in self._written.values()}
             copies = []
             for x, before in self._written.values():
@@ -118,6 +120,20 @@ class StepFunctionMode(TorchFunctionMode):
                 copies.append((before, value))
             for before, value in copies:
                 before.copy_(value)
+
+    def _refuse_shared_memory(self) -> None:
+        """Raise CaptureError where two inputs lie in one memory after `x.data = y`: each would get
+        a copy, and keep it when the other is written later."""
+        ends = [x.untyped_storage()._cdata for x, _ in self._memory]
+        shared = {end for end, count in Counter(ends).items() if count > 1}
+        for (x, _), end in zip(self._memory, ends, strict=True):
+            if id(x) in self._written and end in shared:
+                raise not_captured(
+                    "x.data = y, where y is another tensor that the step is given, or that it "
+                    "gives to two",
+                    "both would lie in one memory afterwards, and a graph copies",
+                    Fix("x.data.copy_(y)", "if each is to have values of its own"),
+                )
 
 
 def _shape_is_changed(name: str) -> CaptureError:

@@ -1,7 +1,8 @@
 """Tensor guards: whether the tensors that a step reaches are what they were, where they were.
 
-Another memory, layout or history is another tensor, though it be the same object. There are four
-tensors for each parameter, so each question is asked of all of them in one pass that runs in C.
+Another memory, dtype, layout or history is another tensor, though it be the same object. There are
+four tensors for each parameter, so each question is asked of all of them in one pass that runs in
+C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["TensorGuard"]
 
 _base: Any = torch._C.TensorBase
 _data_ptr, _shape, _stride = _base.data_ptr, _base.size, _base.stride
-_requires_grad = _base.requires_grad.__get__
+_dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 
 
 class TensorGuard:
@@ -57,6 +58,7 @@ class TensorGuard:
                 [*map(_data_ptr, each)],
                 [*map(_shape, each)],
                 [*map(_stride, each)],
+                [*map(_dtype, each)],
                 [*map(_requires_grad, each)],
                 [*map(dict.get, map(vars, each), repeat("_spec"))],
             )

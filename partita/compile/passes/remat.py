@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -55,7 +56,10 @@ def _keep_within(program: Program, budget: int, behind: Mapping[str, Pass]) -> i
     Raises:
         CaptureError: no choice is small enough; it tells the least that is.
     """
-    text = "\n".join([*canonical(program), *program.without])
+    # All that the passes behind decide by.
+    notes = [replace(note_of(n), source="", layout="") for n in program.graph.graph.nodes]
+    backends = [type(wire.backend).__qualname__ for wire in program.wires]
+    text = "\n".join([*canonical(program), *map(repr, notes), *backends, *program.without])
     least = None
     for names in _make_levels(program):
         key = hashlib.sha256(f"{text} {sorted(names)}".encode()).hexdigest()

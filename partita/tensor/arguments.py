@@ -35,6 +35,7 @@ __all__ = [
     "all_tensors",
     "bind_declared_arguments",
     "collect_tensors",
+    "find_numbers_of_other_meshes",
     "find_view_copies",
     "find_wire",
     "find_written_operands",
@@ -153,25 +154,30 @@ def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path,
     return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
 
 
-def read_numbers_of_other_meshes(
-    op: str, tensors: Sequence[tuple[Path, Any]]
-) -> dict[Path, torch.Tensor]:
-    """The 0-d DTensors that live on another mesh than the others, as plain tensors; by path.
+def find_numbers_of_other_meshes(
+    tensors: Sequence[tuple[Path, Any]],
+) -> list[tuple[Path, DTensor]]:
+    """The 0-d DTensors that live on another mesh than the others; by path.
 
     A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
     without a gradient, which would have to go back to its own mesh.
     """
     spread = [(path, t) for path, t in tensors if isinstance(t, DTensor)]
     if len({t._spec.wire for _, t in spread}) < 2:
-        return {}
+        return []
     home = next((t for _, t in spread if not _is_number(t)), spread[0][1])._spec.wire
     away = [(path, t) for path, t in spread if t._spec.wire is not home]
-    if not all(_is_number(t) for _, t in away):
-        return {}
+    return away if all(_is_number(t) for _, t in away) else []
+
+
+def read_numbers_of_other_meshes(
+    op: str, tensors: Sequence[tuple[Path, Any]]
+) -> dict[Path, torch.Tensor]:
+    """`find_numbers_of_other_meshes`, as plain tensors. What is partial is reduced for it."""
     with torch.no_grad():
         return {
             path: moved(t, t._spec, _make_replicated_spec(t._spec), op, "implicit")
-            for path, t in away
+            for path, t in find_numbers_of_other_meshes(tensors)
         }
 
 

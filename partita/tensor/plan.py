@@ -178,11 +178,12 @@ class CallPlan:
                 out._spec = self.spec  # type: ignore[assignment]
             return out
         if self.outputs and (type(out) is tuple or type(out) is list):
-            for t, (spec, shape) in zip(out, self.outputs, strict=False):
+            for t, (_, shape) in zip(out, self.outputs, strict=False):
                 if type(t) not in PLAIN or t.shape != shape:
                     break
-                tagged(t, spec)
             else:
+                for t, (spec, _) in zip(out, self.outputs, strict=False):
+                    tagged(t, spec)
                 return out
         news = [t for t in collect_tensors(out) if type(t) in PLAIN]
         if not news:

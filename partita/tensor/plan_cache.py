@@ -304,6 +304,7 @@ class Plans(dict[Any, Any]):
         """Drop every plan of this op."""
         with _CACHE.lock:
             _CACHE.young -= len(self)
+            _CACHE.forgotten_hits += sum(p.hits for p in (*self.values(), *self.old.values()))
             self.clear()
             self.old = {}
 

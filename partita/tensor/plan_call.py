@@ -51,6 +51,7 @@ from .arguments import (
     Path,
     all_tensors,
     bind_declared_arguments,
+    find_numbers_of_other_meshes,
     find_view_copies,
     find_wire,
     find_written_operands,
@@ -135,7 +136,7 @@ def make_plan(
         LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
     """
     tensors = all_tensors(args, kwargs)
-    if read_numbers_of_other_meshes(form.name, tensors):
+    if find_numbers_of_other_meshes(tensors):
         home = next(t._spec.wire for _, t in tensors if isinstance(t, DTensor))
         return CallPlan(form.name, home, rewrite=partial(_run_with_plain_numbers, func, form.name))
     wire = find_wire(form.name, [t for _, t in tensors])

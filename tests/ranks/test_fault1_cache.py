@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 import partita as pt
 from partita import Partial, Replicate, Shard
+from partita.tensor.dispatch import op_of
 from partita.testing.op_case import Reference, reference_of, run_case
 from partita.testing.opinfo import Form, chosen, form_of, names
 
@@ -359,3 +360,16 @@ def test_with_any_number_of_shapes_the_size_stays_at_the_limit_and_results_are_r
     finally:
         pt.set_cache_limit(kept)
     assert limit // 2 <= most <= limit
+
+
+def test_hits_are_counted_for_good_though_a_new_rule_has_plans_forgotten() -> None:
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(torch.ones(8), mesh, [pt.Shard(0)])
+        for _ in range(5):
+            torch.add(x, x)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+        before = pt.cache_info().hits
+        op_of(torch.add).plans.forget()
+        assert pt.cache_info().hits == before

@@ -321,3 +321,16 @@ def test_a_plan_for_what_lies_between_takes_modules_that_return_more_than_a_tens
         for lies, out in world.run(body):
             assert lies
             torch.testing.assert_close(out, right)
+
+
+def test_a_number_of_another_mesh_is_reduced_once_the_first_time_too():
+    def run(mesh):
+        x = pt.distribute_tensor(torch.ones(4, 4), mesh["dp"], [pt.Shard(0)])
+        y = pt.distribute_tensor(torch.ones(4, 4), mesh["tp"], [pt.Shard(0)])
+        with pt.ledger() as log:
+            found = (x * y.sum()).full_tensor()
+        return log.count("all_reduce"), found[0, 0].item()
+
+    pt.cache_clear()
+    with pt.ranks(dp=2, tp=2) as world:
+        assert world.run(run) == [(1, 16.0)] * 4

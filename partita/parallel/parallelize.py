@@ -5,6 +5,7 @@ How does a model come onto a mesh? Each parameter goes where a plan says, in pla
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from partita.comm import wire_of
 from partita.tensor.autograd import moved
-from partita.tensor.construct import spread
+from partita.tensor.construct import place_buffer, spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.padded_storage import with_room
 from partita.tensor.spec import Spec, spec_of
@@ -72,7 +73,10 @@ def parallelize(
     for held, layout in reading.layouts:
         old, spec = held.tensor, spec_of(layout, wire)
         if not isinstance(old, DTensor):
-            put_in_place(held, spread(old, spec, src_data_rank), by="parallelize")
+            new = partial(spread, spec=spec, src_data_rank=src_data_rank)
+            is_buffer = not isinstance(old, nn.Parameter)
+            value = place_buffer(old, wire, new) if is_buffer else new(old)
+            put_in_place(held, value, by="parallelize")
         elif old._spec is not spec:
             put_in_place(held, _redistribute_parameter(old, spec), by="parallelize")
     for module, name, door in reading.doors:

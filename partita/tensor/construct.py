@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.comm import Wire, agree, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
@@ -26,6 +28,7 @@ __all__ = [
     "full",
     "ones",
     "piece_of",
+    "place_buffer",
     "rand",
     "randn",
     "spread",
@@ -137,23 +140,38 @@ def distribute_module(
     As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
     """
     refuse_lazy(module, "distribute_module")
-    buffers: dict[torch.Tensor, DTensor] = {}
+    wire = wire_of(device_mesh)
     for name, part in module.named_modules():
         before = dict(part.named_parameters(recurse=False))
         if partition_fn is not None:
             partition_fn(name, part, device_mesh)
         for key, p in list(part.named_parameters(recurse=False)):
             _put_on_mesh(part, key, before.get(key, p), device_mesh)
-        for key, b in list(part.named_buffers(recurse=False)):
+        for key, b in list(part.named_buffers(recurse=False, remove_duplicate=False)):
             if not isinstance(b, DTensor):
-                if b not in buffers:
-                    buffers[b] = distribute_tensor(b, device_mesh)
-                part._buffers[key] = buffers[b]
+                part._buffers[key] = place_buffer(
+                    b, wire, lambda b: distribute_tensor(b, device_mesh)
+                )
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, args: input_fn(m, args, device_mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda m, args, out: output_fn(m, out, device_mesh))
     return module
+
+
+def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
+    """What takes the place of the plain buffer `b` on a mesh: the same DTensor for all modules that
+    share `b`, whenever they are put there. `spread` makes it."""
+    known = _PLACED.get(b)
+    placed = None if known is None else known()
+    if placed is None or placed._spec.wire is not wire:
+        placed = spread(b)
+        _PLACED[b] = weakref.ref(placed)
+    return placed
+
+
+_PLACED: Any = WeakIdKeyDictionary()
+"""By a plain buffer that was exchanged, a weak reference to what has its place now."""
 
 
 def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:

@@ -904,3 +904,51 @@ def test_a_weight_that_zero_has_sharded_and_that_is_no_longer_there_is_named(cha
 
     with pt.ranks(dp=2) as world:
         world.run(body)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, which another module may share, and scales by it."""
+
+    def __init__(self, count=None):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4) if count is None else count)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.count.add_(1)
+        return self.linear(x) * self.count
+
+
+def at_once(put, first, second, mesh):
+    put(nn.Sequential(first, second), mesh)
+
+
+def one_after_the_other(put, first, second, mesh):
+    put(first, mesh)
+    put(second, mesh)
+
+
+@pytest.mark.parametrize("way", [at_once, one_after_the_other])
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda m, mesh: pt.zero(m, mesh, stage=3),
+        lambda m, mesh: pt.zero(m, mesh, stage=1),
+        lambda m, mesh: pt.parallelize(m, mesh, {}),
+        lambda m, mesh: pt.distribute_module(m, mesh),
+    ],
+    ids=["zero 3", "zero 1", "parallelize", "distribute_module"],
+)
+def test_a_buffer_that_modules_share_stays_one(put, way):
+    def run(mesh):
+        first = Counting()
+        second = Counting(first.count)
+        second.register_buffer("again", first.count, persistent=False)
+        way(put, first, second, mesh)
+        second(first(pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])))
+        assert first.count is second.count is second.again
+        assert first.count.full_tensor().tolist() == [2.0] * 4
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)

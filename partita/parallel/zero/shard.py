@@ -16,7 +16,7 @@ from torch import nn
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, LayoutError, Shard
 from partita.tensor.autograd import moved
-from partita.tensor.construct import distribute_tensor
+from partita.tensor.construct import distribute_tensor, place_buffer
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.padded_storage import with_room
 from partita.tensor.parameter import hold_value, refuse_lazy
@@ -105,7 +105,7 @@ def zero(
     for module in model.modules():
         for attr, b in list(module._buffers.items()):
             if b is not None and not isinstance(b, DTensor):
-                module._buffers[attr] = distribute_tensor(b, mesh)
+                module._buffers[attr] = place_buffer(b, wire, lambda b: distribute_tensor(b, mesh))
     found = find_blocks(model, blocks)
     if stage == 3:
         whole = Zero(model, axes, precision or MixedPrecision(), found)

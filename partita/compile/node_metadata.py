@@ -39,7 +39,8 @@ from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
 from .capture.refusals import not_an_input
 from .capture.repeated_calls import RepeatedCalls, is_over_lists
 from .capture.scalars import taken_as_numbers, with_exact_numbers
-from .errors import not_captured, of_data
+from .errors import CaptureError, not_captured, of_data
+from .guards.modes import kernel_settings
 
 __all__ = ["NOTE", "Note", "Recorder", "note_of"]
 
@@ -67,6 +68,17 @@ def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
     if func is _aten.repeat_interleave.Tensor:
         return (kwargs or {}).get("output_size") is not None
     return func in REPLACED
+
+
+def _other_settings() -> CaptureError:
+    return not_captured(
+        "the step computes under another default dtype, precision of matrix products or "
+        "determinism than it was called under",
+        "the kernels of a graph run under the settings of its caller",
+        Fix("torch.set_default_dtype(...) and its kin", "outside of the step"),
+        Fix("dtype=...", "for what is made within"),
+        place=user_line(),
+    )
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,7 @@ class Recorder(TorchDispatchMode):
         self._last = self.newest()
         self._lines: dict[int, str] = {}
         self._here = os.getcwd()
+        self._settings = kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,6 +160,8 @@ class Recorder(TorchDispatchMode):
         return unprofiled(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if kernel_settings() != self._settings:
+            raise _other_settings()
         if HERE.block is not None:
             HERE.block.refuse(f"torch does not announce that it calls {func}")
         if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import gc
 import sys
@@ -486,3 +487,57 @@ def test_a_dictionary_that_is_taken_whole_may_have_keys_that_are_no_names():
 
 
 _by_kind = {int: 1.0, "a": 3.0}
+
+
+@contextlib.contextmanager
+def default_double():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def less_precise():
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("setting", [default_double, less_precise, deterministic])
+def test_what_computes_under_settings_of_its_own_is_refused_with_its_line(setting):
+    """The kernels of a graph would have those of its caller."""
+
+    def step(x):
+        first = torch.ones(1)
+        with setting():
+            second = torch.ones(1)
+        return x + (first.dtype == second.dtype)
+
+    with pytest.raises(pt.CaptureError, match=r"default dtype.*test_guards\.py"):
+        pt.compile(step, backend="graph")(torch.zeros(2))
+    assert torch.get_default_dtype() == torch.float32
+
+    def within(x):
+        with setting():
+            return x + 1
+
+    fast = pt.compile(within, backend="graph", fallback="eager")
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        assert fast(torch.zeros(2)).tolist() == [1, 1]
+    with setting():
+        assert pt.compile(lambda x: x + torch.ones(1), backend="graph")(
+            torch.zeros(2)
+        ).tolist() == [1, 1]

@@ -14,7 +14,7 @@ from partita.comm import casting_now
 from .codes import is_of_users
 from .content_keys import ByIdentity
 
-__all__ = ["function_modes", "modes", "without_function_modes"]
+__all__ = ["function_modes", "kernel_settings", "modes", "without_function_modes"]
 
 # Private torch: the mode by which new tensors are put on a device.
 _Device = torch.utils._device.DeviceContext
@@ -27,15 +27,22 @@ def modes() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
         casting_now(),
-        torch.get_default_dtype(),
+        *kernel_settings(),
         # What kernels are chosen by, when a graph is made or compiled.
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         *map(_key_of_mode, function_modes()),
+    )
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """The settings that kernels ask for when they run: those of a graph get its caller's."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
     )
 
 

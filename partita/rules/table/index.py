@@ -79,7 +79,12 @@ def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> Said | N
     sizes = zip(input.shape, indices.shape, strict=True)
     if any(a != b for d, (a, b) in enumerate(sizes) if d != i):
         return None
-    return _derive_gather(input, dim, indices, lambda run: lambda x, indices, dim: run(x, indices))
+    size = input.shape[dim]
+
+    def counting_from_the_end(run: Kernel) -> Kernel:  # which gather does not know
+        return lambda x, at, dim: run(x, at.where(at >= 0, at + size))
+
+    return _derive_gather(input, dim, indices, counting_from_the_end)
 
 
 def _derive_scatter(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> str:

@@ -347,3 +347,16 @@ def test_a_list_that_somebody_else_holds_is_not_lost_when_the_step_puts_another_
     with pytest.raises(pt.CaptureError, match="the step changes"):
         pt.compile(step, backend="graph")(torch.ones(2))
     assert boxes == [[]] and holder.items is boxes[0]
+
+
+def close(x):
+    return torch.allclose(x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(torch.cov, "cov"), (torch.corrcoef, "corrcoef"), (close, "allclose")],
+)
+def test_the_function_of_torch_that_reads_a_value_is_named(function, name):
+    with pytest.raises(pt.CaptureError, match=rf"reads a value, in torch\.{name} \(at .*answers"):
+        pt.compile(lambda x: function(x), backend="graph")(torch.randn(3, 5))

@@ -128,13 +128,13 @@ class CaptureRun:
             None where the step has read marks: see `read_marks`.
         """
         inputs = self.inputs
-        self._error_line, self.raised = "", False
+        self._error_line, self._called_last, self.raised = "", "", False
         try:
             with inputs.mode, lazy_graph_modules():
                 made = make_fx(self._trace_step, _error_on_data_dependent_ops=True)(*inputs.fakes)
             structures = inline_blocks(made.graph)
         except Exception as error:
-            explained = explain_error(error, self._error_line)
+            explained = explain_error(error, self._error_line, self._called_last)
             if explained is error:
                 raise
             raise explained from error
@@ -226,6 +226,7 @@ class CaptureRun:
                     result = self.step(*args, **kwargs)
             except Exception as error:
                 self._error_line = user_line_of(error)
+                self._called_last = functions.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
             codes = [*self.record.functions.codes.values()]

@@ -29,12 +29,13 @@ _OF_MEMORY = (
 )
 
 
-def explain_error(error: Exception, line: str) -> Exception:
+def explain_error(error: Exception, line: str, function: str = "") -> Exception:
     """A CaptureError that says what the step did; the error itself where it is the step's own.
 
     Args:
         error: raised while a step was captured.
         line: the user's line that raised it.
+        function: of torch, that the step called last by name.
     """
     if isinstance(error, Uneven):
         return not_captured(error.fact, error.reason, place=error.place)
@@ -58,6 +59,8 @@ def explain_error(error: Exception, line: str) -> Exception:
         or any(f"passed to {name}." in text for name in _NUMBERS)
     ):
         asking = _code_of_torch(error)
+        if not asking and hasattr(torch, function):  # not where a tensor's own method asks
+            asking = f"torch.{function}"
         return not_captured(
             f"the step reads a value{asking and f', in {asking}'}",
             "while it is captured there are no values: float(x), a branch on x and text that x is "
@@ -97,7 +100,8 @@ _WITHOUT_READING = {
 """By file of torch that reads a value, what avoids it."""
 
 _MACHINERY = (
-    *("_ops.py", "_tensor.py", "overrides.py", "__init__.py"),
+    *("_ops.py", "_tensor.py", "_compile.py", "overrides.py", "__init__.py"),
+    "_dynamo",
     "_subclasses",
     "fx",
     "utils",

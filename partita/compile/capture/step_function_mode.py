@@ -54,6 +54,7 @@ class StepFunctionMode(TorchFunctionMode):
         facts: answers what is asked of their metadata.
 
     Attributes:
+        called_last: the name of the function that was called last.
         reads_number: the user's line that first calls `.item()`; "" where none does.
         meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
             the step?
@@ -62,6 +63,7 @@ class StepFunctionMode(TorchFunctionMode):
     def __init__(self, inputs: GraphInputs, facts: TensorFacts):
         super().__init__()
         self._inputs, self._facts = inputs, facts
+        self.called_last = ""
         self.reads_number = ""
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -75,7 +77,7 @@ class StepFunctionMode(TorchFunctionMode):
                 raise not_an_input(user_line())
         if func == _set_data:
             return self._set_data(*args)
-        name = getattr(func, "__name__", "")
+        self.called_last = name = getattr(func, "__name__", "")
         if name in ("item", "tolist"):
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **(kwargs or {})))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,43 @@ def test_it_joins_the_ranks_that_torchrun_started(text):
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(done.stdout)) == 4  # said once, by one rank
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_agents_of_torchrun_train_as_one_does(text):
+    """As on two machines, which meet at one address: each agent starts ranks of the same job."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    trained = [*command("--mesh", "dp=2,tp=2", "--zero", "3", *FEW, *text)[1:]]
+    start = [sys.executable, "-m", "torch.distributed.run"]
+    meet = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
+    agents = [
+        subprocess.Popen(
+            [*start, *meet, "--local-addr=127.0.0.1", *trained],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        output = [agent.communicate(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], output
+    said = [losses(out) for out, _ in output]
+    assert sorted(map(len, said)) == [0, 4]  # by the first rank of all, wherever it is
+    alone = subprocess.run(
+        [*start, "--standalone", "--nproc-per-node=4", *trained],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert max(said) == losses(alone.stdout)
 
 
 @pytest.mark.slow

@@ -96,6 +96,8 @@ class LastProgram:
     def memory(self) -> Memory:
         """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
 
+        Of a region those of its graphs as they run call by call, the backward behind the forward.
+
         Raises:
             ValueError: also where this torch generates code of an unknown form.
         """
@@ -107,9 +109,10 @@ class LastProgram:
     def artifact(self) -> Built | None:
         """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
 
-        None where it runs without being compiled. Raises as `program`.
+        None where it runs without being compiled; of a region its forward's and its backward's
+        (`.sections`). Raises as `program`.
         """
-        return self.program.built
+        return self.program.artifact
 
     @property
     def key(self) -> str:

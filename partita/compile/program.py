@@ -265,6 +265,11 @@ class Program:
         """The program that runs when a call runs this one: itself; of a region its forward."""
         return self
 
+    @property
+    def artifact(self) -> Built | None:
+        """What was compiled of it; None where it runs without being compiled."""
+        return self.built
+
     def example(self) -> list[torch.Tensor]:
         """Fake tensors of the inputs, for a compiler."""
         return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]

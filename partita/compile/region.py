@@ -24,6 +24,7 @@ from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 from partita.tensor.autocast import without_any_autocast
 
+from .backend.built import Built
 from .capture.shared_results import overlapping_results
 from .captured_program import CapturedProgram
 from .errors import of_anomalies
@@ -173,6 +174,20 @@ class Region(CapturedProgram):
     @property
     def runs(self) -> Program:
         return self.halves.forward
+
+    @property
+    def artifact(self) -> Built | None:
+        halves = [self.halves.forward, *self.halves.backwards.values()]
+        parts = [half.built for half in halves if half.built is not None]
+        if not parts:
+            return None
+        return Built(
+            parts[0].call,
+            all(part.loaded for part in parts),
+            sum(part.seconds for part in parts),
+            self.key,
+            sections=tuple(parts),
+        )
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         halves = {"forward": self.halves.forward}

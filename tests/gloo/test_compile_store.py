@@ -313,3 +313,15 @@ def test_ranks_of_one_process_neither_compile_nor_store(monkeypatch, tmp_path):
         for found, artifact in world.run(run):
             assert torch.equal(found, torch.arange(8.0) * 2 + 1) and artifact is None
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_region_tells_how_its_forward_and_its_backward_were_compiled():
+    region = pt.compile(lambda x: torch.sin(x) * x)
+    x = torch.linspace(0, 1, 7, requires_grad=True)
+    region(x).sum().backward()
+    assert [part.loaded for part in region.artifact.sections] == [False, False]
+    assert not region.artifact.loaded and "2 sections, 2 of them compiled" in str(region.artifact)
+    again = pt.compile(lambda x: torch.sin(x) * x)
+    again(x)
+    assert again.artifact.loaded and again.key == region.key

@@ -26,7 +26,7 @@ from .folder import reading, standing
 from .state import OpenedState, opened
 
 if TYPE_CHECKING:
-    from partita.comm.dcp import Metadata
+    from partita.comm.dcp_reading import Metadata
 
 __all__ = ["load"]
 
@@ -107,7 +107,7 @@ class _Load:
         return None
 
     def _open_folder(self, folder: Path) -> None:
-        from partita.comm.dcp import Reader
+        from partita.comm.dcp_reading import Reader
 
         path = folder / ".metadata"
         content, self._checksums = path.read_bytes(), Checksums.read(folder)
@@ -130,7 +130,7 @@ class _Load:
 
         The values are read already: they are not in the state yet.
         """
-        from partita.comm.dcp import LoadPieces
+        from partita.comm.dcp_reading import LoadPieces
 
         pieces, values, self._emptied = _find_destinations(self._inside, self._reader.metadata)
         planner = self._planner = LoadPieces(pieces, values, self._reader, self._weights_only)
@@ -170,7 +170,7 @@ def _find_destinations(
 
 
 def _describe_stored(stored: Any) -> str:
-    from partita.comm.dcp import TensorStorageMetadata
+    from partita.comm.dcp_reading import TensorStorageMetadata
 
     if isinstance(stored, TensorStorageMetadata):
         return described_tensor(stored.size, stored.properties.dtype)

@@ -23,7 +23,7 @@ from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.spec import spec_of
 
 if TYPE_CHECKING:
-    from partita.comm.dcp import Metadata
+    from partita.comm.dcp_reading import Metadata
 
 __all__ = ["named_parameters_of", "opened_optimizer", "without_wrapper"]
 

@@ -100,7 +100,7 @@ class _Save:
     # -- on every rank ---------------------------------------------------------------------------
 
     def _offer_items(self) -> Any:
-        from partita.comm.dcp import SavePieces, rows_of_plan
+        from partita.comm.dcp_writing import SavePieces, rows_of_plan
 
         if isinstance(self._brought, Exception):
             return self._brought
@@ -111,7 +111,7 @@ class _Save:
         return rows_of_plan(self._plan), staged.paths, self._home
 
     def _write_items(self, kept: list[int], folder: Path) -> Any:
-        from partita.comm.dcp import Writer, rows_of_results
+        from partita.comm.dcp_writing import Writer, rows_of_results
 
         assert isinstance(self._brought, Staged)
         try:
@@ -133,7 +133,7 @@ class _Save:
 
     def _divide_items(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
         """For each rank, which of the items that it offered it is to write, and where."""
-        from partita.comm.dcp import plan_of_rows
+        from partita.comm.dcp_writing import plan_of_rows
 
         homes = sorted({str(home) for _, _, home in brought})
         if len(homes) > 1:
@@ -148,7 +148,7 @@ class _Save:
         ]
 
     def _publish_checkpoint(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
-        from partita.comm.dcp import Writer, results_of_rows
+        from partita.comm.dcp_writing import Writer, results_of_rows
 
         _compare_fingerprints([found for _, found in written])
         assert self._new is not None

@@ -18,7 +18,7 @@ from partita.tensor import DTensor
 from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
 
 if TYPE_CHECKING:
-    from partita.comm.dcp import Metadata
+    from partita.comm.dcp_reading import Metadata
 
 __all__ = ["Leaf", "OpenedState", "Path", "opened", "opened_module"]
 

@@ -25,26 +25,26 @@ from .agreement import (
     is_alone,
     remember_agreed,
 )
+from .autocast_state import Casting, cast_as, casting_now, dtypes_cast_to
 from .capture_barrier import missed_call, roll_call
-from .casting import Casting, cast_as, casting_now, dtypes_cast_to
+from .checkpoint_piece import Piece, Region
 from .checks import ON_CHECK, check_ranks, strict
 from .collective_request import Ask
-from .collectives import look_before_collectives
 from .control_plane import Aside, Decide, Everyone, everyone
 from .dry import DryWire, dry_mesh
 from .groups import GroupWire
-from .handle import MeshHandle
-from .held import Piece, Region
 from .init_rendezvous import LOOPBACK, MEETING, join
 from .ledger import Ledger, Record, ledger, recomputing
+from .mesh_handle import MeshHandle
 from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
 from .messages import message, pack, unpack
-from .padded import Uneven, is_uneven, uneven
+from .move_steps import identity_of_reduction
+from .padded_moves import Uneven, is_uneven, uneven
 from .pending_work import UnderWay
-from .pieces import identity_of_reduction
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
 from .source import call_site, first_instruction, user_line
+from .torch_collectives import look_before_collectives
 from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, torch_mesh
 from .torch_state_dicts import teach_state_dicts
 from .trace import TraceWire, in_place_of, stand_ins

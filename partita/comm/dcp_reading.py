@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .held import Piece, Region
+from .checkpoint_piece import Piece, Region
 
 __all__ = ["MARK", "LoadPieces", "Metadata", "Reader", "TensorStorageMetadata", "chunks"]
 

@@ -12,8 +12,8 @@ from partita.redistribute.cost import BANDWIDTH, LATENCY
 from .collective_request import Ask
 from .cuts import unravel
 from .device import HOST
-from .handle import MeshHandle
 from .ledger import Scope, scope
+from .mesh_handle import MeshHandle
 from .source import user_line
 from .splits import Splits
 from .transport import Axes

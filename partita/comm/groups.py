@@ -18,7 +18,7 @@ from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from .backends.choose import backend_of
 from .capture_barrier import roll_call
 from .collective_request import Ask
-from .control import ControlGroup
+from .control_group import ControlGroup
 from .device import HOST, Device
 from .pending_work import UnderWay, ordered_sum
 from .source import place_of_user, user_line

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 from partita.layout import Fix, LayoutError
 
 from .groups import GroupWire
-from .handle import MeshHandle, find_handle
 from .init_rendezvous import join
+from .mesh_handle import MeshHandle, find_handle
 from .ranks import RankWire, running_wire
 from .source import user_line
 from .trace import in_place_of

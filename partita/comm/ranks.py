@@ -14,13 +14,12 @@ import torch
 from partita.layout import LayoutError, Mesh
 
 from .collective_request import Ask
-from .handle import MeshHandle
 from .ledger import Scope
-from .rendezvous import MeetingCall, Payload
+from .mesh_handle import MeshHandle
 from .splits import Splits
 from .transport import Axes
 from .wire import Wire
-from .world import World, running_rank
+from .world import MeetingCall, Payload, World, running_rank
 
 __all__ = ["RankWire", "World", "ranks", "running_wire"]
 

@@ -4,7 +4,7 @@ A `TraceWire` stands in for a rank's wire while a step is captured. Its collecti
 ones, over groups that have one name on all ranks, and nothing of it knows where the rank is: a
 coordinate is a tensor, an input of the graph. What is different on each rank (a piece that is cut
 out, a share that only the first rank holds) is computed from it. It believes that it is the first
-rank, whose pieces are the largest: those of the others are padded (see `padded`).
+rank, whose pieces are the largest: those of the others are padded (see `padded_moves`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
 
 from .collective_request import Ask
-from .compiled import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, WAIT, all_to_all
 from .cuts import cuts_of, ends_last, is_restack, span
+from .graph_collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, WAIT, all_to_all
 from .groups import GroupWire
 from .ledger import Ledger, Scope
-from .padded import PaddedTransport, is_uneven, padded_step, padding, uneven
-from .pieces import identity_of_reduction, prepare
+from .move_steps import identity_of_reduction, prepare
+from .padded_moves import PaddedTransport, is_uneven, padded_step, padding, uneven
 from .source import user_line
 from .transport import Axes
 from .wire import Wire

@@ -3,7 +3,7 @@ along some axes.
 
 A backend implements five on contiguous memory (process groups in `groups`, ranks of one process in
 `ranks`, none at all in `dry`); here they take any dtype. What a collective is for, a transport does
-not know: that is a move's (`pieces`), and `Wire` lets it happen.
+not know: that is a move's (`move_steps`), and `Wire` lets it happen.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from .checks import refuse_implicit
 from .collective_request import Ask
 from .device import HOST
 from .ledger import Record, Scope, human, scope
+from .move_steps import Step, prepare
 from .pending_work import Done, UnderWay
-from .pieces import Step, prepare
 from .source import user_line
 from .transport import Transport, without_lazy_bits
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import all_gather, all_to_all
 from partita.comm.device import HOST
+from partita.comm.graph_collectives import all_gather, all_to_all
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
 

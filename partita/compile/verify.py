@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import WAIT
+from partita.comm.graph_collectives import WAIT
 from partita.layout import LayoutError
 from partita.tensor.op_facts import facts_of
 

@@ -289,15 +289,15 @@ class DTensor(torch.Tensor):
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from partita.comm import dcp  # it takes half a second
+        from partita.comm.dcp_writing import write_items  # it takes half a second
 
-        return dcp.write_items(fqn, piece_held(self))
+        return write_items(fqn, piece_held(self))
 
     def __create_chunk_list__(self) -> list[Any]:
-        from partita.comm import dcp
+        from partita.comm.dcp_reading import chunks
 
         piece = piece_held(self)
-        return dcp.chunks(piece.region, piece.shape)
+        return chunks(piece.region, piece.shape)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return piece_held(self).local

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import WAIT
+from partita.comm.graph_collectives import WAIT
 
 from ..capture.equal_calls import tensors_in
 from ..graph import is_collective, line_of

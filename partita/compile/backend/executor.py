@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from partita.comm import Ask, UnderWay, Wire
-from partita.comm.compiled import (
+from partita.comm.graph_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

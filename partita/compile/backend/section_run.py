@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import WAIT, all_gather
+from partita.comm.graph_collectives import WAIT, all_gather
 
 from .executor import Groups, Writing, run_with_places
 from .sections import Section, Sections, call_section

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from partita.comm.compiled import WAIT
+from partita.comm.graph_collectives import WAIT
 
 __all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from partita.comm.backends.backend import WayOfSum
-from partita.comm.compiled import (
+from partita.comm.graph_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.compiled import ALL_REDUCE, WAIT
+from partita.comm.graph_collectives import ALL_REDUCE, WAIT
 
 from ..graph import is_collective, nbytes_of
 from ..memory.storages import storages_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from partita.comm.compiled import WAIT
+from partita.comm.graph_collectives import WAIT
 from partita.tensor.op_facts import facts_of
 
 from .gathered import only_moves

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # of its writer's results
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -34,17 +31,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .dcp_reading import MARK, LoadPieces, Metadata, Reader, TensorStorageMetadata, chunks
-from .held import Piece
+from .checkpoint_piece import Piece
+from .dcp_reading import MARK, chunks
 
 __all__ = [
-    "LoadPieces",
-    "Metadata",
-    "Reader",
     "SavePieces",
-    "TensorStorageMetadata",
     "Writer",
-    "chunks",
     "plan_of_rows",
     "results_of_rows",
     "rows_of_plan",

@@ -21,7 +21,7 @@ import torch
 from partita.layout import Layout, LayoutError, Mesh
 
 from .cuts import Cut, Number, cuts_of, ends_last, least, padded_length, places_of, span
-from .pieces import Step, identity_of_reduction
+from .move_steps import Step, identity_of_reduction
 from .source import user_line
 from .splits import Splits
 from .transport import Transport

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as Unseen  # by DTensors, and by regions of remat
 
-from partita.comm import everyone, message
+from partita.comm import control_plane, message
 from partita.parallel.nested_tensors import tensors_in
 from partita.remat import is_recomputing
 
@@ -76,7 +76,7 @@ class NanWatch:
             NanError: names the step, and the first module.
         """
         value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
-        finds = everyone().decide(self._finds, _merge_earliest_finds)
+        finds = control_plane().decide(self._finds, _merge_earliest_finds)
         step = self._steps if step is None else step
         if not math.isfinite(value) or ("backward", "nan") in finds:
             raise NanError(_format_message(value, step, finds))

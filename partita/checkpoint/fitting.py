@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import Everyone, message
+from partita.comm import ControlPlane, message
 from partita.layout import Fix, LayoutError
 
 __all__ = ["NO_TENSOR", "Loaded", "Misfits", "agreed", "described_tensor", "misfits"]
@@ -96,7 +96,7 @@ def misfits(
     return Misfits(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
 
 
-def agreed(ranks: Everyone, found: Misfits | Exception, path: str, line: str) -> Loaded:
+def agreed(ranks: ControlPlane, found: Misfits | Exception, path: str, line: str) -> Loaded:
     """What this rank passes over, if all ranks can load.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Everyone, everyone, message, teach_state_dicts, user_line
+from partita.comm import ControlPlane, control_plane, message, patch_state_dicts, user_line
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.parallel.parameters import held_by, put_memory
@@ -68,7 +68,7 @@ def full_state_dict(
         LayoutError: a parameter is on the meta device.
     """
     refuse_lazy(model, "full_state_dict")
-    keeps = not rank0_only or everyone().rank == 0
+    keeps = not rank0_only or control_plane().rank == 0
     copies = WholeCopies(keeps, device)
     state = {name: copies.of(value, name) for name, value in tensors_of_model(model).items()}
     if optimizer is None:
@@ -153,7 +153,7 @@ def load_full_state_dict(
     Raises:
         LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
     """
-    ranks, line = everyone(), user_line()
+    ranks, line = control_plane(), user_line()
     before = dict(model.named_parameters(remove_duplicate=False))
     give_memory(model)
     if optimizer is not None:
@@ -307,7 +307,7 @@ def tensors_of_model(model: nn.Module) -> dict[str, Any]:
     return {without_wrapper(name): value for name, value in state.items()}
 
 
-def _refuse_different(given: dict[str, Leaf], ranks: Everyone, line: str) -> None:
+def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) -> None:
     """Values are taken for whole, so all ranks must bring the same."""
     sums = {
         name: checksum(leaf.value)
@@ -337,7 +337,9 @@ class _Sender:
         spread = [x for x in tensors_of_model(model).values() if isinstance(x, DTensor)]
         self._wire = spread[0]._spec.wire if spread else None
         here = None if self._wire is None else self._wire.rank
-        self._src, size = everyone().decide(here, lambda told: [(told[0], len(told))] * len(told))
+        self._src, size = control_plane().decide(
+            here, lambda told: [(told[0], len(told))] * len(told)
+        )
         if size > 1 and (self._wire is None or self._wire.mesh.size() != size):
             raise LayoutError(
                 "rank0_only needs a model with a DTensor on a mesh of all ranks",
@@ -422,4 +424,4 @@ class _SpreadTensors:
             give_memory(model)
 
 
-teach_state_dicts(_SpreadTensors())
+patch_state_dicts(_SpreadTensors())

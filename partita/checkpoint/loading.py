@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Piece, everyone, user_line
+from partita.comm import Piece, control_plane, user_line
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
@@ -61,7 +61,7 @@ def load(
             `weights_only=False`. Nothing has been changed. Parameters of one group of an optimizer
             were in several.
     """
-    all_ranks = everyone()
+    all_ranks = control_plane()
     all_ranks.wait()
     line, home = user_line(), Path(os.path.abspath(path))
     with reading(home):

@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from partita.comm import Everyone, Piece, everyone, user_line
+from partita.comm import ControlPlane, Piece, control_plane, user_line
 from partita.comm.device import HOST
 from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
@@ -70,7 +70,7 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         ValueError: something that is no tensor, or of a dtype that the format does not have.
         OSError: the disk; on every rank.
     """
-    ranks, home = everyone(), Path(os.path.abspath(path))
+    ranks, home = control_plane(), Path(os.path.abspath(path))
     tensors = _tensors_by_name(model)
     problem = next((p for name, x in tensors.items() if (p := _find_problem(name, x))), None)
 
@@ -150,7 +150,7 @@ def load_safetensors(
 def _load_files(
     model: nn.Module | Mapping[str, Any], path: Path, strict: bool, held: contextlib.ExitStack
 ) -> Loaded:
-    ranks, line = everyone(), user_line()
+    ranks, line = control_plane(), user_line()
     failed: Exception | None = None
     files = _Files()
     there: dict[str, str] = {}
@@ -182,7 +182,7 @@ class _Files:
     def __init__(self) -> None:
         self._of: dict[str, Any] = {}
 
-    def open(self, path: Path, held: contextlib.ExitStack, ranks: Everyone) -> dict[str, str]:
+    def open(self, path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> dict[str, str]:
         """What there is: by name, `described_tensor`. The ranks share the checking.
 
         Args:

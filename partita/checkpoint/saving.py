@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from partita.comm import Aside, Decide, everyone
+from partita.comm import BackgroundResult, Decide, control_plane
 from partita.layout import Fix, LayoutError
 
 from .checksums import NAME, Checksums, crc_of_file
@@ -46,7 +46,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             rank; a value cannot be saved; there is something at `path` that is no checkpoint.
         OSError: the disk. Whatever the error, every rank raises it, and `path` is as it was.
     """
-    all_ranks = everyone()
+    all_ranks = control_plane()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
     _Save(all_ranks.rank, all_ranks.size, _stage_state(state, None), _make_absolute(path)).run(
@@ -54,7 +54,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     )
 
 
-def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
+def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
     """`save`, of which only the copy to memory happens now; the rest goes on in another thread.
 
     The memory, as much as this rank writes, is kept for the next time and freed by `save`. A save
@@ -65,10 +65,12 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Aside:
         A future: `result()` waits until the checkpoint is there, or raises what `save` would. Call
         it before the process groups are destroyed; an error that nobody asks for is warned of.
     """
-    all_ranks = everyone()
+    all_ranks = control_plane()
     all_ranks.wait()
     brought = _stage_state(state, _memory.setdefault(all_ranks, {}))
-    return all_ranks.aside(_Save(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run)
+    return all_ranks.run_in_background(
+        _Save(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run
+    )
 
 
 def _make_absolute(path: str | os.PathLike[str]) -> Path:
@@ -100,7 +102,7 @@ class _Save:
     # -- on every rank ---------------------------------------------------------------------------
 
     def _offer_items(self) -> Any:
-        from partita.comm.dcp_writing import SavePieces, rows_of_plan
+        from partita.comm.dcp_writing import SavePieces, plan_to_rows
 
         if isinstance(self._brought, Exception):
             return self._brought
@@ -108,10 +110,10 @@ class _Save:
         staged.finish()
         self._planner = SavePieces(staged.pieces, staged.values, staged.paths)
         self._plan = self._planner.create_local_plan()
-        return rows_of_plan(self._plan), staged.paths, self._home
+        return plan_to_rows(self._plan), staged.paths, self._home
 
     def _write_items(self, kept: list[int], folder: Path) -> Any:
-        from partita.comm.dcp_writing import Writer, rows_of_results
+        from partita.comm.dcp_writing import Writer, results_to_rows
 
         assert isinstance(self._brought, Staged)
         try:
@@ -120,7 +122,7 @@ class _Save:
                 folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
                 plan = replace(self._plan, items=[self._plan.items[i] for i in kept])
                 writer = Writer(folder, self._home)
-                rows = rows_of_results(writer.write(plan, self._planner, self._rank))
+                rows = results_to_rows(writer.write(plan, self._planner, self._rank))
                 rows = [
                     [*row, crc]
                     for row, crc in zip(rows, _compute_checksums(folder, rows), strict=True)
@@ -133,12 +135,12 @@ class _Save:
 
     def _divide_items(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
         """For each rank, which of the items that it offered it is to write, and where."""
-        from partita.comm.dcp_writing import plan_of_rows
+        from partita.comm.dcp_writing import plan_from_rows
 
         homes = sorted({str(home) for _, _, home in brought})
         if len(homes) > 1:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
-        offered = [plan_of_rows(rows, paths) for rows, paths, _ in brought]
+        offered = [plan_from_rows(rows, paths) for rows, paths, _ in brought]
         plans, self._metadata = self._planner.create_global_plan(offered)
         self._new = begin(self._home)
         kept = [{item.index for item in plan.items} for plan in plans]
@@ -148,12 +150,12 @@ class _Save:
         ]
 
     def _publish_checkpoint(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
-        from partita.comm.dcp_writing import Writer, results_of_rows
+        from partita.comm.dcp_writing import Writer, results_from_rows
 
         _compare_fingerprints([found for _, found in written])
         assert self._new is not None
         folder = self._new.written
-        results = [results_of_rows([row[:-1] for row in rows]) for rows, _ in written]
+        results = [results_from_rows([row[:-1] for row in rows]) for rows, _ in written]
         Writer(folder, self._home).finish(self._metadata, results)
         _write_checksums(folder, [row for rows, _ in written for row in rows])
         self._new.publish()

@@ -1,15 +1,21 @@
-"""Who carries bytes from rank to rank. The only room that knows of `torch.distributed`.
+"""Communication: what moves bytes between ranks. The only room that knows `torch.distributed`.
 
-In reading order: `collective_request` (what is asked, and why), `transport` (the collectives),
-`wire` (moves on a transport) with `pieces`, `sides`, `cuts`, `splits` and `padded` (what goes
-where), `groups` (process groups), `ranks` with `world` (threads of one process), `dry` (nobody),
-`trace` (nodes of a graph), `ledger` and `source` (what was carried, and for which line), `checks`,
-`agreement` and `messages` (what ranks compare), `control_plane`, `control`, `rendezvous`,
-`capture_barrier`, `waiting`, `deadlock` and `presence` (ranks that wait, or are gone), `meshes`,
-`handle` and `init_rendezvous` (how a job begins), `device` (whatever depends on a kind of device),
-`casting` (how autocast is set), `pending_work`, `compiled`, `backends/`; `dcp`, `dcp_reading`,
-`held`, `torch_dtensors`, `torch_state_dicts` and `collectives` (torch's own); `after_import`
-(modules of torch that are imported late).
+In reading order:
+
+- a move: `collective_request` (why a collective runs), `transport` (the collectives of one rank),
+  `wire` (`carry`: a move on a transport), `move_steps` (each kind of move as a function) with
+  `cuts`, `sides` and `splits` (which elements go where), `pending_work` (moves under way)
+- transports: `groups` (process groups) with `backends/`, `ranks` and `world` (ranks that are
+  threads of one process), `dry` (no peers), `trace` (nodes of a captured graph) with
+  `padded_moves` and `graph_collectives`
+- the record: `ledger`, `source` (the user's line), `checks` (`strict`, `check_ranks`)
+- what ranks compare: `agreement` (text on a mesh) over `control_group`; `control_plane` (values,
+  on all ranks of the job) with `messages`; `capture_barrier`
+- ranks that wait or are gone: `waiting`, `deadlock`, `presence`
+- how a job begins: `init_rendezvous`, `meshes`, `mesh_handle`
+- devices: `device`, `autocast_state`
+- torch's own: `dcp_reading`, `dcp_writing` and `checkpoint_piece` (checkpoints), `torch_dtensors`,
+  `torch_state_dicts`, `torch_collectives`, `after_import`
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,36 +24,46 @@ from .after_import import after_import
 from .agreement import (
     agree,
     agree_first,
-    differing,
     digest_of_text,
     gather_texts,
     is_agreed,
     is_alone,
+    make_disagreement_error,
     remember_agreed,
 )
-from .autocast_state import Casting, cast_as, casting_now, dtypes_cast_to
-from .capture_barrier import missed_call, roll_call
+from .autocast_state import (
+    AutocastState,
+    enabled_autocast_dtypes,
+    read_autocast_state,
+    use_autocast_state,
+)
+from .capture_barrier import explain_failed_collective, wait_for_all_ranks
 from .checkpoint_piece import Piece, Region
 from .checks import ON_CHECK, check_ranks, strict
-from .collective_request import Ask
-from .control_plane import Aside, Decide, Everyone, everyone
+from .collective_request import Request
+from .control_plane import BackgroundResult, ControlPlane, Decide, control_plane
 from .dry import DryWire, dry_mesh
 from .groups import GroupWire
 from .init_rendezvous import LOOPBACK, MEETING, join
 from .ledger import Ledger, Record, ledger, recomputing
 from .mesh_handle import MeshHandle
-from .meshes import init_device_mesh, saved_as, wire_of, wire_saved_as
+from .meshes import describe_saved_mesh, find_saved_wire, init_device_mesh, wire_of
 from .messages import message, pack, unpack
 from .move_steps import identity_of_reduction
 from .padded_moves import Uneven, is_uneven, uneven
-from .pending_work import UnderWay
+from .pending_work import PendingWork
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
 from .source import call_site, first_instruction, user_line
-from .torch_collectives import look_before_collectives
-from .torch_dtensors import local_of_torch, made_of_torch, taken_from_torch, torch_mesh
-from .torch_state_dicts import teach_state_dicts
-from .trace import TraceWire, in_place_of, stand_ins
+from .torch_collectives import inspect_collectives
+from .torch_dtensors import (
+    local_of_torch_dtensor,
+    make_torch_dtensor,
+    read_torch_dtensor,
+    torch_mesh,
+)
+from .torch_state_dicts import patch_state_dicts
+from .trace import TraceWire, active_wire, substitute_wires
 from .waiting import begin_graph, end_graph
 from .wire import Wire
 
@@ -55,70 +71,70 @@ __all__ = [
     "LOOPBACK",
     "MEETING",
     "ON_CHECK",
-    "Aside",
-    "Ask",
-    "Casting",
+    "AutocastState",
+    "BackgroundResult",
+    "ControlPlane",
     "Decide",
     "DeviceMesh",
     "DryWire",
-    "Everyone",
     "GroupWire",
     "Ledger",
     "MeshHandle",
+    "PendingWork",
     "Piece",
     "RankGoneError",
     "Record",
     "Region",
+    "Request",
     "TraceWire",
-    "UnderWay",
     "Uneven",
     "Wire",
     "World",
+    "active_wire",
     "after_import",
     "agree",
     "agree_first",
     "begin_graph",
     "call_site",
-    "cast_as",
-    "casting_now",
     "check_ranks",
-    "differing",
+    "control_plane",
+    "describe_saved_mesh",
     "digest_of_text",
     "dry_mesh",
-    "dtypes_cast_to",
+    "enabled_autocast_dtypes",
     "end_graph",
-    "everyone",
+    "explain_failed_collective",
     "find_ended",
+    "find_saved_wire",
     "first_instruction",
     "gather_texts",
     "identity_of_reduction",
-    "in_place_of",
     "init_device_mesh",
+    "inspect_collectives",
     "is_agreed",
     "is_alone",
     "is_lost",
     "is_uneven",
     "join",
     "ledger",
-    "local_of_torch",
-    "look_before_collectives",
-    "made_of_torch",
+    "local_of_torch_dtensor",
+    "make_disagreement_error",
+    "make_torch_dtensor",
     "message",
-    "missed_call",
     "pack",
+    "patch_state_dicts",
     "ranks",
+    "read_autocast_state",
+    "read_torch_dtensor",
     "recomputing",
     "remember_agreed",
-    "roll_call",
-    "saved_as",
-    "stand_ins",
     "strict",
-    "taken_from_torch",
-    "teach_state_dicts",
+    "substitute_wires",
     "torch_mesh",
     "uneven",
     "unpack",
+    "use_autocast_state",
     "user_line",
+    "wait_for_all_ranks",
     "wire_of",
-    "wire_saved_as",
 ]

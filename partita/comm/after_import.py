@@ -1,6 +1,7 @@
-"""Modules of torch that are imported late: what is to happen once one of them is there.
+"""Import hooks: a function that is called once a module of torch has been imported.
 
-Some take seconds to import, and many programs never need them.
+Some modules of torch take seconds to import, and many programs never need them. What partita
+replaces in such a module is replaced when the program imports it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Agreement of ranks: what must be the same on all ranks of a mesh is compared, and where it is not
-all of them raise one error that names two.
+"""Agreement of ranks: text that must be equal on all ranks of a mesh is compared, and where it is
+not each rank raises one error that names two of them.
 
-Digests travel first, and the texts where digests differ. What a program brings is compared the
-first time that a place of it does so (`agree_first`), and each time under `check_ranks()`: so it
-costs nothing in the steady state.
+    agree("from_local", "f32[8, 16] Shard(0)", wire)
+
+A digest of the text is exchanged first, and the text itself only where digests differ. What a
+program passes is compared the first time that a line of it does so (`agree_first`), and each time
+under `check_ranks()`: in the steady state nothing is sent.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from partita.layout import Fix, LayoutError
 
+from .messages import hash_text
 from .source import call_site, user_line
 from .trace import TraceWire
 from .wire import Wire
@@ -20,11 +22,11 @@ from .wire import Wire
 __all__ = [
     "agree",
     "agree_first",
-    "differing",
     "digest_of_text",
     "gather_texts",
     "is_agreed",
     "is_alone",
+    "make_disagreement_error",
     "remember_agreed",
 ]
 
@@ -38,44 +40,44 @@ def agree(
     reason: str = "a global tensor is one thing, of which each rank has a part",
     fixes: Sequence[Fix] = (),
 ) -> None:
-    """Return if all ranks of the mesh say the same of `what`; raise on all of them if not.
+    """Return if `mine` is equal on all ranks of the mesh; raise on all of them if not.
 
     Args:
         what: names the operation, alike on all ranks: "from_local".
-        mine: what this rank says; of any length.
+        mine: this rank's text, of any length.
         fact: what is wrong where the ranks differ.
         fixes: what helps then.
 
     Raises:
-        LayoutError: with what two of the ranks say.
+        LayoutError: with the texts of two ranks.
     """
     if is_alone(wire):
         return
     why = f"compares {what}"
-    if len(set(wire.exchange(why, _hash_text(mine)))) > 1:
+    if len(set(wire.exchange(why, hash_text(mine)))) > 1:
         texts = [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
-        raise differing(what, texts, fact=fact, reason=reason, fixes=fixes)
+        raise make_disagreement_error(what, texts, fact=fact, reason=reason, fixes=fixes)
 
 
 def agree_first(
-    what: str, mine: str, wire: Wire, *where: object, each: bool = True, **said: object
+    what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: object
 ) -> None:
-    """`agree`, the first time that this place of the program says this, or under `check_ranks()`.
+    """`agree`, the first time that this line of the program passes this, or under `check_ranks()`.
 
     Args:
-        where: which argument it is, where a place has several.
-        each: what the place says for the first time is compared, not only what it says at first.
-        said: as of `agree`.
+        where: which argument it is, where a line has several.
+        each: compare each new text of a line; False: only its first.
+        message: `fact`, `reason` and `fixes`, as of `agree`.
     """
     key = (call_site(), what, *where, mine if each else None)
     if is_agreed(wire, key):
         return
-    agree(what, mine, wire, **said)  # type: ignore[arg-type]
+    agree(what, mine, wire, **message)  # type: ignore[arg-type]
     remember_agreed(wire, key)
 
 
 def is_alone(wire: Wire) -> bool:
-    """Is there nobody to compare with? While a step is captured, what it reads is compared."""
+    """Is there nobody to compare with? Captured steps compare their keys instead."""
     return wire.mesh.size() == 1 or not wire.has_peers or isinstance(wire, TraceWire)
 
 
@@ -85,7 +87,8 @@ def is_agreed(wire: Wire, key: object) -> bool:
 
 
 def remember_agreed(wire: Wire, key: object) -> None:
-    """`is_agreed` from now on; what a program says is bounded by its places, but for shapes."""
+    """Have `is_agreed` return True for `key` from now on."""
+    # A program has few lines, but a line may bring any number of shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
     wire.agreed.add(key)
@@ -99,7 +102,7 @@ def gather_texts(mine: str, wire: Wire) -> list[str]:
     return [row.decode(errors="replace") for row in wire.exchange("compares texts", mine.encode())]
 
 
-def differing(
+def make_disagreement_error(
     what: str,
     texts: Sequence[str],
     *,
@@ -107,7 +110,7 @@ def differing(
     reason: str = "a global tensor is one thing, of which each rank has a part",
     fixes: Sequence[Fix] = (),
 ) -> LayoutError:
-    """What to raise where ranks, in mesh order, say `texts`, of which two differ."""
+    """The error for the `texts` of all ranks, in mesh order, of which two differ."""
     rank = next(i for i, text in enumerate(texts) if text != texts[0])
     return LayoutError(
         f"{what}: {fact}",
@@ -120,8 +123,4 @@ def differing(
 
 def digest_of_text(text: str) -> int:
     """63 bits that are the same in every process."""
-    return int.from_bytes(_hash_text(text)[:8], "big") >> 1
-
-
-def _hash_text(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(hash_text(text)[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""Casting: for which devices autocast is on, and to which dtypes."""
+"""Autocast state: for which devices autocast is on, and to which dtypes it casts."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import torch
 
 from .device import kinds_that_cast
 
-__all__ = ["Casting", "cast_as", "casting_now", "dtypes_cast_to"]
+__all__ = ["AutocastState", "enabled_autocast_dtypes", "read_autocast_state", "use_autocast_state"]
 
-Casting = tuple[tuple[str, bool, torch.dtype], ...]
-"""For each kind of device: is autocast on, and to which dtype would it cast?"""
+AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each kind of device: (its type, is autocast on, the dtype that it casts to)."""
 
 
-def casting_now() -> Casting:
-    """How autocast is set in this thread."""
+def read_autocast_state() -> AutocastState:
+    """The state of autocast in this thread."""
     return tuple(
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds_that_cast()
     )
 
 
-def dtypes_cast_to(casting: Casting) -> tuple[torch.dtype, ...]:
-    """The dtypes of those devices for which it is on."""
-    return tuple(dtype for _, enabled, dtype in casting if enabled)
+def enabled_autocast_dtypes(state: AutocastState) -> tuple[torch.dtype, ...]:
+    """The dtypes of the devices for which autocast is on."""
+    return tuple(dtype for _, enabled, dtype in state if enabled)
 
 
 @contextmanager
-def cast_as(casting: Casting, *, cache: bool | None = None) -> Iterator[None]:
-    """Within, autocast is set so; afterwards as it was.
+def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> Iterator[None]:
+    """Within, autocast is in `state`; afterwards as it was before.
 
     Args:
-        cache: does it keep what it has cast? None: as outside.
+        cache: does autocast keep what it has cast? None: as outside.
     """
-    kept = torch.is_autocast_cache_enabled()
+    cache_was_on = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:
-        stack.callback(torch.set_autocast_cache_enabled, kept)
-        torch.set_autocast_cache_enabled(kept if cache is None else cache)
-        for kind, enabled, dtype in casting:
+        stack.callback(torch.set_autocast_cache_enabled, cache_was_on)
+        torch.set_autocast_cache_enabled(cache_was_on if cache is None else cache)
+        for kind, enabled, dtype in state:
             if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         yield

@@ -1,10 +1,10 @@
-"""The capture barrier.
+"""The capture barrier: a rank waits until all ranks of a mesh have come, though some may be in
+collectives that the others know nothing of.
 
-Do all ranks come to this point, when some may be at collectives that the others know nothing of?
-
-Asked through the job's store and not by a collective, which one of another kind could answer.
-A rank that stays away says nothing, so the others wait for as long as the job waits for a rank;
-what they wait for they leave in the store, where a rank finds it whose own collective fails.
+Each rank writes a key to the job's store and looks for those of the others. A collective would not
+do: one of another kind could answer it. A rank that stays away writes nothing, so the others wait
+for as long as the job's timeout. What they wait for stands in the store meanwhile, where a rank
+whose own collective fails finds the reason (`explain_failed_collective`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from partita.layout import Fix, LayoutError
 
 from .deadlock import verdict_of_others
-from .presence import find_ended, lost_rank, named, rank_gone
+from .presence import find_ended, format_ranks, make_lost_rank_error, make_rank_gone_error
 from .source import user_line
 from .wire import Wire
 
-__all__ = ["missed_call", "roll_call"]
+__all__ = ["explain_failed_collective", "wait_for_all_ranks"]
 
 PATIENCE = 20.0
-"""Seconds after which a rank that waits says so."""
+"""Seconds after which a rank that waits warns."""
 _LOOK = 0.002, 0.1  # seconds between two looks into the store: at first, and at most
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _ONE_WAY = Fix(
@@ -35,8 +35,8 @@ _ONE_WAY = Fix(
 )
 
 
-def roll_call(wire: Wire, why: str) -> None:
-    """Return when all ranks of the mesh have come, each for as many-eth time.
+def wait_for_all_ranks(wire: Wire, why: str) -> None:
+    """Return when all ranks of the mesh have made this call as often as this rank.
 
     Args:
         why: what this rank comes for, for the others to read.
@@ -58,26 +58,26 @@ def roll_call(wire: Wire, why: str) -> None:
         waited = time.monotonic() - begun
         if waited > store.timeout.total_seconds():
             raise LayoutError(
-                f"rank {me} waited {waited:.0f} s for {named(away)}",
+                f"rank {me} waited {waited:.0f} s for {format_ranks(away)}",
                 place=user_line(),
                 operands=(f"rank {me}  {why}",),
                 reason="the others go on without it, or have ended",
                 fixes=(_ONE_WAY,),
             )
         if nap == _LOOK[1] and (ended := find_ended(away)):
-            raise rank_gone(ended, why)
+            raise make_rank_gone_error(ended, why)
         if waited > PATIENCE and not warned:
             warned = True
-            warnings.warn(f"rank {me} {why}; {named(away)} has not come yet", stacklevel=2)
+            warnings.warn(f"rank {me} {why}; {format_ranks(away)} has not come yet", stacklevel=2)
         time.sleep(nap)
         nap = min(2 * nap, _LOOK[1])
     if number > 1:
         store.delete_key(_key_of_rank(number - 1, me))
 
 
-def missed_call(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """What to raise for `failure` of a collective of this rank: others wait at a roll call, or have
-    found that ranks wait for one another, or one is gone. None where none of this is so."""
+def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
+    """The error that tells why a collective of this rank failed, with `failure`: other ranks wait
+    at the barrier, or have found a deadlock, or a rank is gone. None where none of this is so."""
     group = wire.group_of_all()
     if group is None:
         return None
@@ -96,7 +96,7 @@ def missed_call(wire: Wire, failure: RuntimeError) -> LayoutError | None:
                     reason=f"rank {me} runs what it has captured",
                     fixes=(_ONE_WAY,),
                 )
-    return lost_rank(failure, "runs what it has captured", ranks)
+    return make_lost_rank_error(failure, "runs what it has captured", ranks)
 
 
 def _key_of_rank(number: int, rank: int) -> str:

@@ -1,6 +1,6 @@
-"""Pieces held for a checkpoint: what does one rank hold of a named tensor of a checkpoint?
+"""Checkpoint pieces: what one rank holds of a named tensor of a checkpoint.
 
-Apart from `dcp`, which takes a second to import: saving asks this while training waits.
+Apart from `dcp_writing`, which takes a second to import: saving makes these while training waits.
 """
 
 from __future__ import annotations

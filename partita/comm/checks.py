@@ -1,4 +1,6 @@
-"""Checks of moves: is this move allowed, and do all ranks ask for the same one?"""
+"""Checks of moves: `strict()` refuses moves that nobody asked for, `check_ranks()` compares what
+ranks are about to do.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .source import user_line
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-__all__ = ["ON_CHECK", "Check", "check_ranks", "listening", "refuse_implicit", "strict"]
+__all__ = ["ON_CHECK", "Check", "check_ranks", "enter_check_hooks", "refuse_implicit", "strict"]
 
 
 @contextmanager
@@ -73,9 +75,9 @@ class Check:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        # Those used inside, which the end of the region compares.
+        # Wires that were used inside: leaving the region is compared on each.
         self.wires: dict[int, Exchanging] = {}
-        self.broken = False  # ranks have parted: whoever would still wait for another would hang
+        self.broken = False  # a comparison has failed: to wait for another rank again would hang
 
     def compare(self, wire: Exchanging, text: str) -> None:
         """Raise on every rank of the mesh, naming two that differ, unless all say `text`."""
@@ -88,12 +90,13 @@ class Check:
 
 
 ON_CHECK: list[Callable[[], AbstractContextManager[Any]]] = []
-"""What else is entered with `check_ranks()`: the tensors' room compares numbers given to ops."""
+"""Context managers that `check_ranks()` enters too. `tensor/number_check` adds the comparison of
+numbers that are given to ops."""
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Within, this thread compares what `ON_CHECK` compares."""
+def enter_check_hooks() -> Iterator[None]:
+    """Within, all of `ON_CHECK` is entered, for this thread."""
     with ExitStack() as entered:
         for enter in ON_CHECK:
             entered.enter_context(enter())
@@ -118,7 +121,7 @@ def check_ranks(timeout: float = 60.0) -> Iterator[None]:
     before, check = here.check, Check(timeout)
     here.set(check=check)
     try:
-        with listening():
+        with enter_check_hooks():
             yield
     except BaseException as error:
         here.set(check=before)

@@ -1,4 +1,4 @@
-"""Why a collective runs: what ranks compare and what errors print."""
+"""Requests of collectives: why one runs, for the comparison of ranks and for errors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-__all__ = ["Ask"]
+__all__ = ["Request"]
 
 
-class Ask(NamedTuple):
-    """Why a collective runs."""
+class Request(NamedTuple):
+    """Why a collective runs.
+
+    Attributes:
+        kind: of the collective, or what is compared: "all_gather", "gather_ints".
+        move: that it is a part of; None where it serves a comparison of ranks.
+        op: that needs the move, "matmul".
+    """
 
     kind: str
     move: Move | None

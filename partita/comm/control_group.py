@@ -1,13 +1,13 @@
-"""The control group of a mesh: a group of all its ranks, apart from those that carry tensors,
-on which ranks compare what they do and read values.
+"""The control group of a mesh: a process group of all its ranks, apart from those that carry
+tensors, on which ranks compare what they do and read values.
 
-A message on it says for what it comes, so it can meet no message of another kind, and no tensor: a
-rank that comes alone waits there, and the ranks that are elsewhere are named (`deadlock`).
+Each message begins with a digest of its reason, so it cannot be taken for a message of another
+kind, nor for a tensor. A rank that comes alone waits, and the ranks that are elsewhere are named
+(`deadlock`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,59 +18,60 @@ from partita.layout import Fix, LayoutError
 
 from .backends.control import rendezvous_group
 from .deadlock import BEGUN, Need
-from .presence import describe_process, lost_rank, remember_processes
+from .messages import hash_text
+from .presence import describe_process, make_lost_rank_error, remember_processes
 from .source import user_line
 from .waiting import SLICE, timeout_of_job, wait_longer
 
 __all__ = ["ControlGroup"]
 
 _HEAD = struct.Struct("<8sq")
-"""Why a rank comes, as a digest, and how many bytes it brings."""
+"""The digest of the reason, and the length of the payload in bytes."""
 _SLICE = timedelta(seconds=SLICE)
 _INLINE = 112
-"""Bytes that travel in the message that says why a rank comes; more of them need a second one."""
+"""Bytes of the payload that fit in the first message; a longer payload takes a second one."""
 _MESSAGE = _HEAD.size + _INLINE
 
 
 class ControlGroup:
     """One rank's end of the control group of a mesh of more than one rank.
 
-    Made by all ranks together: by `init_device_mesh`, or where they first come to an exchange.
+    All ranks make it together: in `init_device_mesh`, or at their first exchange.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]):
         """Args:
-        name: the same on all ranks of the mesh, and no other mesh's.
-        ranks: of the mesh, in its order, as the job numbers them.
+        name: equal on all ranks of the mesh, and of no other mesh.
+        ranks: of the mesh, in mesh order, by their numbers in the job.
         """
         self._name, self._ranks = f"partita/control/{name}", list(ranks)
         why = "makes the control group of a mesh"
         try:
             self._group = rendezvous_group(self._name, self._ranks, timeout_of_job())
         except RuntimeError as error:
-            if (gone := lost_rank(error, _append_user_line(why), self._ranks)) is None:
+            if (gone := make_lost_rank_error(error, _append_user_line(why), self._ranks)) is None:
                 raise
             raise gone from error
         BEGUN[self._name] = 0
-        # One that left now would break off the connections that slower ranks have yet to accept.
+        # A rank that ended now would close connections that slower ranks have yet to accept.
         remember_processes(self._ranks, self.exchange(why, describe_process()))
 
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
     ) -> list[bytes]:
-        """What every rank of the mesh brings, in mesh order; each comes for the same reason.
+        """Every rank's payload `mine`, in mesh order, if all ranks come for the same reason.
 
         Args:
-            why: what the ranks must come for alike: "compares from_local".
+            why: the reason, which must be equal on all ranks: "compares from_local".
             deadline: seconds to wait for ranks of which nothing is known; by default the timeout of
                 `init_process_group`.
-            place: a line at which all must be, where that matters.
+            place: the line at which all must be, where that matters.
 
         Raises:
-            LayoutError: on all ranks, naming two that come for different reasons, or whoever does
-                not come.
+            LayoutError: on all ranks, naming two with different reasons, or the ranks that do not
+                come.
         """
-        head = _HEAD.pack(_hash_text(why + place), len(mine))
+        head = _HEAD.pack(hash_text(why + place, 8), len(mine))
         rows = self._gather((head + mine).ljust(_MESSAGE)[:_MESSAGE], why, deadline)
         heads = [_HEAD.unpack_from(row) for row in rows]
         if any(digest != heads[0][0] for digest, _ in heads):
@@ -97,7 +98,7 @@ class ControlGroup:
         return [out[i].numpy().tobytes() for i in range(len(self._ranks))]
 
     def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
-        """What to raise where ranks come for different reasons; all of them come here."""
+        """The error where ranks come for different reasons; all ranks make this call."""
         mine = _append_user_line(why).encode()
         lengths = self._gather(struct.pack("<q", len(mine)), why, deadline)
         longest = max(struct.unpack("<q", n)[0] for n in lengths)
@@ -117,9 +118,5 @@ class ControlGroup:
 
 
 def _append_user_line(why: str) -> str:
-    """What a rank comes for, and the user's line."""
+    """The reason with the user's line: "compares from_local, at train.py:10"."""
     return f"{why}, at {user_line() or 'no line'}"
-
-
-def _hash_text(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -1,9 +1,10 @@
-"""The control plane.
+"""The control plane: all ranks of the job decide on something that is no tensor of the program.
 
-How do all ranks of the job agree on something that is no tensor of the program?
+Every rank brings a value to `decide`; rank 0 sees all of them and answers each rank. An error that
+any rank brings, or that the answer raises, is raised by all. The ranks are those of the process
+groups, those of a `pt.ranks` world, or this process alone.
 
-Rank 0 sees what every rank brings and answers each; an error of any of them is raised by all. The
-ranks are those of the process groups, of `pt.ranks`, or this process alone.
+    paths = control_plane().decide(mine, lambda brought: [brought[0]] * len(brought))
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from partita.layout import LayoutError
 
 from .backends.control import world_group
 from .messages import message, pack, unpack
-from .presence import lost_rank
+from .presence import make_lost_rank_error
 from .ranks import RankWire, running_wire
 
-__all__ = ["Aside", "Decide", "Everyone", "everyone"]
+__all__ = ["BackgroundResult", "ControlPlane", "Decide", "control_plane"]
 
 Answer = Callable[[list[Any]], Sequence[Any]]
 Decide = Callable[[Any, Answer], Any]
 PATIENCE = 1800.0  # seconds that a rank's thread waits for those of other ranks of one process
 
 
-class Aside(Future[Any]):
-    """The outcome of work that goes on beside the program: `result()`, `done()`, `exception()`.
+class BackgroundResult(Future[Any]):
+    """The result of work in a background thread: `result()`, `done()`, `exception()`.
 
     An error that nobody asks for is warned of when the object is dropped.
     """
@@ -60,7 +61,7 @@ class Aside(Future[Any]):
             warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
-class Everyone:
+class ControlPlane:
     """All ranks of the job, as one of them sees it.
 
     Attributes:
@@ -72,11 +73,11 @@ class Everyone:
     size = 1
 
     def __init__(self) -> None:
-        self._aside: Aside | None = None
-        self._worker: tuple[int, ThreadPoolExecutor] | None = None  # of which process, and it
+        self._background: BackgroundResult | None = None
+        self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, mine: Any, answer: Answer) -> Any:
-        """Rank 0's answer to what all ranks bring. Every rank calls this.
+        """Return rank 0's answer to what all ranks bring. Every rank calls this.
 
         Args:
             mine: what this rank brings, or an exception where it has failed.
@@ -89,15 +90,15 @@ class Everyone:
         self.wait()
         return _unwrap_outcome(self._decide(mine, answer))
 
-    def aside(self, run: Callable[[Decide], Any]) -> Aside:
+    def run_in_background(self, run: Callable[[Decide], Any]) -> BackgroundResult:
         """Start `run(decide)` in another thread of every rank, after the last one has ended.
 
         Every rank calls this. Within `run`, only the given `decide` reaches the other ranks.
-        The thread is the same each time: to start a new one is to wait until it has run.
+        One thread serves all calls: starting a new one would wait until it runs.
         """
         self.wait()
-        decide = self._decide_aside()
-        self._aside = outcome = Aside()
+        decide = self._background_decide()
+        self._background = outcome = BackgroundResult()
         if self._worker is None or self._worker[0] != os.getpid():
             name = f"partita, beside rank {self.rank}"
             self._worker = os.getpid(), ThreadPoolExecutor(1, name)
@@ -107,30 +108,33 @@ class Everyone:
             lambda mine, answer: _unwrap_outcome(decide(mine, answer)),
             [outcome],
         )
-        self._all_have_started()
+        self._wait_until_all_started()
         return outcome
 
     def wait(self) -> None:
-        """Until what was started aside has ended on this rank."""
-        if self._aside is not None:
-            wait([self._aside])
-            self._aside = None
+        """Wait until what was started in the background has ended on this rank."""
+        if self._background is not None:
+            wait([self._background])
+            self._background = None
 
-    # -- what differs ----------------------------------------------------------------------------
+    # -- what subclasses override ------------------------------------------------------------------
 
     def _decide(self, mine: Any, answer: Answer) -> Any:
         return _compute_outcomes([mine], answer)[0]
 
-    def _decide_aside(self) -> Decide:
+    def _background_decide(self) -> Decide:
         return self._decide
 
-    def _all_have_started(self) -> None:
-        """A rank may now block until its thread ends, though ranks take turns."""
+    def _wait_until_all_started(self) -> None:
+        """From now on a rank may block until its thread ends, though in-process ranks take
+        turns."""
 
 
-def _run_into_future(run: Callable[[Decide], Any], decide: Decide, outcomes: list[Aside]) -> None:
-    # An error's traceback has this frame and its callers', none of which must have the error.
-    outcome: Aside | None = outcomes.pop()
+def _run_into_future(
+    run: Callable[[Decide], Any], decide: Decide, outcomes: list[BackgroundResult]
+) -> None:
+    # An error's traceback holds this frame and its callers', none of which may hold the error.
+    outcome: BackgroundResult | None = outcomes.pop()
     assert outcome is not None
     try:
         with torch.no_grad():
@@ -142,7 +146,7 @@ def _run_into_future(run: Callable[[Decide], Any], decide: Decide, outcomes: lis
         outcome.set_result(result)
 
 
-class _OfGroups(Everyone):
+class _OfGroups(ControlPlane):
     """The ranks of the default process group, over a group of their own.
 
     Of its own, so that a thread may use it while the program's collectives run.
@@ -151,12 +155,12 @@ class _OfGroups(Everyone):
     def __init__(self) -> None:
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Groups are torch's to keep: one that lived on would hold its threads until the very end.
+        # Weak, since torch owns its groups: one kept alive would hold its threads until the end.
         self._world = weakref.ref(dist.group.WORLD)
         self._group = weakref.ref(world_group())
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """Are the process groups still those for which this was made?"""
         return self._world() is dist.group.WORLD
 
@@ -171,7 +175,9 @@ class _OfGroups(Everyone):
                 answers = _all_packed(_compute_outcomes(list(map(unpack, brought)), answer))
             got = unpack(self._scatter_bytes_from_first(group, answers))
         except RuntimeError as error:  # of the group: `answer`'s own are outcomes
-            if (gone := lost_rank(error, "agrees with all ranks", range(self.size))) is None:
+            if (
+                gone := make_lost_rank_error(error, "agrees with all ranks", range(self.size))
+            ) is None:
                 raise
             raise gone from error
         if isinstance(got, _Failed) and got.rank == self.rank:
@@ -179,11 +185,11 @@ class _OfGroups(Everyone):
             got.error = mine  # of its own class, and with its traceback
         return got
 
-    # What ranks bring differs in length, which is told first. Not torch's own way of sending
-    # objects: that would unpickle whatever comes.
+    # Payloads differ in length, so lengths are sent first. Not `gather_object`: it would unpickle
+    # whatever comes.
 
     def _gather_bytes_to_first(self, group: Any, mine: bytes) -> list[bytes] | None:
-        """On rank 0 what every rank brings; None on the others."""
+        """Every rank's bytes on rank 0; None on the others."""
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
         longest = max(map(int, sizes))
@@ -196,8 +202,8 @@ class _OfGroups(Everyone):
         return [_bytes_of(r, int(n)) for r, n in zip(rows, sizes, strict=True)]
 
     def _scatter_bytes_from_first(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
-        """On every rank what rank 0 has for it."""
-        size, rows = torch.empty(2, dtype=torch.int64), None  # of its own, and of the longest
+        """The bytes that rank 0 has for this rank."""
+        size, rows = torch.empty(2, dtype=torch.int64), None  # (own length, the longest)
         if all_of_them is not None:
             lengths = list(map(len, all_of_them))
             rows = [torch.tensor([n, max(lengths)]) for n in lengths]
@@ -232,7 +238,7 @@ def _bytes_of(row: torch.Tensor, length: int) -> bytes:
     return ctypes.string_at(row.data_ptr(), length)
 
 
-class _OfOneProcess(Everyone):
+class _OfOneProcess(ControlPlane):
     """The ranks of a running `pt.ranks` world."""
 
     def __init__(self, wire: RankWire):
@@ -242,16 +248,16 @@ class _OfOneProcess(Everyone):
     def _decide(self, mine: Any, answer: Answer) -> Any:
         return self._wire.together(mine, lambda brought: _compute_outcomes(brought, answer))
 
-    def _decide_aside(self) -> Decide:
+    def _background_decide(self) -> Decide:
         board: _Board = self.decide(None, lambda brought: [_Board(self.size)] * self.size)
         return lambda mine, answer: board.decide(self.rank, mine, answer)
 
-    def _all_have_started(self) -> None:
+    def _wait_until_all_started(self) -> None:
         self._decide(None, lambda brought: brought)
 
 
 class _Board:
-    """Where threads that stand beside the ranks of one process meet."""
+    """Where the background threads of in-process ranks meet."""
 
     def __init__(self, size: int):
         self._brought: list[Any] = [None] * size
@@ -277,7 +283,7 @@ class _Board:
 @message
 @dataclass(eq=False)
 class _Failed:
-    """An error on its way to all ranks; `rank` has raised it, or where None, what all agreed on."""
+    """An error on its way to all ranks, which `rank` raised; None: the answer raised it."""
 
     error: BaseException
     rank: int | None = None
@@ -304,24 +310,24 @@ def _unwrap_outcome(outcome: Any) -> Any:
     return outcome
 
 
-# -- who is everyone here --------------------------------------------------------------------------
+# -- the control plane of this code ----------------------------------------------------------------
 
-_alone = Everyone()
+_alone = ControlPlane()
 _of_groups: _OfGroups | None = None
 
 
-def everyone() -> Everyone:
-    """All ranks of the job that this code runs in. The first time, every rank must call it."""
+def control_plane() -> ControlPlane:
+    """The control plane of the job that this code runs in. At first all ranks must call it."""
     global _of_groups
     wire = running_wire()
     if wire is not None:
-        found: Everyone = wire.__dict__.setdefault("everyone", None) or _OfOneProcess(wire)
-        wire.__dict__["everyone"] = found
+        found: ControlPlane = wire.__dict__.setdefault("control_plane", None) or _OfOneProcess(wire)
+        wire.__dict__["control_plane"] = found
         return found
     if not (dist.is_available() and dist.is_initialized()):
         return _alone
     if dist.get_backend() == "fake":
         raise LayoutError("the ranks of the fake backend cannot agree: there is only this one")
-    if _of_groups is None or not _of_groups.stands:
+    if _of_groups is None or not _of_groups.is_current:
         _of_groups = _OfGroups()
     return _of_groups

@@ -1,10 +1,9 @@
-"""Cuts: the dimensions that a move cuts into pieces or puts together, and where the pieces are.
+"""Cuts: the dimensions that a move divides into pieces or joins, and where the pieces lie.
 
-The pieces of a dimension are found by arithmetic on the sizes of the axes that cut it, never by
-asking each rank: all full pieces come first (as `torch.chunk` has it), so that along each axis they
-are a run of equal pieces at equal distances, then at most one that is shorter, then empty ones. A
-`PieceBlock` is what such runs of all dimensions make together: one strided view of a tensor,
-however many ranks there are.
+Pieces are found by arithmetic on the sizes of the axes, never by asking each rank: all full pieces
+come first (as `torch.chunk` has it), so that along each axis they are a run of equal pieces at
+equal distances, then at most one that is shorter, then empty ones. A `PieceBlock` is the product of
+such runs over all dimensions: one strided view of a tensor, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ __all__ = [
     "Cut",
     "Number",
     "PieceBlock",
-    "blocks_of",
-    "cuts_of",
+    "contiguous_strides",
     "ends_last",
+    "find_cuts",
+    "find_piece_blocks",
     "has_empty",
     "is_restack",
     "least",
-    "no_such_move",
+    "make_no_such_move_error",
     "padded_length",
     "places_of",
     "span",
@@ -45,15 +45,15 @@ Number = Any
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension that a move changes: which of its axes stay, and which go or come.
+    """A dimension that a move changes: which axes go on splitting it, and which begin or cease to.
 
     Only axes of more than one rank are named.
 
     Attributes:
-        size: global.
+        dim, size: the dimension, and its global size.
         outer: the axes that split it before and after, outermost first.
-        inner: those that split each of its pieces on one side of the move only.
-        outer_parts, parts: how many ranks are along each of them.
+        inner: the axes that split it further on one side of the move.
+        outer_parts, parts: the number of ranks along each axis of `outer`, of `inner`.
     """
 
     dim: int
@@ -73,22 +73,22 @@ class Cut:
         return padded_length(self.size, self.outer_parts + self.parts)
 
     def length_at(self, mesh: Mesh, at: Coordinate) -> int:
-        """How much of it, before `inner` cuts that, the rank at `at` has."""
+        """The elements that the rank at `at` has of it where only `outer` splits it."""
         length = self.size
         for axis, n in zip(self.outer, self.outer_parts, strict=True):
             length = chunk(length, n, at[mesh.index(axis)])[1]
         return length
 
 
-def cuts_of(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
-    """The dimensions that `move` puts together, and those that it cuts.
+def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
+    """The dimensions whose pieces `move` joins, and those that it divides.
 
     Raises:
-        LayoutError: one move of its kind cannot make what it is to make.
+        LayoutError: one move of its kind cannot lead from `before` to `after`.
     """
-    gone = _cut_further(move.before, move.after, mesh)
-    come = _cut_further(move.after, move.before, mesh)
-    leave, enter = ({a for cut in cuts for a in cut.inner} for cuts in (gone, come))
+    joined = _cut_further(move.before, move.after, mesh)
+    divided = _cut_further(move.after, move.before, mesh)
+    leave, enter = ({a for cut in cuts for a in cut.inner} for cuts in (joined, divided))
     moved = {a for a in move.axes if mesh.size(a) > 1}
     fits = {
         "all_gather": leave == moved and not enter,
@@ -98,18 +98,20 @@ def cuts_of(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
         "all_to_all": leave == enter <= moved,
     }
     if move.before.shape != move.after.shape or not fits[move.kind]:
-        raise no_such_move(move)
-    return gone, come
+        raise make_no_such_move_error(move)
+    return joined, divided
 
 
-def is_restack(gone: Sequence[Cut], come: Sequence[Cut], axes: Sequence[str], mesh: Mesh) -> bool:
+def is_restack(
+    joined: Sequence[Cut], divided: Sequence[Cut], axes: Sequence[str], mesh: Mesh
+) -> bool:
     """Does an all_to_all over `axes` change which axes cut a dimension, or in which order they do?
 
-    Then the pieces that two ranks have in common are no grid.
+    Then the overlaps of two ranks' pieces form no grid.
     """
     moved = {a for a in axes if mesh.size(a) > 1}
-    both = {cut.dim for cut in gone} & {cut.dim for cut in come}
-    return bool(both) or {a for cut in gone for a in cut.inner} != moved
+    both = {cut.dim for cut in joined} & {cut.dim for cut in divided}
+    return bool(both) or {a for cut in joined for a in cut.inner} != moved
 
 
 def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
@@ -129,7 +131,7 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
     return found
 
 
-def no_such_move(move: Move) -> LayoutError:
+def make_no_such_move_error(move: Move) -> LayoutError:
     return LayoutError(
         f"one {move.kind} over {' '.join(move.axes)} cannot make "
         f"{move.after.brief()} of {move.before.brief()}",
@@ -141,7 +143,8 @@ def no_such_move(move: Move) -> LayoutError:
 
 
 def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tuple[Number, Number]:
-    """`(start, length)` of the piece at `places` of what is cut into `parts`, one after another."""
+    """`(start, length)` of the piece at `places`, where `length` elements are cut into `parts[0]`
+    pieces, each of these into `parts[1]`, and so on."""
     start: Number = 0
     for n, place in zip(parts, places, strict=True):
         step = _ceil_div(length, n)
@@ -152,7 +155,8 @@ def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tupl
 
 
 def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Number], Number]:
-    """Which pieces the elements `at` are in, by axis, and where in them: `span` the other way.
+    """The inverse of `span`: the place on each axis of the piece that the elements `at` are in, and
+    where in it they are.
 
     Args:
         at: indices from 0 to `length`.
@@ -178,6 +182,11 @@ def unravel(i: int, sizes: Sequence[int]) -> list[int]:
     return places[::-1]
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch has them: an empty dimension counts as one."""
+    return tuple(math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape)))
+
+
 def padded_length(size: int, parts: Sequence[int]) -> int:
     """The elements of the first piece."""
     for n in parts:
@@ -186,12 +195,12 @@ def padded_length(size: int, parts: Sequence[int]) -> int:
 
 
 def ends_last(size: int, parts: Sequence[int]) -> bool:
-    """Is all padding behind all data when the padded pieces stand in a row?"""
+    """Is all padding behind all data where the padded pieces stand end to end?"""
     return _in_row(size, tuple(parts), padded_length(size, parts))
 
 
 def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
-    """Does each piece begin where as many pieces of `step` end, or at the end of all?"""
+    """Does piece i begin at `i * step`, or at the end of the data?"""
     if not parts or not length:
         return True
     outer = -(-length // parts[0])
@@ -207,7 +216,7 @@ def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
 
 
 def has_empty(size: int, parts: Sequence[int]) -> bool:
-    """Is any piece of what is cut into `parts`, one after another, empty?"""
+    """Is any piece empty, where `size` elements are cut into `parts` as in `span`?"""
     if not parts or not size:
         return not size
     step = -(-size // parts[0])
@@ -244,7 +253,7 @@ class _PieceRun:
 
 
 def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
-    """All pieces that are not empty: at most two runs for each axis."""
+    """All pieces that are not empty, as at most two runs for each axis."""
     if not length:
         return
     if not parts:
@@ -268,10 +277,10 @@ class PieceBlock:
     """The pieces, all of one shape, that some ranks hold of what one rank holds.
 
     Attributes:
-        first, counts: along each axis, in the order of the grid of ranks, which they are.
-        dims, steps: for each axis the dimension in which they lie, and how far from each other.
-        start: where the first one begins, for each dimension.
-        piece: the shape of each.
+        first, counts: for each axis of the grid of ranks: the first rank, and how many ranks.
+        dims, steps: for each axis: the dimension that it cuts, and the distance of two pieces.
+        start: for each dimension, where the first piece begins.
+        piece: the shape of each piece.
     """
 
     first: tuple[int, ...]
@@ -291,7 +300,7 @@ class PieceBlock:
         return (*outer, *strides), sum(map(int.__mul__, self.start, strides))
 
 
-def blocks_of(
+def find_piece_blocks(
     cuts: Sequence[Cut], lengths: Sequence[int], shape: Sequence[int], grid: Sequence[str]
 ) -> list[PieceBlock]:
     """The pieces of a tensor of `shape` for each rank of `grid`, but for empty ones.

@@ -1,8 +1,8 @@
-"""Reading checkpoints of torch (`torch.distributed.checkpoint`): all of one, and no code of it.
+"""The reader of torch's checkpoint format (`torch.distributed.checkpoint`), which never runs code.
 
-torch's reader and planner do the work. What they would take as it comes is looked at first: that
-the metadata is made of nothing but metadata, that its chunks cover what is to be read, that each is
-in a file of the folder.
+torch's own reader and planner read. What they would trust is checked first: the metadata unpickles
+to nothing but metadata, its chunks cover each piece that is to be read, and each chunk lies in a
+file of the folder.
 
 Imported where it is used: torch.distributed.checkpoint takes a second.
 """
@@ -33,7 +33,7 @@ from .checkpoint_piece import Piece, Region
 __all__ = ["MARK", "LoadPieces", "Metadata", "Reader", "TensorStorageMetadata", "chunks"]
 
 MARK = "partita-"
-"""With which the `save_id` of a checkpoint begins that has checksums beside it."""
+"""The prefix of the `save_id` of checkpoints that have a file of checksums."""
 
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
@@ -48,8 +48,8 @@ class LoadPieces(DefaultLoadPlanner):
     """Plans the reading of named pieces, in place, and of values.
 
     Attributes:
-        values: after reading, what was read under the names that were asked for.
-        trial: whether tensors are read and dropped, to see whether they can be.
+        values: the values that were read, by name.
+        trial: read tensors and drop them, to see whether they can be read.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class LoadPieces(DefaultLoadPlanner):
         self.trial = False
 
     def plan_tensors(self) -> LoadPlan:
-        """What to read of tensors.
+        """The chunks to read of tensors.
 
         Raises:
-            ValueError: the chunks that the metadata has do not cover a piece.
+            ValueError: the chunks in the metadata do not cover a piece.
         """
         stored = self._reader.metadata.state_dict_metadata
         plan = LoadPlan([])
@@ -78,7 +78,7 @@ class LoadPieces(DefaultLoadPlanner):
         return plan
 
     def plan_values(self) -> LoadPlan:
-        """What to read of values."""
+        """The chunks to read of values."""
         none = torch.Size((0,))
         return LoadPlan(
             [
@@ -111,17 +111,17 @@ class LoadPieces(DefaultLoadPlanner):
 
 
 class _NotRead(Exception):
-    """A value that is not read."""
+    """A value that must not be read, or cannot be."""
 
 
 def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
-    """Do these boxes, in a piece of these sizes, leave nothing of it out?"""
+    """Do the boxes that these items fill cover a piece of these sizes?"""
     total = torch.Size(sizes).numel()
     if sum(item.lengths.numel() for item in items) < total:
         return False
     if len(items) <= 1 or total == 0:
         return True
-    # Boxes may lie over each other. All have their edges on a grid, of few cells.
+    # Boxes may overlap. Their edges form a grid of few cells, of which each must be filled.
     spans = [list(zip(i.dest_offsets, i.lengths, strict=True)) for i in items]
     cuts = [
         sorted({0, size, *(edge for span in spans for edge in (span[d][0], sum(span[d])))})
@@ -139,11 +139,11 @@ def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
 
 
 class Reader(FileSystemReader):
-    """Reads the checkpoint in a folder, none of which can run code.
+    """Reads the checkpoint in a folder, without running code from it.
 
     Args:
-        content: of its `.metadata`, where it has been read already.
-        is_intact: whether its checksum was right.
+        content: of `.metadata`, where it has been read already.
+        is_intact: the checksum of `content` was right.
 
     Raises:
         ValueError: it is no checkpoint's metadata.
@@ -179,10 +179,10 @@ class Reader(FileSystemReader):
         return ValueError(f"{self._folder / file} is damaged: {why}")
 
     def places(self, plan: LoadPlan) -> list[tuple[tuple[str, int, int], str]]:
-        """File, offset and length of each chunk that the plan reads, and whose it is.
+        """`((file, offset, length), name)` of each chunk that the plan reads.
 
         Raises:
-            ValueError: the metadata does not say.
+            ValueError: the metadata does not say where a chunk is.
         """
         found: dict[tuple[str, int, int], str] = {}
         for item in plan.items:
@@ -194,7 +194,7 @@ class Reader(FileSystemReader):
         return list(found.items())
 
     def read(self, plan: LoadPlan, planner: LoadPieces) -> None:
-        """Do what is planned.
+        """Read the chunks of `plan`.
 
         Raises:
             ValueError: names the file that is damaged, or the value that would run code.
@@ -219,7 +219,7 @@ class Reader(FileSystemReader):
 
 
 def _problem_of(metadata: Any) -> str | None:
-    """What is wrong with what was unpickled, if anything is."""
+    """What is wrong with unpickled metadata; None where nothing is."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:
@@ -270,9 +270,9 @@ def _is_count(n: Any) -> bool:
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError where a pickle would have memory made that it has nothing to put in.
+    """Raise ValueError where a pickle names sizes that it has no content for.
 
-    Of a damaged number Python's unpickler makes a table of so many entries before it looks further.
+    Python's unpickler allocates as many entries as a damaged number says before it reads further.
     """
     value: Any
     for code, value, _ in pickletools.genops(content):
@@ -282,7 +282,7 @@ def _check_sizes(content: bytes) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of what torch's metadata is made of, and nothing else."""
+    """Unpickles the classes that torch's metadata consists of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _MADE_OF.get(module, ()) or (

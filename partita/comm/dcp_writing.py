@@ -1,8 +1,9 @@
-"""Writing checkpoints of torch (`torch.distributed.checkpoint`): its planner, and its writer.
+"""The writer of torch's checkpoint format (`torch.distributed.checkpoint`).
 
-A folder: `.metadata` says of each name its shape, its dtype and which pieces of it lie where in the
-`.distcp` files. torch's planner and writer do the work, so that its own tools read what is written
-here; this file gives them pieces instead of tensors.
+A checkpoint is a folder: `.metadata` says of each name its shape, its dtype and which chunk of it
+lies where in the `.distcp` files. torch's own planner and writer write it, so that torch reads what
+is written; they get a rank's pieces in place of tensors. Plans and results go from rank to rank as
+rows of numbers and text, not as pickles.
 
 Imported where it is used: torch.distributed.checkpoint takes a second.
 """
@@ -37,16 +38,16 @@ from .dcp_reading import MARK, chunks
 __all__ = [
     "SavePieces",
     "Writer",
-    "plan_of_rows",
-    "results_of_rows",
-    "rows_of_plan",
-    "rows_of_results",
+    "plan_from_rows",
+    "plan_to_rows",
+    "results_from_rows",
+    "results_to_rows",
     "write_items",
 ]
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """What a rank that holds `piece` offers to write."""
+    """The items that a rank which holds `piece` offers to write: one, or none where it is empty."""
     return [
         WriteItem(
             MetadataIndex(name, chunk.offsets),
@@ -140,11 +141,10 @@ def _find_missing_elements(plans: list[SavePlan]) -> list[str]:
 
 
 # -- plans and results as rows ---------------------------------------------------------------------
-# What goes from rank to rank is lists of numbers and text, and no pickle.
 
 
-def rows_of_plan(plan: SavePlan) -> list[list[Any]]:
-    """What a rank offers to write, a row each, in the order of the plan's items."""
+def plan_to_rows(plan: SavePlan) -> list[list[Any]]:
+    """The items of a plan as rows of plain values, in their order."""
     rows = []
     for item in plan.items:
         row: list[Any] = [item.index.fqn]
@@ -156,8 +156,8 @@ def rows_of_plan(plan: SavePlan) -> list[list[Any]]:
     return rows
 
 
-def plan_of_rows(rows: list[list[Any]], paths: dict[str, tuple[Any, ...]]) -> SavePlan:
-    """The plan whose rows these are."""
+def plan_from_rows(rows: list[list[Any]], paths: dict[str, tuple[Any, ...]]) -> SavePlan:
+    """The plan that `plan_to_rows` made rows of."""
     items = []
     for name, *data in rows:
         if not data:
@@ -176,8 +176,8 @@ def plan_of_rows(rows: list[list[Any]], paths: dict[str, tuple[Any, ...]]) -> Sa
     return SavePlan(items, planner_data=paths)
 
 
-def rows_of_results(results: Sequence[WriteResult]) -> list[list[Any]]:
-    """What a rank has written where, a row each."""
+def results_to_rows(results: Sequence[WriteResult]) -> list[list[Any]]:
+    """What a rank has written, and where, as rows of plain values."""
     return [
         [
             one.index.fqn,
@@ -189,8 +189,8 @@ def rows_of_results(results: Sequence[WriteResult]) -> list[list[Any]]:
     ]
 
 
-def results_of_rows(rows: list[list[Any]]) -> list[WriteResult]:
-    """The results whose rows these are."""
+def results_from_rows(rows: list[list[Any]]) -> list[WriteResult]:
+    """The results that `results_to_rows` made rows of."""
     return [
         WriteResult(MetadataIndex(name, offset), nbytes, _StorageInfo(*place))
         for name, offset, nbytes, *place in rows
@@ -198,10 +198,10 @@ def results_of_rows(rows: list[list[Any]]) -> list[WriteResult]:
 
 
 class Writer(FileSystemWriter):
-    """Writes into one folder a checkpoint that will be found in another, `home`."""
+    """Writes a checkpoint into a folder that will then be renamed to `home`."""
 
     def write(self, plan: SavePlan, planner: SavePieces, rank: int) -> Sequence[WriteResult]:
-        """Write what this rank was told to, into files of its own."""
+        """Write the items of this rank's plan into files of its own."""
         # A plan's place among all plans decides what its files are called.
         mine = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
         results: Sequence[WriteResult] = self.write_data(mine, planner).wait()
@@ -212,5 +212,5 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def storage_meta(self) -> StorageMeta:
-        # The mark tells a checkpoint that has lost its checksums from one of torch's own.
+        # The mark distinguishes a checkpoint that has lost its checksums from one of torch's own.
         return StorageMeta(checkpoint_id=str(self._home), save_id=MARK + self.save_id)

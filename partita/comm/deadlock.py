@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
-from .presence import named
+from .presence import format_ranks
 from .source import user_line
 
 if TYPE_CHECKING:
-    from .collective_request import Ask
+    from .collective_request import Request
 
 __all__ = [
     "BEGUN",
@@ -89,7 +89,7 @@ BEGUN: dict[str, int] = {}
 """By its name, how many collectives of a group that torch does not list this rank has begun."""
 _NUMBERS: dict[str, int] = {}
 """By a group's name, how many collectives this rank has begun that it is going to wait for."""
-_ASKED: dict[str, deque[tuple[int, Ask]]] = {}
+_ASKED: dict[str, deque[tuple[int, Request]]] = {}
 """By a group's name, the collectives that this rank has begun last, by their numbers."""
 _ASKS_KEPT = 32
 _THREADS: set[int] = set()
@@ -101,14 +101,14 @@ _told: dict[int, Post] = {}
 """What threads of this rank wait for, by their numbers; the others see the last."""
 
 
-def note_begun(group: str, ask: Ask) -> int:
+def note_begun(group: str, request: Request) -> int:
     """This rank has begun a collective of the group of this name: its number, from 1.
 
     Not torch's number, which counts what a user sends through the group, too.
     """
     number = _NUMBERS[group] = _NUMBERS.get(group, 0) + 1
     asked = _ASKED.get(group) or _ASKED.setdefault(group, deque(maxlen=_ASKS_KEPT))
-    asked.append((number, ask))
+    asked.append((number, request))
     _THREADS.add(threading.get_ident())
     return number
 
@@ -147,7 +147,7 @@ def make_post(need: Need) -> Post:
         "number": need.number if {threading.main_thread().ident} == _THREADS else 0,
         "numbers": _NUMBERS,
         "asked": {
-            name: {str(n): str(ask.move or ask.kind) for n, ask in asks}
+            name: {str(n): str(request.move or request.kind) for n, request in asks}
             for name, asks in _ASKED.items()
         },
         # Private torch: how many collectives of its groups a rank has begun, by the group's name.
@@ -239,7 +239,8 @@ def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
             return ""  # it has all that it needs, which is on its way
     ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
     if ended:
-        return f"rank {me if me not in ended else '?'} waits for {named(ended)}, which has ended"
+        who = me if me not in ended else "?"
+        return f"rank {who} waits for {format_ranks(ended)}, which has ended"
     return "ranks wait for one another"
 
 

@@ -38,7 +38,7 @@ __all__ = [
 DEVICES = ("auto", "cpu", "cuda")
 """What a user may ask for."""
 HOST = torch.device("cpu")
-"""The processor and its memory: where files are read to and values of Python come from."""
+"""The CPU: files are read into its memory, and values of Python live there."""
 
 
 Placed = TypeVar("Placed", bound=torch.Tensor | torch.nn.Module)
@@ -63,14 +63,14 @@ class Device:
 
     @property
     def runs_at_once(self) -> bool:
-        """Has a kernel run when its call returns? Elsewhere it waits in a stream, and what has
-        brought bytes may hold their memory for a while."""
+        """Has a kernel run when its call returns? Elsewhere it waits in a stream, and a collective
+        may hold the memory of what it received for a while."""
         return self.is_host
 
     @property
     def clears_new_memory(self) -> bool:
-        """Does the system clear each page of memory that is asked for? That costs a tenth of what
-        it takes to sum it. An accelerator's allocator gives what it had before."""
+        """Does the system clear each page of new memory? That costs a tenth of a sum over it. An
+        accelerator's allocator hands out memory that it had before."""
         return self.is_host
 
     @property
@@ -122,7 +122,7 @@ class Device:
         return torch.device(self.type, torch.cuda.current_device())
 
     def select(self) -> None:
-        """Have this process compute on one of its own: that of its number on this machine.
+        """Select the device of this process: the one of its local rank.
 
         Raises:
             ValueError: the machine has fewer than it has ranks.
@@ -178,7 +178,7 @@ def kinds_that_cast() -> tuple[str, ...]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Of which calls draw that are given none."""
+    """The generator that random functions use where none is passed."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
@@ -209,13 +209,13 @@ def accelerator_indices(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def accelerator_names() -> list[str]:
-    """Of the GPUs that this process sees, each one's."""
+    """The name of each GPU that this process sees."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """Does another process see what is written there? Torch says of all memory of a GPU that it is
-    shared, since it could be."""
+    """Do other processes see what is written to `memory`? (`is_shared()` is True of all GPU
+    memory.)"""
     return memory.device == HOST and memory.is_shared()
 
 
@@ -226,13 +226,12 @@ def activities_to_profile() -> list[ProfilerActivity]:
 
 
 def is_of_host(event: Any) -> bool:
-    """Did the host do this, of what torch's profiler has seen?"""
+    """Is it an event of the host, of those that torch's profiler recorded?"""
     return bool(event.device_type == DeviceType.CPU)
 
 
 def describe_hardware(device: torch.device) -> str:
-    """What code that is compiled for a device depends on; "" where that is this host, which a
-    store asks of itself."""
+    """What code compiled for `device` depends on; "" for the host, which the store describes."""
     if device.type != "cuda":
         return ""
     found = torch.cuda.get_device_properties(device)

@@ -1,4 +1,6 @@
-"""Dry meshes, for planning: what would be sent, and how long would it take, if there were peers?"""
+"""Dry meshes: one rank of a mesh without the others, which counts what it would send and how long
+that would take.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from partita.redistribute.cost import BANDWIDTH, LATENCY
 
-from .collective_request import Ask
+from .collective_request import Request
 from .cuts import unravel
 from .device import HOST
 from .ledger import Scope, scope
@@ -23,10 +25,10 @@ __all__ = ["DryWire", "dry_mesh"]
 
 
 class DryWire(Wire):
-    """A wire without peers: right shapes and dtypes, and no value from any other rank.
+    """A wire without peers: shapes and dtypes are right, values are not.
 
-    What would come from the others is this rank's own data again, or zeros, so that results are
-    the same on every run.
+    In place of what the others would send stands this rank's own data, or zeros, so that results
+    are the same in every run.
 
     Attributes:
         nbytes: bytes that this rank would have sent, by ring algorithms, padding included.
@@ -55,26 +57,26 @@ class DryWire(Wire):
 
     @classmethod
     def standing_for(cls, wire: Wire) -> Self:
-        """One at the place of `wire` on its mesh, which sends nothing and tells no ledger."""
+        """A dry wire at the place of `wire` on its mesh, with no ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _account_transfer(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self.seconds += self.latency + nbytes / self.bandwidth
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
         n = self.mesh_size(axes)
         self._account_transfer((n - 1) * x.nbytes)
         out.view(n, -1).copy_(x.reshape(1, -1).expand(n, -1))
 
     def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         n = self.mesh_size(axes)
         self._account_transfer((n - 1) * out.nbytes)
         out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
 
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         n = self.mesh_size(axes)
         self._account_transfer(2 * (n - 1) * x.nbytes // n)
 
@@ -85,7 +87,7 @@ class DryWire(Wire):
         axes: Axes,
         get: Splits,
         send: Splits,
-        ask: Ask,
+        request: Request,
     ) -> None:
         mine, kept = send.place(self.index(axes)), get.place(self.index(axes))
         self._account_transfer((send.total - mine[1]) * x.element_size())
@@ -98,7 +100,7 @@ class DryWire(Wire):
     def exchange(self, why: str, mine: bytes) -> list[bytes]:
         return [mine] * self.mesh.size()
 
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         self._account_transfer(x.nbytes)
 
 

@@ -1,7 +1,7 @@
-"""Collectives of graphs: torch's functional ones by name, and those that torch does not have.
+"""Collectives of captured graphs: torch's functional ones by name, and three that torch lacks.
 
-Compiled code finds a process group by name, and waits for what it began by torch's own
-`wait_tensor`, with which such work is registered here.
+Compiled code finds a process group by name, and waits for a collective with torch's own
+`wait_tensor`; the work of ours is registered with it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ _library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
 
 
 def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
-    """The group's `x`, along dimension 0 in group order, each broadcast by the rank that has it.
+    """The group's `x`, concatenated in group order; each rank broadcasts its own.
 
-    Of CPUs that takes half the processor's time of a ring, and nothing of `x` is read after this
-    returns.
+    On CPUs that takes half the processor time of a ring, and `x` is not read after this returns.
     """
     # Private torch: a functional collective's group and its work are known by name and by tensor.
     c10d: Any = torch._C._distributed_c10d
@@ -60,7 +59,7 @@ def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> t
 def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
     """Each member of the group gets its piece of every `x`, which are cut into equal ones.
 
-    A graph says no list of sizes, which would be as long as the group is large.
+    A graph holds no list of sizes, which would grow with the group.
     """
     sizes = [x.shape[0] // group_size] * group_size
     return ALL_TO_ALL(x, sizes, sizes, group_name)
@@ -69,8 +68,8 @@ def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
     """The sum of shares that lie end to end, in their order, in at least 32 bits.
 
-    One operator, which a compiler can not put off: of additions it would keep the shares until
-    somebody reads their sum.
+    One operator and not additions: a compiler would defer those, and keep the shares until the sum
+    is read.
     """
     rows = shares.view(count, -1).unbind()
     narrow = shares.dtype.itemsize < 4

@@ -1,6 +1,6 @@
-"""The wire over process groups: which of them serves which axes, and what its ranks compare.
+"""The wire over process groups: which group serves which axes, and what ranks compare.
 
-How a collective of a group is done, its backend says (`backends`).
+How a kind of process group does a collective is told by its `Backend` (`backends`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
 from .backends.choose import backend_of
-from .capture_barrier import roll_call
-from .collective_request import Ask
+from .capture_barrier import wait_for_all_ranks
+from .collective_request import Request
 from .control_group import ControlGroup
 from .device import HOST, Device
-from .pending_work import UnderWay, ordered_sum
+from .pending_work import PendingWork, sum_in_rank_order
 from .source import place_of_user, user_line
 from .splits import Splits
 from .transport import Axes
@@ -30,7 +30,7 @@ from .wire import Wire
 __all__ = ["GroupWire"]
 
 _SMALL = 1 << 13
-"""Bytes of a value that is read up to which it travels on the control group itself."""
+"""Bytes up to which a value that the program reads is sent over the control group."""
 _COMMON = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     + (torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -71,7 +71,7 @@ class GroupWire(Wire):
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
         self.backend = backend_of(kind)
         self._control: ControlGroup | None = None
-        self._read: str | None = None  # what reads the value that is carried
+        self._reading_op: str | None = None  # the op that reads the value being moved
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -117,41 +117,41 @@ class GroupWire(Wire):
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
-        if self._read is not None and (rows := self._shown(x, axes)) is not None:
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
             torch.cat([row.view(-1) for row in rows], out=out.view(-1))
             return
         if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: a group cuts the first
             out, x = out.view(-1), x.view(-1)
-        self.backend.all_gather(self._process_groups[axes], out, x, ask)
+        self.backend.all_gather(self._process_groups[axes], out, x, request)
 
     def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
-        self.backend.reduce_scatter(self._process_groups[axes], out, x, reduce_op, ask)
+        self.backend.reduce_scatter(self._process_groups[axes], out, x, reduce_op, request)
 
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
-        if self._read is not None and (rows := self._shown(x, axes)) is not None:
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
+        if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
             if reduce_op == "sum":
-                ordered_sum(rows, x)
+                sum_in_rank_order(rows, x)
             else:
                 stacked = torch.stack(rows)
                 x.copy_(stacked.amax(0) if reduce_op == "max" else stacked.amin(0))
             return
-        self.backend.all_reduce(self._process_groups[axes], x, reduce_op, ask)
+        self.backend.all_reduce(self._process_groups[axes], x, reduce_op, request)
 
     def _start_all_gather(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
-    ) -> UnderWay:
-        return self.backend.start_all_gather(self._process_groups[axes], out, x, ask)
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
+        return self.backend.start_all_gather(self._process_groups[axes], out, x, request)
 
-    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
-        return self.backend.start_all_reduce(self._process_groups[axes], x, ask)
+    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, request: Request) -> PendingWork:
+        return self.backend.start_all_reduce(self._process_groups[axes], x, request)
 
     def _start_reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
-    ) -> UnderWay:
-        return self.backend.start_reduce_scatter(self._process_groups[axes], out, x, ask)
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
+        return self.backend.start_reduce_scatter(self._process_groups[axes], out, x, request)
 
     def _all_to_all(
         self,
@@ -160,20 +160,20 @@ class GroupWire(Wire):
         axes: Axes,
         get: Splits,
         send: Splits,
-        ask: Ask,
+        request: Request,
     ) -> None:
-        self.backend.all_to_all(self._process_groups[axes], out, x, get, send, ask)
+        self.backend.all_to_all(self._process_groups[axes], out, x, get, send, request)
 
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
-        self.backend.broadcast(self._process_groups[axes], x, root, ask)
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
+        self.backend.broadcast(self._process_groups[axes], x, root, request)
 
-    # -- what ranks tell each other apart from their tensors --------------------------------------
+    # -- the control group --------------------------------------
 
     @property
     def control(self) -> ControlGroup:
-        """The control group of this mesh; the first time, every rank of the mesh must ask."""
+        """The control group of this mesh; at first every rank of the mesh must read this."""
         if self._control is None:
-            roll_call(self, f"is at {user_line() or 'no line'}, where ranks first compare")
+            wait_for_all_ranks(self, f"is at {user_line() or 'no line'}, where ranks first compare")
             self.make_control()
         assert self._control is not None
         return self._control
@@ -185,7 +185,8 @@ class GroupWire(Wire):
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """That of all ranks of the mesh, whose store other meshes may use too."""
+        """The group of all ranks of the mesh; other meshes of the same ranks may share its
+        store."""
         if not self._others_exist():
             return None
         axes, _ = self.group(self.mesh.names)
@@ -208,24 +209,25 @@ class GroupWire(Wire):
 
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
-        before, self._read = self._read, op
+        before, self._reading_op = self._reading_op, op
         try:
             yield
         finally:
-            self._read = before
+            self._reading_op = before
 
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
         limit = timeout_of_job().total_seconds() / 2
         return self.exchange(f"reads a value ({op})", mine, limit, place_of_user())
 
-    def _shown(self, x: torch.Tensor, axes: Axes) -> list[torch.Tensor] | None:
-        """What each rank of the group over `axes` holds of a value that is read, in group order, by
-        way of the control group; None where it is large: all ranks of the mesh are here then."""
-        assert self._read is not None
+    def _gather_read_value(self, x: torch.Tensor, axes: Axes) -> list[torch.Tensor] | None:
+        """Each rank's `x` of a value that the program reads, in group order, sent over the control
+        group; None where it is too large for that, when all ranks of the mesh are known to be
+        here."""
+        assert self._reading_op is not None
         mine = b""
         if x.nbytes <= _SMALL:
             mine = x.detach().to(HOST).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        told = self.meet_readers(self._read, mine)
+        told = self.meet_readers(self._reading_op, mine)
         if not mine:
             return None
         by_place = dict(zip(self.mesh.coordinates(), told, strict=True))

@@ -1,4 +1,6 @@
-"""The ledger: what was carried, how many bytes, and why; and the work that ranks repeat."""
+"""The ledger: a record of each move (bytes, axes, op, line, reason), and of matrix products that
+several ranks repeat.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from weakref import WeakValueDictionary
 __all__ = ["Ledger", "Record", "RepeatedWork", "Scope", "ledger", "recomputing", "scope"]
 
 _WORTH_SAYING = 0.01
-"""The share of a rank's operations from which on work that is repeated is named."""
+"""The share of a rank's operations from which on repeated work is reported."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Ledger:
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
-        """What `note_work` was told, without the ranks."""
+        """`(op, source, axes, operations)` of each `note_work`."""
         return [(op, source, axes, n) for (_, op, source, axes), n in self._work.items()]
 
     @property
@@ -166,16 +168,16 @@ def _format_row(row: list[str], widths: list[int], right: set[int]) -> str:
     return "  ".join(cells).rstrip()
 
 
-# -- who listens on this rank --------------------------------------------------------------------
+# -- the scope of a rank: which ledgers and checks its moves are told to ---------------------------
 
 
 class Listener(Protocol):
     def listen(self, on: bool) -> None:
-        """From now on there are ledgers to tell, or are none."""
+        """Called when the first ledger is opened (`on`), and when the last is closed."""
 
 
 class Scope:
-    """What one rank's moves must be told to or checked against.
+    """The ledgers that note one rank's moves, and the checks that these must pass.
 
     Belongs to a rank and not to a thread: in a process group the autograd engine's threads carry
     for the same rank as the main thread does.
@@ -193,26 +195,27 @@ class Scope:
         self.busy = False  # one look per move tells whether any of the above is set
 
     def set(self, **changes: Any) -> None:
-        told = bool(self.told_of_work)
+        told = bool(self.work_ledgers)
         for name, value in changes.items():
             setattr(self, name, value)
         self.busy = bool(self.ledgers) or self.strict or self.check is not None
-        if told != bool(self.told_of_work):
+        if told != bool(self.work_ledgers):
             for reference in self.listeners.valuerefs():  # a list: another thread may add one
                 listener = reference()
                 if listener is not None:
                     listener.listen(not told)
 
     @property
-    def told_of_work(self) -> tuple[Ledger, ...]:
-        """Who is told of work: the ledgers; or while a step is captured the one that its calls
-        tell from."""
+    def work_ledgers(self) -> tuple[Ledger, ...]:
+        """The ledgers that note repeated work: those that are open; while a step is captured, the
+        one that its calls are noted from later."""
         return self.ledgers if self.captured is None else (self.captured,)
 
     def add_listener(self, listener: Listener) -> None:
-        """Tell it, as long as there is one, when ledgers are opened and closed; and now."""
+        """Call `listener.listen` when ledgers are opened and closed, as long as it lives; and
+        now."""
         self.listeners[id(listener)] = listener
-        if self.told_of_work:
+        if self.work_ledgers:
             listener.listen(True)
 
     def copy_from(self, other: Scope) -> None:
@@ -229,13 +232,13 @@ def scope() -> Scope:
 
 
 def enter_rank_thread(own: Scope) -> None:
-    """From now on this thread is a rank of its own."""
+    """Make `own` the scope of this thread, which is a rank from now on."""
     _thread.scope = own
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """What is carried inside was carried before, and is again: noted with this reason."""
+    """Within, moves are noted as "recompute": they were carried before."""
     here = scope()
     before, here.recomputing = here.recomputing, True
     try:

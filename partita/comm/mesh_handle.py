@@ -1,4 +1,4 @@
-"""Mesh handles: what stands for a DeviceMesh where there are no process groups?"""
+"""Mesh handles: what stands for a `DeviceMesh` where there are no process groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MeshHandle:
 
     Attributes:
         mesh: the ranks' numbers in the world, an integer tensor of the mesh's shape.
-        wire: what carries for this rank on this mesh.
+        wire: of this rank on this mesh.
     """
 
     device_type = HOST.type
@@ -56,7 +56,7 @@ class MeshHandle:
 
     @property
     def number(self) -> int:
-        """Under which `find_handle` finds it in this process."""
+        """The number by which `find_handle` finds it in this process."""
         return self._number
 
     def size(self, mesh_dim: int | str | None = None) -> int:
@@ -91,8 +91,8 @@ class MeshHandle:
             where = [self._resolve_mesh_dim(a) for a in names]
             part = Mesh(names, tuple(self.shape[i] for i in where))
             line = tuple(slice(None) if i in where else self._at[i] for i in range(self.ndim))
-            kept = sorted(where)  # indexing leaves the axes in the order of this mesh
-            ranks = self.mesh[line].permute([kept.index(i) for i in where])
+            ordered = sorted(where)  # indexing leaves the axes in the order of this mesh
+            ranks = self.mesh[line].permute([ordered.index(i) for i in where])
             at = tuple(self._at[i] for i in where)
             self._parts[names] = MeshHandle(part, at, ranks, self._make_wire)
         return self._parts[names]
@@ -119,7 +119,7 @@ class MeshHandle:
 
 
 def find_handle(number: int) -> MeshHandle:
-    """The handle that was pickled under this number, if it still lives in this process."""
+    """The handle that was pickled as this number, if it still lives in this process."""
     try:
         return _known[number]
     except KeyError:
@@ -129,5 +129,5 @@ def find_handle(number: int) -> MeshHandle:
         ) from None
 
 
-# `torch.load(weights_only=True)` calls nothing that has not been called safe.
+# `torch.load(weights_only=True)` calls only functions that were declared safe.
 torch.serialization.add_safe_globals([find_handle])

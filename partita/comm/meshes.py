@@ -1,6 +1,6 @@
-"""Meshes and their wires.
+"""Meshes: `init_device_mesh`, which checks that a mesh fits the job, and the wire of each mesh.
 
-Which wire serves which mesh, and does a mesh fit the job that it is made in?
+Meshes that arrange the same ranks alike share one wire.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .init_rendezvous import join
 from .mesh_handle import MeshHandle, find_handle
 from .ranks import RankWire, running_wire
 from .source import user_line
-from .trace import in_place_of
+from .trace import active_wire
 from .wire import Wire
 
-__all__ = ["init_device_mesh", "saved_as", "wire_of", "wire_saved_as"]
+__all__ = ["describe_saved_mesh", "find_saved_wire", "init_device_mesh", "wire_of"]
 
 
 def init_device_mesh(
@@ -92,7 +92,7 @@ def _mesh_of_world(wire: RankWire, sizes: tuple[int, ...], names: Sequence[str] 
 
 
 def _world_size() -> int | None:
-    """The ranks of the job; None where torch will have to say that there is none."""
+    """The number of ranks of the job; None where there is no job, which torch will report."""
     if dist.is_initialized():
         return dist.get_world_size()
     told = os.environ.get("WORLD_SIZE", "")
@@ -111,9 +111,9 @@ def _fit_sizes_to_world(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
 # -- wires -----------------------------------------------------------------------------------------
 
 _wires: dict[DeviceMesh, GroupWire] = {}
-"""By the mesh's own equality: meshes that arrange the same ranks alike are one mesh. They are kept,
-with their wires, as long as their process groups: whether two ranks use the same groups must not
-depend on when either collects its garbage."""
+"""The wire of each mesh; meshes that arrange the same ranks alike are equal. Strong references, as
+long as the process groups stand: whether two ranks use the same groups must not depend on when
+either collects garbage."""
 _world: object = None
 
 
@@ -129,7 +129,7 @@ def wire_of(device_mesh: object) -> Wire:
     """
     global _world
     if isinstance(device_mesh, MeshHandle):
-        return in_place_of(device_mesh.wire)
+        return active_wire(device_mesh.wire)
     if not isinstance(device_mesh, DeviceMesh):
         raise LayoutError(
             f"device_mesh is {device_mesh!r}, which is no mesh",
@@ -148,11 +148,11 @@ def wire_of(device_mesh: object) -> Wire:
     found = _wires.get(device_mesh)
     if found is None:
         found = _wires[device_mesh] = GroupWire(device_mesh)
-    return in_place_of(found)
+    return active_wire(found)
 
 
-def saved_as(wire: Wire) -> tuple[Any, ...]:
-    """What a file says of the mesh of a tensor in it: plain values, which `wire_saved_as` reads."""
+def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
+    """The mesh of a saved tensor as plain values, for `find_saved_wire`."""
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):
         return ("here", mesh.number)
@@ -160,8 +160,8 @@ def saved_as(wire: Wire) -> tuple[Any, ...]:
     return (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
 
 
-def wire_saved_as(saved: tuple[Any, ...]) -> Wire:
-    """The wire of the mesh that `saved_as` described, which this process must have made already.
+def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
+    """The wire of a mesh that `describe_saved_mesh` described; this process must have made it.
 
     Raises:
         LayoutError: it has no such mesh. Making one is for all ranks to do together, so that is

@@ -1,14 +1,16 @@
-"""Messages between ranks: values and errors as JSON, which is read without running anything.
+"""Messages between ranks: values and errors as JSON, since to unpickle what comes from the network
+could run code.
 
-What comes from the network is not unpickled. A message has Python's own types, tensors' shapes and
-dtypes, paths, dataclasses that were declared with `message`, and errors: Python's own, those of
-partita's layouts, and any other as the nearest of these, with its name in its text.
+A message has Python's own types, tensors' shapes and dtypes, paths, dataclasses that were declared
+with `message`, and errors: Python's own, those of partita's layouts, and any other as the nearest
+of these, with its name in its text.
 """
 
 from __future__ import annotations
 
 import base64
 import builtins
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -19,7 +21,7 @@ import torch
 
 from partita.layout import Fix, LayoutError
 
-__all__ = ["message", "pack", "unpack"]
+__all__ = ["hash_text", "message", "pack", "unpack"]
 
 T = TypeVar("T")
 _declared: dict[str, type] = {}
@@ -53,6 +55,11 @@ def unpack(data: bytes) -> Any:
         return _from_json(json.loads(data))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"a rank has sent what is no message: {error}") from None
+
+
+def hash_text(text: str, nbytes: int = 16) -> bytes:
+    """A digest of `text`, equal in every process."""
+    return hashlib.blake2b(text.encode(), digest_size=nbytes).digest()
 
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -109,7 +116,7 @@ def _dtype_from_json(name: str) -> torch.dtype:
 
 
 def _error_to_json(error: BaseException) -> dict[str, Any]:
-    # A class of somebody's own may be made of anything: it comes as the nearest class that we know.
+    # Another class may need any arguments: it is sent as the nearest base that is known.
     bases = type(error).__mro__
     name = next(base.__name__ for base in bases if _known_error(base.__name__) is base)
     parts: dict[str, Any] = {"class": name, "text": str(error)}
@@ -148,7 +155,7 @@ def _error_from_json(parts: dict[str, Any]) -> BaseException:
 
 
 def _known_error(name: str) -> type[BaseException] | None:
-    """Python's error of that name, or one of partita's that says what a LayoutError does."""
+    """Python's error of that name, or one of partita's with the arguments of LayoutError."""
     found = getattr(builtins, name, None)
     if isinstance(found, type) and issubclass(found, BaseException):
         return found

@@ -1,14 +1,13 @@
-"""Moves as functions of a rank's local tensor: what it takes from whom, and where that goes.
+"""Move steps: a move as a function of a rank's local tensor, made once for each move and rank.
 
-`prepare` answers once per move and rank. Where the pieces of all ranks lie follows from the sizes
-of the axes (`cuts`), so that a move is the same few steps for any number of ranks: the buffer of a
-collective holds the pieces in the order of the ranks, and one strided copy (a few, where pieces are
-uneven) takes all of them there or back. Even shards of dimension 0 take a path that copies nothing
-beyond the collective itself.
+Where the pieces of all ranks lie follows from the sizes of the axes (`cuts`), so that a move takes
+the same few steps for any number of ranks: the buffer of a collective holds the pieces in the order
+of the ranks, and one strided copy (a few, where pieces are uneven) takes all of them there or back
+(`sides`). Even shards of dimension 0 are sent and received without a copy.
 
-Pieces that differ in size travel padded to the largest, behind the data, and the padding is cut
-off with `resize_`, so that no result is a view of something larger that a later in-place op or
-autograd would trip over.
+Pieces that differ in size travel padded to the largest, and the padding is cut off with `resize_`,
+so that no result is a view of something larger that a later in-place op or autograd would trip
+over.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from partita.layout import Layout, LayoutError
 
-from .cuts import cuts_of, is_restack, span
+from .cuts import find_cuts, is_restack, span
 from .sides import Side
 from .splits import Splits
 from .transport import Axes, Transport
@@ -29,12 +28,12 @@ from .transport import Axes, Transport
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-    from .collective_request import Ask
+    from .collective_request import Request
 
 __all__ = ["Step", "identity_of_reduction", "prepare"]
 
 Region = tuple[tuple[int, int], ...]
-Step = Callable[[torch.Tensor, "Ask"], torch.Tensor]
+Step = Callable[[torch.Tensor, "Request"], torch.Tensor]
 
 _CONTIGUOUS = torch.contiguous_format
 
@@ -43,7 +42,7 @@ def prepare(move: Move, transport: Transport) -> Step:
     """The function that carries `move` for the rank of `transport`; it never modifies its input.
 
     Raises:
-        LayoutError: the layouts are not what a move of this kind gets from or gives to.
+        LayoutError: a move of this kind cannot lead from `before` to `after`.
     """
     try:
         build = _BUILD[move.kind]
@@ -61,27 +60,27 @@ def prepare(move: Move, transport: Transport) -> Step:
 
 def _all_gather(move: Move, transport: Transport) -> Step:
     axes, order = transport.group_order(move.axes)
-    gone, _ = cuts_of(move, transport.mesh)
+    joined, _ = find_cuts(move, transport.mesh)
     shape = move.after.local_shape(transport.mesh, transport.at)
-    side = Side(gone, shape, transport, axes)
+    side = Side(joined, shape, transport, axes)
     n, pad, gather = transport.mesh_size(axes), side.pad, transport.gather
 
     if order is None and side.rows_in_memory:
         mine, padded = side.piece, side.padded_shape
         whole = padded == shape
 
-        def run_all_gather(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+        def run_all_gather(x: torch.Tensor, request: Request) -> torch.Tensor:
             out = x.new_empty(padded)
-            gather(out, _pad_to_shape(x, mine), axes, ask)
+            gather(out, _pad_to_shape(x, mine), axes, request)
             return out if whole else out.resize_(shape)
 
         return run_all_gather
 
     put = side.from_rows(pad)
 
-    def run_all_gather(x: torch.Tensor, ask: Ask) -> torch.Tensor:  # type: ignore[no-redef]
+    def run_all_gather(x: torch.Tensor, request: Request) -> torch.Tensor:  # type: ignore[no-redef]
         flat = x.new_empty(n * pad)
-        gather(flat, _pad_to_shape(x, (pad,)), axes, ask)
+        gather(flat, _pad_to_shape(x, (pad,)), axes, request)
         out = x.new_empty(shape)
         put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
@@ -92,25 +91,25 @@ def _all_gather(move: Move, transport: Transport) -> Step:
 def _reduce_scatter(move: Move, transport: Transport) -> Step:
     axes, order = transport.group_order(move.axes)
     reduce_op = move.op
-    _, come = cuts_of(move, transport.mesh)
+    _, divided = find_cuts(move, transport.mesh)
     mine = move.after.local_shape(transport.mesh, transport.at)
-    side = Side(come, move.before.local_shape(transport.mesh, transport.at), transport, axes)
+    side = Side(divided, move.before.local_shape(transport.mesh, transport.at), transport, axes)
     n, pad = transport.mesh_size(axes), side.pad
     in_memory = order is None and side.rows_in_memory
     as_it_is = in_memory and side.even
     take = side.to_rows(pad)
     scatter = transport.reduce_scatter
 
-    def run_reduce_scatter(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_reduce_scatter(x: torch.Tensor, request: Request) -> torch.Tensor:
         if as_it_is:
             out = x.new_empty(mine)
-            scatter(out, x.contiguous(), axes, reduce_op, ask)
+            scatter(out, x.contiguous(), axes, reduce_op, request)
             return out
         rows = _pad_to_shape(x, (n * pad,)) if in_memory else take(x)
         out = x.new_empty(pad)
         if order is not None:
             rows = _in_group_order(rows, order)
-        scatter(out, rows, axes, reduce_op, ask)
+        scatter(out, rows, axes, reduce_op, request)
         return out.resize_(mine)
 
     return run_reduce_scatter
@@ -120,20 +119,20 @@ def _all_reduce(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     reduce_op, reduce = move.op, transport.all_reduce
 
-    def run_all_reduce(x: torch.Tensor, ask: Ask) -> torch.Tensor:
-        return reduce(x.clone(memory_format=_CONTIGUOUS), axes, reduce_op, ask)
+    def run_all_reduce(x: torch.Tensor, request: Request) -> torch.Tensor:
+        return reduce(x.clone(memory_format=_CONTIGUOUS), axes, reduce_op, request)
 
     return run_all_reduce
 
 
 def _all_to_all(move: Move, transport: Transport) -> Step:
     axes, order = transport.group_order(move.axes)
-    gone, come = cuts_of(move, transport.mesh)
-    if is_restack(gone, come, axes, transport.mesh):
+    joined, divided = find_cuts(move, transport.mesh)
+    if is_restack(joined, divided, axes, transport.mesh):
         return _make_restack_step(move, transport)
     shape = move.after.local_shape(transport.mesh, transport.at)
-    sent = Side(come, move.before.local_shape(transport.mesh, transport.at), transport, axes)
-    got = Side(gone, shape, transport, axes)
+    sent = Side(divided, move.before.local_shape(transport.mesh, transport.at), transport, axes)
+    got = Side(joined, shape, transport, axes)
     exchange = transport.all_to_all
     if order is None and sent.in_order and got.in_order:
         send, get = sent.splits(), got.splits()
@@ -144,16 +143,16 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
         send = get = Splits.evenly(transport.mesh_size(axes), pad)
         take, put = sent.to_rows(pad), got.from_rows(pad)
 
-    def run_all_to_all(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_all_to_all(x: torch.Tensor, request: Request) -> torch.Tensor:
         source = x.contiguous() if take is None else take(x)
         if order is not None:
             source = _in_group_order(source, order)
         if put is None:
             out = x.new_empty(shape)
-            exchange(out, source, axes, get, send, ask)
+            exchange(out, source, axes, get, send, request)
             return out
         flat = x.new_empty(get.total)
-        exchange(flat, source, axes, get, send, ask)
+        exchange(flat, source, axes, get, send, request)
         out = x.new_empty(shape)
         put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
@@ -162,17 +161,17 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
 
 
 def _make_restack_step(move: Move, transport: Transport) -> Step:
-    """An all_to_all between pieces that are no grid: each rank gets what both have."""
+    """An all_to_all between pieces whose overlaps form no grid (see `is_restack`)."""
     axes, _ = transport.group_order(move.axes)
     shape, exchange = move.after.local_shape(transport.mesh, transport.at), transport.all_to_all
     send, sent = _find_overlaps(move.before, move.after, transport, axes)
     get, got = _find_overlaps(move.after, move.before, transport, axes)
 
-    def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run(x: torch.Tensor, request: Request) -> torch.Tensor:
         parts = [x[where].reshape(-1) for where in sent]
         source = torch.cat(parts) if parts else x.new_empty(0)
         flat = x.new_empty(get.total)
-        exchange(flat, source, axes, get, send, ask)
+        exchange(flat, source, axes, get, send, request)
         out = x.new_empty(shape)
         at = 0
         for where in got:
@@ -187,8 +186,8 @@ def _make_restack_step(move: Move, transport: Transport) -> Step:
 def _find_overlaps(
     here: Layout, there: Layout, transport: Transport, axes: Axes
 ) -> tuple[Splits, list[tuple[slice, ...]]]:
-    """How much of this rank's piece under `here` each rank of the group has under `there`, and
-    where in it that is, for each that has any."""
+    """The overlap of this rank's piece under `here` with each rank's piece under `there`: the
+    sizes, in group order, and the slices in this rank's piece of those that are not empty."""
     mesh, n = transport.mesh, transport.mesh_size(axes)
     _, order = transport.group_order(axes)
     members = torch.arange(n) if order is None else torch.tensor(order)
@@ -212,19 +211,19 @@ def _find_overlaps(
 
 
 def _in_group_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The buffer of pieces in the order of the mesh, rearranged for a group in another order."""
+    """A buffer of pieces in mesh order, rearranged into group order."""
     return rows.view(len(order), -1)[order].view(-1)
 
 
 def _in_mesh_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The other way."""
+    """A buffer of pieces in group order, rearranged into mesh order."""
     out = torch.empty_like(rows)
     out.view(len(order), -1)[order] = rows.view(len(order), -1)
     return out
 
 
-def _copy_alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
-    """Any of the four above in a group of one rank."""
+def _copy_alone(x: torch.Tensor, request: Request) -> torch.Tensor:
+    """The step of any move that sends, in a group of one rank."""
     return x.clone(memory_format=_CONTIGUOUS)
 
 
@@ -232,24 +231,24 @@ def _copy_alone(x: torch.Tensor, ask: Ask) -> torch.Tensor:
 
 
 def _make_slice_step(move: Move, transport: Transport) -> Step:
-    cuts_of(move, transport.mesh)
+    find_cuts(move, transport.mesh)
     source = move.before.local_region(transport.mesh, transport.at)
     where = _slices_of_region(
         _offset_region_within(move.after.local_region(transport.mesh, transport.at), source)
     )
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
-    return lambda x, ask: x[where].clone(memory_format=_CONTIGUOUS)
+    return lambda x, request: x[where].clone(memory_format=_CONTIGUOUS)
 
 
 def _make_place_step(move: Move, transport: Transport) -> Step:
-    cuts_of(move, transport.mesh)
+    find_cuts(move, transport.mesh)
     target = move.after.local_region(transport.mesh, transport.at)
     where = _slices_of_region(
         _offset_region_within(move.before.local_region(transport.mesh, transport.at), target)
     )
     shape, reduce_op = _shape_of_region(target), move.op
 
-    def run_place(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_place(x: torch.Tensor, request: Request) -> torch.Tensor:
         out = x.new_full(shape, identity_of_reduction(reduce_op, x.dtype))
         out[where] = x
         return out
@@ -261,16 +260,16 @@ def _make_mask_step(move: Move, transport: Transport) -> Step:
     first = all(transport.at[transport.mesh.index(a)] == 0 for a in move.axes)
     # Of equal values the greatest and the least are the value itself: only a sum needs the zeros.
     if first or move.op != "sum":
-        return lambda x, ask: x.clone(memory_format=_CONTIGUOUS)
-    return lambda x, ask: torch.zeros_like(x, memory_format=_CONTIGUOUS)
+        return lambda x, request: x.clone(memory_format=_CONTIGUOUS)
+    return lambda x, request: torch.zeros_like(x, memory_format=_CONTIGUOUS)
 
 
 def _make_retype_step(move: Move, transport: Transport) -> Step:
-    return lambda x, ask: x.view_as(x)
+    return lambda x, request: x.view_as(x)
 
 
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing when `reduce_op` meets it."""
+    """The identity element of `reduce_op`: 0 of a sum, -inf of a max."""
     if reduce_op == "sum":
         return 0
     least = reduce_op == "max"
@@ -309,12 +308,12 @@ def _slices_of_region(region: Region) -> tuple[slice, ...]:
 
 
 def _offset_region_within(inner: Region, outer: Region) -> Region:
-    """`inner` counted from the start of `outer`."""
+    """`inner` with offsets relative to the start of `outer`."""
     return tuple((i - j, n) for (i, n), (j, _) in zip(inner, outer, strict=True))
 
 
 def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`x`, contiguous, behind it as many zeros as fill `shape`."""
+    """`x`, contiguous, with zeros behind it that fill `shape`."""
     if x.shape == shape:
         return x.contiguous()
     n = x.numel()

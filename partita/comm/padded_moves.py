@@ -1,13 +1,15 @@
-"""Padded pieces: where in a padded shard is what, and what do moves do about the padding?
+"""Padded moves: moves between pieces that are padded to equal size, as nodes of a graph that is the
+same on all ranks.
 
 While a step is captured, the shard of each rank is as large as the first rank's, which no rank's
-exceeds: so all ranks have one graph. Behind a smaller piece stand copies of its last element, and
-in the place of an empty one copies of the element before it. What is computed of the padding is
-then what is computed of elements of the value, and as finite as that. Gradients have zeros there,
-so that padding adds nothing to what a rank sums over its shard in backward.
+exceeds. Behind a smaller piece stand copies of its last element, and in the place of an empty one
+copies of the element before it, so that kernels compute finite values there. Gradients are padded
+with zeros, so that padding adds nothing to what a rank sums over its shard in backward.
+
+    7 rows over 4 ranks:    0 1 | 2 3 | 4 5 | 6 6
 
 Where a rank's piece begins and ends is computed from its coordinates, which are inputs of the
-graph: the arithmetic here is that of `Layout.local_region`, over numbers or tensors.
+graph: the arithmetic is that of `Layout.local_region`, over ints or tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 
 from partita.layout import Layout, LayoutError, Mesh
 
-from .cuts import Cut, Number, cuts_of, ends_last, least, padded_length, places_of, span
+from .cuts import Cut, Number, ends_last, find_cuts, least, padded_length, places_of, span
 from .move_steps import Step, identity_of_reduction
 from .source import user_line
 from .splits import Splits
@@ -29,7 +31,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-    from .collective_request import Ask
+    from .collective_request import Request
 
 __all__ = ["PaddedTransport", "Uneven", "is_uneven", "padded_step", "padding", "uneven"]
 
@@ -39,7 +41,7 @@ class PaddedTransport(Transport):
 
     Attributes:
         coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
-        zeros: does the move that is made now pad with zeros? Those of gradients do.
+        zeros: the current move pads with zeros, as moves of gradients do.
     """
 
     coordinate: dict[str, torch.Tensor]
@@ -80,7 +82,7 @@ def _divides_unevenly(size: int, parts: Sequence[int]) -> bool:
 def padding(
     transport: PaddedTransport, size: int, axes: Sequence[str], device: torch.device
 ) -> torch.Tensor:
-    """Which elements of a rank's piece of `size` elements, cut over `axes`, are padding?"""
+    """A mask of the padding in a rank's piece of `size` elements that are cut over `axes`."""
     parts, places = transport.stack(axes)
     _, length = span(size, parts, places)
     return torch.arange(padded_length(size, parts), device=device) >= _move_to_device(
@@ -96,52 +98,53 @@ def _move_to_device(x: Number, device: torch.device) -> Number:
 
 
 def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
-    """What carries a move whose pieces all ranks have padded, in as many nodes for any number of
-    ranks; None for one that neither exchanges pieces nor changes a dimension that is cut unevenly.
+    """The step of a move between padded pieces, of equally many nodes for any number of ranks.
+
+    None for a move that neither exchanges pieces nor changes a dimension that is cut unevenly.
 
     Raises:
         LayoutError: one move of its kind cannot make what it is to make.
     """
     if move.kind not in ("all_gather", "reduce_scatter", "all_to_all", "slice", "place"):
         return None
-    gone, come = cuts_of(move, transport.mesh)
-    if not gone and not come:
+    joined, divided = find_cuts(move, transport.mesh)
+    if not joined and not divided:
         return None
     if move.kind in ("slice", "place"):
-        if all(cut.even for cut in (*gone, *come)):
+        if all(cut.even for cut in (*joined, *divided)):
             return None
         if move.kind == "slice":
-            return lambda x, ask: _slice_own_piece(x, come, transport)
-        return lambda x, ask: _place_own_piece(x, gone, move.op, transport)
+            return lambda x, request: _slice_own_piece(x, divided, transport)
+        return lambda x, request: _place_own_piece(x, joined, move.op, transport)
     axes, _ = transport.group_order(move.axes)
     grid = tuple(a for a in axes if transport.mesh.size(a) > 1)
     n = transport.mesh_size(axes)
 
-    def run_padded_step(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+    def run_padded_step(x: torch.Tensor, request: Request) -> torch.Tensor:
         piece = list(x.shape)
-        for cut in come:
+        for cut in divided:
             piece[cut.dim] = cut.first_length
-        rows = _pack_padded_pieces(x, come, grid, transport)
+        rows = _pack_padded_pieces(x, divided, grid, transport)
         if move.kind == "reduce_scatter":
             out = x.new_empty(piece)
-            transport.reduce_scatter(out, rows, axes, move.op, ask)
+            transport.reduce_scatter(out, rows, axes, move.op, request)
             return out
-        if _in_order(gone, grid):
+        if _in_order(joined, grid):
             out = x.new_empty([n * piece[0], *piece[1:]])
         else:
             out = x.new_empty([*(transport.mesh.size(a) for a in grid), *piece])
         if move.kind == "all_gather":
-            transport.gather(out, rows, axes, ask)
+            transport.gather(out, rows, axes, request)
         else:
             each = Splits.evenly(n, math.prod(piece))
-            transport.all_to_all(out, rows, axes, each, each, ask)
-        return _unpack_pieces(out, gone, grid, transport)
+            transport.all_to_all(out, rows, axes, each, each, request)
+        return _unpack_pieces(out, joined, grid, transport)
 
     return run_padded_step
 
 
 def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
-    """Padded and true length of the piece that the inner axes of `cut` cut."""
+    """Padded and true length of what the inner axes of `cut` cut."""
     padded = padded_length(cut.size, cut.outer_parts)
     if not _divides_unevenly(cut.size, cut.outer_parts):
         return padded, padded
@@ -151,7 +154,7 @@ def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
 def _pack_padded_pieces(
     x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
 ) -> torch.Tensor:
-    """The padded piece of each member of `grid`, in its order."""
+    """A buffer of the padded piece of each member of `grid`, in the grid's order."""
     labels: list[Any] = []
     by_dim = {cut.dim: cut for cut in cuts}
     shape: list[int] = []
@@ -211,9 +214,9 @@ def _with_zeros(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:
 def _unpack_pieces(
     rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
 ) -> torch.Tensor:
-    """`rows`, (*grid, *piece), put together along the dimensions that `cuts` says.
+    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
 
-    Pieces that are in order along dimension 0 are so already.
+    Pieces in order along dimension 0 are joined already.
     """
     if not _in_order(cuts, grid):
         rows = _side_by_side(rows, cuts, grid)
@@ -232,7 +235,7 @@ def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) 
         inner = by_dim[dim].inner if dim in by_dim else ()
         order += [*inner, dim]
         shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
-    # Not `reshape`, whose `_unsafe_view` of a copy no pass knows for what only moves.
+    # Not `reshape`, whose `_unsafe_view` of a copy no pass recognises as a mere copy.
     return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
 
 
@@ -242,7 +245,7 @@ def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
 
 
 def _without_gaps(x: torch.Tensor, cut: Cut, transport: PaddedTransport) -> torch.Tensor:
-    """`x`, in which padded pieces stand in a row along a dimension, without what padded them."""
+    """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
     padded, length = _outer_length(cut, transport)
     if isinstance(length, int) and ends_last(length, cut.parts):
         return x.narrow(cut.dim, 0, length)
@@ -289,11 +292,11 @@ def _place_of(cut: Cut, transport: PaddedTransport, device: torch.device) -> tup
 
 
 class Uneven(LayoutError):
-    """What cannot be done with padded shards."""
+    """Raised for what cannot be done with padded shards."""
 
 
 def uneven(fact: str) -> Uneven:
-    """What to raise where uneven pieces cannot be captured; a capture makes it its own error."""
+    """The error where uneven pieces cannot be captured; a capture turns it into its own error."""
     return Uneven(
         fact,
         place=user_line(),

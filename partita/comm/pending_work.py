@@ -1,4 +1,4 @@
-"""Pending work: what does a rank hold while a move is under way?"""
+"""Pending work: what a rank holds while a collective is under way, and waits for."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["All", "Done", "Summed", "UnderWay", "ordered_sum"]
+__all__ = ["CompletedWork", "PendingList", "PendingSum", "PendingWork", "sum_in_rank_order"]
 
 
-class UnderWay(Protocol):
-    """Something that the ranks have begun and that this rank has yet to wait for."""
+class PendingWork(Protocol):
+    """A collective that the ranks have begun and that this rank has yet to wait for."""
 
     def wait(self) -> object:
         """Return when its result may be read (on a GPU: by work queued from now on)."""
 
 
-class Done:
-    """What was over when it returned."""
+class CompletedWork:
+    """Work that was complete when it was returned."""
 
     def wait(self) -> None:
         pass
 
 
-class All:
-    """Several that are under way."""
+class PendingList:
+    """Several pieces of work under way, waited for in order."""
 
-    def __init__(self, parts: Sequence[UnderWay]):
+    def __init__(self, parts: Sequence[PendingWork]):
         self._parts = parts
 
     def wait(self) -> None:
@@ -35,24 +35,24 @@ class All:
             part.wait()
 
 
-class Summed:
-    """Shares that are being exchanged, and are summed when they have come.
+class PendingSum:
+    """An exchange of shares that are summed when they have arrived.
 
     Each rank gets its piece of every rank's share and adds them in rank order, in the dtype of
     `out` but at least 32 bits: the sum is the same bits whichever collective brought the shares.
     """
 
-    def __init__(self, exchange: UnderWay, shares: Sequence[torch.Tensor], out: torch.Tensor):
+    def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):
         self._exchange, self._shares, self._out = exchange, shares, out
 
     def wait(self) -> None:
         self._exchange.wait()
         with torch.no_grad():
-            ordered_sum(self._shares, self._out)
+            sum_in_rank_order(self._shares, self._out)
 
 
-def ordered_sum(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Sum `shares`, in their order, into `out`, of which one of them may be."""
+def sum_in_rank_order(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum `shares`, in their order, into `out`, which may be one of them."""
     narrow = out.element_size() < 4 and out.is_floating_point()
     first, *rest = shares
     if narrow:

@@ -1,14 +1,14 @@
-"""Ranks that are gone: what the others hear where a collective fails since a rank has ended.
+"""Ranks that are gone: the error that the others raise where a collective fails because a rank has
+ended.
 
-A process group says that a connection was closed, and not whose. The ranks of one machine know one
-another's processes, which they told when they made a control group, and look which of them have
-ended; of those on other machines they know that it must be one of them.
+A process group says that a connection was closed, but not whose. The ranks of one machine know one
+another's processes (they exchange them when a control group is made) and look which have ended; of
+ranks on other machines they can only say that it must be one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 import time
@@ -21,17 +21,18 @@ import torch.distributed as dist
 from partita.layout import Fix, LayoutError
 
 from .backends.control import LOST, TIMED_OUT
+from .messages import hash_text
 from .source import user_line
 
 __all__ = [
     "RankGoneError",
     "describe_process",
     "find_ended",
+    "format_ranks",
     "is_lost",
-    "late_ranks",
-    "lost_rank",
-    "named",
-    "rank_gone",
+    "make_late_ranks_error",
+    "make_lost_rank_error",
+    "make_rank_gone_error",
     "remember_processes",
 ]
 
@@ -52,7 +53,7 @@ class RankGoneError(LayoutError, RuntimeError):
 
 
 class _Process(NamedTuple):
-    """A process among those of all machines; a number is given anew once a process has ended."""
+    """A process of some machine. `begun` tells it from a later one with the same number."""
 
     machine: bytes
     number: int
@@ -60,22 +61,22 @@ class _Process(NamedTuple):
 
 
 _processes: dict[int, _Process] = {}
-"""Those of the ranks of the job, by rank, as far as they were told."""
+"""The process of each rank of the job, as far as ranks have exchanged them."""
 
 
 def describe_process() -> bytes:
-    """Which process this is, for other ranks to remember."""
+    """This process as bytes, for `remember_processes` of other ranks."""
     return _FORM.pack(*_this_process())
 
 
 def remember_processes(ranks: Sequence[int], described: Sequence[bytes]) -> None:
-    """Note which process each of `ranks`, numbers in the job, is."""
+    """Note the process of each of `ranks`, numbers in the job."""
     for rank, text in zip(ranks, described, strict=True):
         _processes[rank] = _Process(*_FORM.unpack(text))
 
 
 def find_ended(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
-    """Those of `ranks` that are known to have ended, looking for so many seconds for one."""
+    """The `ranks` that are known to have ended; looks for up to `patience` seconds for one."""
     until = time.monotonic() + patience
     machine = _this_process().machine
     here = {r: p for r in ranks if (p := _processes.get(r)) and p.machine == machine}
@@ -87,7 +88,7 @@ def find_ended(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Was it raised since another rank is gone?"""
+    """Was `error` raised because another rank is gone?"""
     while error is not None:
         if isinstance(error, RankGoneError):
             return True
@@ -97,8 +98,10 @@ def is_lost(error: BaseException | None) -> bool:
     return False
 
 
-def lost_rank(failure: BaseException, text: str, ranks: Sequence[int]) -> RankGoneError | None:
-    """What to raise for `failure` of a collective among `ranks`; None where no rank is gone.
+def make_lost_rank_error(
+    failure: BaseException, text: str, ranks: Sequence[int]
+) -> RankGoneError | None:
+    """The error for `failure` of a collective among `ranks`; None where no rank is gone.
 
     Args:
         text: what this rank does: "waits in all_reduce over dp: ...".
@@ -107,28 +110,28 @@ def lost_rank(failure: BaseException, text: str, ranks: Sequence[int]) -> RankGo
         return None
     others = [r for r in ranks if r != dist.get_rank()]
     if ended := find_ended(others, _PATIENCE):
-        return rank_gone(ended, text)
+        return make_rank_gone_error(ended, text)
     machine = _this_process().machine
     elsewhere = [r for r in others if r not in _processes or _processes[r].machine != machine]
     suspects = elsewhere or others
     which = "which" if len(suspects) == 1 else "and one"
-    return rank_gone(suspects, text, f"{which} has ended or cannot be reached")
+    return make_rank_gone_error(suspects, text, f"{which} has ended or cannot be reached")
 
 
-def late_ranks(
+def make_late_ranks_error(
     failure: BaseException, text: str, ranks: Sequence[int], waited: float
 ) -> RankGoneError | None:
-    """What to raise where `failure` is the time limit of a collective that `ranks`, which live as
-    far as is known, have not come to in `waited` seconds; None where it is another."""
+    """The error where `failure` is the time limit of a collective that `ranks`, which live as far
+    as is known, have not come to in `waited` seconds; None where `failure` is something else."""
     if not TIMED_OUT.search(str(failure)) or not ranks or find_ended(ranks):
         return None
     me = dist.get_rank()
     return RankGoneError(
-        f"rank {me} waited {waited:.0f} s for {named(ranks)}, until the time limit of the process "
-        "groups",
+        f"rank {me} waited {waited:.0f} s for {format_ranks(ranks)}, until the time limit of the "
+        "process groups",
         place=user_line(),
         operands=(f"rank {me}  {text}",),
-        reason=f"{named(ranks)} did not come there, and lives: it computes, or is elsewhere",
+        reason=f"{format_ranks(ranks)} did not come there, and lives: it computes, or is elsewhere",
         fixes=(
             Fix("with pt.check_ranks(): ...", "names the first place where ranks part"),
             Fix("init_process_group(timeout=...)", "a longer limit, if a rank is only slow"),
@@ -136,12 +139,12 @@ def late_ranks(
     )
 
 
-def rank_gone(ranks: Sequence[int], text: str, fate: str = "") -> RankGoneError:
-    """The error of this rank, which does `text`, where `ranks` are gone: by `fate`, or ended."""
+def make_rank_gone_error(ranks: Sequence[int], text: str, fate: str = "") -> RankGoneError:
+    """The error of this rank, which does `text`, where `ranks` are gone (`fate` says how)."""
     me = dist.get_rank()
     fate = fate or f"which {'has' if len(ranks) == 1 else 'have'} ended"
     return RankGoneError(
-        f"rank {me} waited for {named(ranks)}, {fate}",
+        f"rank {me} waited for {format_ranks(ranks)}, {fate}",
         place=user_line(),
         operands=(f"rank {me}  {text}",),
         reason="a rank that ends leaves the others where they wait for it",
@@ -149,7 +152,7 @@ def rank_gone(ranks: Sequence[int], text: str, fate: str = "") -> RankGoneError:
     )
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`ranks 1, 2`, of at most eight."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + shown
@@ -159,10 +162,10 @@ def _this_process() -> _Process:
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         numbers = os.readlink("/proc/self/ns/pid")  # containers count for themselves
-        machine = hashlib.blake2b((boot + numbers).encode(), digest_size=8).digest()
+        machine = hash_text(boot + numbers, 8)
         number = os.getpid()
         return _Process(machine, number, int(_read_process_status(number)[19]))
-    return _Process(os.urandom(8), os.getpid(), 0)  # no system that tells: alike no other
+    return _Process(os.urandom(8), os.getpid(), 0)  # unknown machine: equal to no other
 
 
 def _has_ended(process: _Process) -> bool:

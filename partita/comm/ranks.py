@@ -1,7 +1,7 @@
-"""In-process ranks: how does data move between ranks that are threads of one process?
+"""In-process ranks: the wire between ranks that are threads of one process.
 
-Every rank of the mesh comes to a collective with what it brings; the last one there does it for all
-of them, group by group, in rank order: the same sums in every run.
+Every rank of the mesh brings its tensors to a collective; the last one to arrive does it for all of
+them, group by group and in rank order, so that sums are the same in every run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from partita.layout import LayoutError, Mesh
 
-from .collective_request import Ask
+from .collective_request import Request
 from .ledger import Scope
 from .mesh_handle import MeshHandle
 from .splits import Splits
@@ -46,23 +46,23 @@ class RankWire(Wire):
     ):
         super().__init__(handle._layout, handle._at, own)
         self.device_mesh, self._world, self._number = handle, world, number
-        self._everyone = members
+        self._mesh_ranks = members
         self._number_at = dict(zip(self.mesh.coordinates(), members, strict=True))
         self._numbers: dict[Axes, tuple[int, ...]] = {}
 
     def _meet_group(
-        self, key: tuple[Any, ...], axes: Axes, ask: Ask, payload: Payload, action: Action
+        self, key: tuple[Any, ...], axes: Axes, request: Request, payload: Payload, action: Action
     ) -> None:
         group = self._numbers.get(axes)
         if group is None:
             group = tuple(self._number_at[m] for m in self.group(axes)[1])
             self._numbers[axes] = group
         self._world.meet(
-            MeetingCall(self._number, self._everyone, group, key, ask, payload), action
+            MeetingCall(self._number, self._mesh_ranks, group, key, request, payload), action
         )
 
     def check(self, text: str) -> None:
-        # Moves meet the other ranks' anyhow; what makes none, as a program that is run, does not.
+        # Moves are compared anyhow when ranks meet; a graph that is run makes none.
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
@@ -75,7 +75,8 @@ class RankWire(Wire):
     def together(
         self, mine: Any, answer: Callable[[list[Any]], Sequence[Any]], why: str = "together"
     ) -> Any:
-        """This rank's share of what the first rank's `answer` makes of every rank's `mine`."""
+        """This rank's item of `answer(brought)`, where `brought` has every rank's `mine` and the
+        first rank's `answer` is called."""
         got: list[Any] = []
 
         def perform_answer(all_: Sequence[Payload]) -> None:
@@ -83,32 +84,35 @@ class RankWire(Wire):
             for (to, _, _), one in zip(all_, answers, strict=True):
                 to.append(one)
 
-        ask = Ask(why, None, "")
+        request = Request(why, None, "")
         self._meet_group(
-            ("together", "objects"), self.mesh.names, ask, (got, mine, answer), perform_answer
+            ("together", "objects"), self.mesh.names, request, (got, mine, answer), perform_answer
         )
         return got[0]
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
         def perform_all_gather(all_: Sequence[Payload]) -> None:
             for to, _ in all_:
                 torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
-        # Ranks of other groups may hold more or less, but numbers, and what all have padded, of the
-        # same count.
-        size = x.numel() if ask.kind in ("gather_ints", "all_gather") and not ask.move else None
-        self._meet_group(("gather", x.dtype, size), axes, ask, (out, x), perform_all_gather)
+        # Groups may hold different amounts, except of compared numbers and of padded pieces.
+        size = (
+            x.numel()
+            if request.kind in ("gather_ints", "all_gather") and not request.move
+            else None
+        )
+        self._meet_group(("gather", x.dtype, size), axes, request, (out, x), perform_all_gather)
 
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         def perform_all_reduce(all_: Sequence[Payload]) -> None:
             total = _reduce_in_rank_order([x for (x,) in all_], reduce_op)
             for (x,) in all_:
                 x.copy_(total)
 
-        self._meet_group(("reduce", x.dtype, reduce_op), axes, ask, (x,), perform_all_reduce)
+        self._meet_group(("reduce", x.dtype, reduce_op), axes, request, (x,), perform_all_reduce)
 
     def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         def perform_reduce_scatter(all_: Sequence[Payload]) -> None:
             total = _reduce_in_rank_order([x.reshape(-1) for _, x in all_], reduce_op)
@@ -116,7 +120,7 @@ class RankWire(Wire):
                 to.view(-1).copy_(part)
 
         self._meet_group(
-            ("reduce_scatter", x.dtype, reduce_op), axes, ask, (out, x), perform_reduce_scatter
+            ("reduce_scatter", x.dtype, reduce_op), axes, request, (out, x), perform_reduce_scatter
         )
 
     def _all_to_all(
@@ -126,27 +130,29 @@ class RankWire(Wire):
         axes: Axes,
         get: Splits,
         send: Splits,
-        ask: Ask,
+        request: Request,
     ) -> None:
         def perform_all_to_all(all_: Sequence[Payload]) -> None:
             sent = [x.split(splits.sizes) for _, x, splits in all_]
             for i, (to, _, _) in enumerate(all_):
                 torch.cat([parts[i] for parts in sent], out=to)
 
-        self._meet_group(("all_to_all", x.dtype), axes, ask, (out, x, send), perform_all_to_all)
+        self._meet_group(("all_to_all", x.dtype), axes, request, (out, x, send), perform_all_to_all)
 
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         def perform_broadcast(all_: Sequence[Payload]) -> None:
             (source,) = all_[root]
             for (x,) in all_:
                 if x is not source:
                     x.copy_(source)
 
-        self._meet_group(("from_first", x.dtype, x.shape, root), axes, ask, (x,), perform_broadcast)
+        self._meet_group(
+            ("from_first", x.dtype, x.shape, root), axes, request, (x,), perform_broadcast
+        )
 
 
 def _reduce_in_rank_order(shares: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """In rank order, and 16-bit floats in 32 bits until the end."""
+    """The reduction of `shares` in rank order; 16-bit floats are summed in 32 bits."""
     dtype = shares[0].dtype
     narrow = dtype in (torch.float16, torch.bfloat16)
     total = shares[0].float() if narrow else shares[0].clone()

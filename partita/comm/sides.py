@@ -1,8 +1,8 @@
-"""Sides of a collective: a rank's tensor, and in it the pieces of each rank of a group.
+"""Sides of a collective: a rank's tensor, and where in it the pieces of each rank of a group lie.
 
-The buffer of a collective holds them one behind the other, in the order of the ranks. A strided
-copy for each `Block` of pieces takes them there and back, so that what is done does not grow with
-the number of ranks.
+The buffer of a collective holds the pieces end to end, in the order of the ranks. One strided copy
+for each `PieceBlock` takes them there and back, so that the number of copies does not grow with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .cuts import Cut, PieceBlock, blocks_of, ends_last, padded_length, span, unravel
+from .cuts import (
+    Cut,
+    PieceBlock,
+    contiguous_strides,
+    ends_last,
+    find_piece_blocks,
+    padded_length,
+    span,
+    unravel,
+)
 from .splits import Splits
 from .transport import Axes, Transport
 
@@ -23,15 +32,15 @@ Placing = Callable[[PieceBlock], tuple[tuple[int, ...], int]]
 
 
 class Side:
-    """What one rank has of a tensor, cut into a piece for each rank of a group.
+    """A rank's local tensor, cut into a piece for each rank of a group.
 
     Attributes:
-        shape: of what the rank has.
+        shape: of the local tensor.
         piece: the shape of the largest piece.
-        even: are all pieces of one shape?
-        in_order: do the pieces follow each other along one dimension, in the order of the ranks?
-        in_memory: do they so in memory?
-        rows_in_memory: also where each is padded to the largest one's size: is all padding last?
+        even: all pieces are of one shape.
+        in_order: the pieces follow each other along one dimension, in the order of the ranks.
+        in_memory: so they do in memory.
+        rows_in_memory: so they do where each is padded to the largest: all padding is last.
     """
 
     def __init__(
@@ -77,7 +86,8 @@ class Side:
     # -- copies to and from a collective's buffer --------------------------------------------------
 
     def to_rows(self, pad: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes a flat buffer of the pieces, each in a place of `pad` elements, then zeros."""
+        """A function that packs the pieces into a flat buffer, each padded with zeros to `pad`
+        elements."""
         n = math.prod(self._sizes)
         return self._to_flat(n * pad, self._in_rows(pad), filled=n * pad == math.prod(self.shape))
 
@@ -86,7 +96,7 @@ class Side:
         return self._from_flat(self._in_rows(pad))
 
     def to_segments(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes a flat buffer of the pieces, which are in order, as `splits` has them."""
+        """A function that packs the pieces, which are in order, end to end as in `splits`."""
         return self._to_flat(math.prod(self.shape), self._end_to_end, filled=True)
 
     def from_segments(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -94,28 +104,28 @@ class Side:
         return self._from_flat(self._end_to_end)
 
     def _find_piece_blocks(self) -> list[PieceBlock]:
-        return blocks_of(self._cuts, self._lengths, self.shape, self._grid)
+        return find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
 
     def _in_rows(self, pad: int) -> Placing:
         strides = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
 
         def strides_and_offset(block: PieceBlock) -> tuple[tuple[int, ...], int]:
             offset = sum(map(int.__mul__, block.first, strides))
-            return (*strides, *_contiguous_strides(block.piece)), offset
+            return (*strides, *contiguous_strides(block.piece)), offset
 
         return strides_and_offset
 
     def _end_to_end(self, block: PieceBlock) -> tuple[tuple[int, ...], int]:
         (cut,), (length,) = self._cuts, self._lengths
         rest = math.prod(self.shape) // length
-        strides = (*(rest * step for step in block.steps), *_contiguous_strides(block.piece))
+        strides = (*(rest * step for step in block.steps), *contiguous_strides(block.piece))
         return strides, rest * block.start[cut.dim]
 
     def _to_flat(
         self, total: int, placed: Placing, filled: bool
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         blocks = self._find_piece_blocks()
-        own = _contiguous_strides(self.shape)
+        own = contiguous_strides(self.shape)
         sources = [(block.shape, *block.strided(own)) for block in blocks]
         places = [placed(block) for block in blocks]
         alone = len(blocks) == 1 and filled
@@ -135,7 +145,7 @@ class Side:
         return pack_into_flat
 
     def _from_flat(self, placed: Placing) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        own = _contiguous_strides(self.shape)
+        own = contiguous_strides(self.shape)
         views = [
             (block.shape, block.strided(own), placed(block)) for block in self._find_piece_blocks()
         ]
@@ -145,8 +155,3 @@ class Side:
                 out.as_strided(size, *there).copy_(flat.as_strided(size, *here))
 
         return unpack_from_flat
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,4 +1,6 @@
-"""Source lines: which line of the user's program asked for this?"""
+"""Source lines: the line of the user's program that the running call comes from, found by walking
+the stack past the frames of partita, torch, NumPy and the standard library.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ class Splits:
 
     Attributes:
         count: the number of segments.
-        total: elements of all.
-        even: are all of one size?
-        place: `(start, length)` of one.
+        total: elements of all of them.
+        even: all are of one size.
+        place: gives `(start, length)` of the i-th one.
     """
 
     def __init__(self, count: int, total: int, even: bool, place: Callable[[int], tuple[int, int]]):
@@ -38,7 +38,7 @@ class Splits:
         return [self.place(i)[1] for i in range(self.count)]
 
     def times(self, k: int) -> Splits:
-        """The same of elements that are `k` smaller ones each."""
+        """These splits counted in units of which `k` make an element: bytes, say."""
 
         def scale_place(i: int) -> tuple[int, int]:
             start, length = self.place(i)

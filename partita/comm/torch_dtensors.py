@@ -1,7 +1,7 @@
-"""torch's own DTensors, made of a local tensor and taken apart again.
+"""Conversion of torch's own DTensors: made from a local tensor, and taken apart again.
 
-Nothing is copied: the local tensor is the one that was given, in whatever placements it has. What
-the placements mean is for those who know layouts.
+Nothing is copied: the local tensor is shared. Placements are passed through in torch's terms;
+`tensor/interop` translates them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TorchPlacement", "local_of_torch", "made_of_torch", "taken_from_torch", "torch_mesh"]
+__all__ = [
+    "TorchPlacement",
+    "local_of_torch_dtensor",
+    "make_torch_dtensor",
+    "read_torch_dtensor",
+    "torch_mesh",
+]
 
 TorchPlacement = tuple[str, Any]
 """`("Shard", dim)`, `("Strided", (dim, factor))`, `("Replicate", None)` or `("Partial", op)`."""
 
 ToLocal = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
-"""Makes of a local gradient, in placements of torch's, the local gradient that is wanted."""
+"""`(local gradient, torch's placements of it)` to the local gradient in our layout."""
 
 
 def torch_mesh(mesh: Any) -> DeviceMesh | None:
@@ -26,7 +32,7 @@ def torch_mesh(mesh: Any) -> DeviceMesh | None:
     return mesh if isinstance(mesh, DeviceMesh) else None
 
 
-def taken_from_torch(x: Any) -> tuple[DeviceMesh, Sequence[Any], torch.Size, tuple[int, ...]]:
+def read_torch_dtensor(x: Any) -> tuple[DeviceMesh, Sequence[Any], torch.Size, tuple[int, ...]]:
     """The mesh, placements, shape and strides of one of torch's DTensors.
 
     Raises:
@@ -39,7 +45,7 @@ def taken_from_torch(x: Any) -> tuple[DeviceMesh, Sequence[Any], torch.Size, tup
     return x.device_mesh, x.placements, x.shape, x.stride()
 
 
-def made_of_torch(
+def make_torch_dtensor(
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: Sequence[TorchPlacement],
@@ -57,7 +63,7 @@ def made_of_torch(
     return out
 
 
-def local_of_torch(
+def local_of_torch_dtensor(
     x: Any,
     placements: Sequence[TorchPlacement],
     gradient: Callable[[torch.Tensor], torch.Tensor],
@@ -88,7 +94,7 @@ def _make_torch_placement(said: TorchPlacement) -> Any:
 
 
 def _wait_for_tensor(local: Any) -> torch.Tensor:
-    """torch may hand out a result that is still under way."""
+    """`local`, once it has arrived: torch may return a collective's result before."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

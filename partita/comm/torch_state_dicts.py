@@ -1,10 +1,10 @@
-"""torch.distributed.checkpoint.state_dict and our tensors: whole values out, pieces in.
+"""Patches of torch.distributed.checkpoint.state_dict: whole values of DTensors out, pieces in.
 
 `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))` and its kin know
-torch's own DTensors by their class, and take every other tensor for whole: of ours they would hand
-out this rank's piece, and the rest would be lost with the file that rank 0 writes of it. The
-functions of torch that ask for the class are private (`tests/ranks/test_private_torch.py` names
-them); they are exchanged when torch's module is imported, which partita itself does not do.
+torch's own DTensors by their class and take every other tensor for whole: of ours they would return
+this rank's piece, and a file that rank 0 writes of it would lack the rest. The functions of torch
+that test the class are private (`tests/ranks/test_private_torch.py` names them). They are replaced
+when torch's module is imported, which partita itself does not do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from .after_import import after_import
 
-__all__ = ["SpreadTensors", "teach_state_dicts"]
+__all__ = ["SpreadTensors", "patch_state_dicts"]
 
 _WALK = "torch.distributed._state_dict_utils"
 _DOOR = "torch.distributed.checkpoint.state_dict"
@@ -24,10 +24,10 @@ _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
 class SpreadTensors(Protocol):
-    """What is known of tensors that are spread, above this room."""
+    """What these patches ask of DTensors, which this room does not know."""
 
     def is_spread(self, x: Any) -> bool:
-        """Is this a tensor of ours?"""
+        """Is `x` a DTensor of partita?"""
 
     def whole(self, x: Any) -> torch.Tensor:
         """Its whole value, on every rank. All ranks call this."""
@@ -45,8 +45,8 @@ class SpreadTensors(Protocol):
         """Memory for what of `model` is spread and on the meta device."""
 
 
-def teach_state_dicts(tensors: SpreadTensors) -> None:
-    """Let torch's functions of state dicts ask `tensors`, now or when they are imported."""
+def patch_state_dicts(tensors: SpreadTensors) -> None:
+    """Patch torch's functions of state dicts to ask `tensors`, now or when they are imported."""
     after_import(_WALK, lambda module: _teach_walk(module, tensors))
     after_import(_DOOR, lambda module: _teach_door(module, tensors))
     after_import(_STAGER, lambda module: _teach_stager(module.StateDictStager, tensors))
@@ -60,7 +60,7 @@ def _teach_walk(module: Any, tensors: SpreadTensors) -> None:
         iter_object: Any, sharded_tensor_func: Any, dtensor_func: Any, *args: Any, **options: Any
     ) -> Any:
         if tensors.is_spread(iter_object):
-            # What it would do with a DTensor of torch's tells for whom it walks.
+            # The callback for torch's DTensors shows which function walks the state dict.
             asked_by = dtensor_func.__qualname__.partition(".")[0]
             if asked_by == "_gather_state_dict":
                 iter_object = tensors.whole(iter_object)
@@ -107,7 +107,7 @@ def _teach_door(module: Any, tensors: SpreadTensors) -> None:
 
 
 def _teach_stager(stager: Any, tensors: SpreadTensors) -> None:
-    """What `torch.distributed.checkpoint.async_save` copies storages with."""
+    """Patch the stager, which `torch.distributed.checkpoint.async_save` copies storages with."""
     offload = stager._offload_tensor
 
     @functools.wraps(offload)

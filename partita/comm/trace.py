@@ -1,10 +1,10 @@
-"""Traced moves: how does a move become nodes of a graph that is the same on every rank?
+"""The trace wire: moves as nodes of a captured graph that is the same on every rank.
 
 A `TraceWire` stands in for a rank's wire while a step is captured. Its collectives are functional
-ones, over groups that have one name on all ranks, and nothing of it knows where the rank is: a
-coordinate is a tensor, an input of the graph. What is different on each rank (a piece that is cut
-out, a share that only the first rank holds) is computed from it. It believes that it is the first
-rank, whose pieces are the largest: those of the others are padded (see `padded_moves`).
+ones, over groups that have one name on all ranks, and it does not know where the rank is: a
+coordinate is a tensor, an input of the graph. What differs between ranks (the piece that is cut
+out, the share that only the first rank holds) is computed from it. Shapes are those of the first
+rank, whose pieces are the largest; those of the others are padded (`padded_moves`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
 
-from .collective_request import Ask
-from .cuts import cuts_of, ends_last, is_restack, span
+from .collective_request import Request
+from .cuts import ends_last, find_cuts, is_restack, span
 from .graph_collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, WAIT, all_to_all
 from .groups import GroupWire
 from .ledger import Ledger, Scope
@@ -35,7 +35,7 @@ from .wire import Wire
 if TYPE_CHECKING:
     from .splits import Splits
 
-__all__ = ["TraceWire", "in_place_of", "stand_ins"]
+__all__ = ["TraceWire", "active_wire", "substitute_wires"]
 
 Region = tuple[tuple[Any, Any], ...]
 Noting = Callable[["Move", int, str, str], AbstractContextManager[None]]
@@ -53,15 +53,15 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
 
 
 class TraceWire(PaddedTransport, Wire):
-    """What carries while a step is captured: nothing leaves the rank.
+    """The wire while a step is captured: moves become nodes, and nothing leaves the rank.
 
     Attributes:
         real: the wire that it stands in for.
-        groups: by the names that the graph calls them, the axes of the groups that it uses.
-        noting: within what it gives, a move's nodes are made.
-        repeating: runs what traces a move, or has what was traced of one like it.
-        admitted: plain tensors that were taken for equal on all ranks, as they then were.
-        admit_otherwise: who notes instead that one is taken so, if he does.
+        groups: the axes of the process groups that the graph uses, by their names in it.
+        noting: a context manager within which a move's nodes are made.
+        repeating: traces a move, or repeats the trace of an equal one.
+        admitted: copies of plain tensors that were taken for equal on all ranks.
+        admit_otherwise: asked first to note such a tensor; True where it did.
     """
 
     padded = True
@@ -84,9 +84,9 @@ class TraceWire(PaddedTransport, Wire):
         self.device, self.device_mesh = real.device, real.device_mesh
 
     def forget(self) -> None:
-        """The step is captured: let go of its tensors and its graph.
+        """The step is captured: drop its tensors and its graph.
 
-        Plans are cached by wire, and one that nobody will ask for again keeps its wire for a while.
+        Plans are cached by wire, and one that is not used again keeps its wire for a while.
         """
         self.coordinate, self.noting, self.admit_otherwise = {}, _no_noting, None
         self.repeating = _no_repeating
@@ -105,8 +105,8 @@ class TraceWire(PaddedTransport, Wire):
                 self.admitted.append(value.clone())
 
     def swap_paddings(self, kept: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Keep masks of padding, and what calls share, in `kept` from now on; gives what they were
-        kept in."""
+        """Keep masks of padding, and tensors that calls share, in `kept` from now on; returns the
+        dictionary that held them."""
         before, self._paddings = self._paddings, kept
         return before
 
@@ -118,7 +118,7 @@ class TraceWire(PaddedTransport, Wire):
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
-        """The matrix products so far, as ledgers are told of them."""
+        """The matrix products so far, as in `Ledger.work`."""
         return [] if self.scope.captured is None else self.scope.captured.work
 
     # -- what is padded ----------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class TraceWire(PaddedTransport, Wire):
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         return torch.stack([self.place(axes) == 0 for axes in of]).to(device)
 
-    def show_piece(self, layout: Layout, to: str) -> None:
+    def refuse_padded_piece(self, layout: Layout, to: str) -> None:
         if is_uneven(layout, self.mesh):
             raise uneven(f"{to} would show the padding of {layout.brief()}")
 
@@ -168,14 +168,14 @@ class TraceWire(PaddedTransport, Wire):
         return self._trace_move(move, x, op=op, reason=reason)
 
     def _in_graph(self, move: Move) -> tuple[Move, ...]:
-        """What does `move` in a graph: where what a rank sends to whom is another on each rank,
-        which no graph for all of them can say, all is gathered and each keeps its own."""
+        """The moves that do `move` in a graph. An all_to_all whose messages differ from rank to
+        rank is no graph for all of them: all is gathered, and each rank slices its piece."""
         found = self._instead.get(id(move))
         if found is None:
             moves: tuple[Move, ...] = (move,)
-            gone, come = cuts_of(move, self.mesh)
-            if gone and is_restack(gone, come, move.axes, self.mesh):
-                moves = self._gather_and_slice(move, {a for cut in gone for a in cut.inner})
+            joined, divided = find_cuts(move, self.mesh)
+            if joined and is_restack(joined, divided, move.axes, self.mesh):
+                moves = self._gather_and_slice(move, {a for cut in joined for a in cut.inner})
             found = self._instead[id(move)] = (move, moves)
         return found[1]
 
@@ -218,7 +218,7 @@ class TraceWire(PaddedTransport, Wire):
         return entry
 
     def _find_new_cuts(self, whole: Layout, cut: Layout) -> list[tuple[int, tuple[str, ...], int]]:
-        """For each dimension that is cut anew: it, the axes that cut it, into how many pieces."""
+        """`(dimension, axes, pieces)` of each dimension that `cut` splits further than `whole`."""
         found = []
         for dim, (outer, all_axes) in enumerate(zip(whole.shards, cut.shards, strict=True)):
             axes = all_axes[len(outer) :]
@@ -229,7 +229,7 @@ class TraceWire(PaddedTransport, Wire):
     def _make_slice_step(self, move: Move) -> Any:
         stacks = self._find_new_cuts(move.before, move.after)
 
-        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
             for dim, axes, n in stacks:
                 rows = x.unflatten(dim, (n, x.shape[dim] // n))
                 x = rows.index_select(dim, self.place(axes).view(1).to(x.device)).squeeze(dim)
@@ -240,7 +240,7 @@ class TraceWire(PaddedTransport, Wire):
     def _make_place_step(self, move: Move) -> Any:
         stacks = self._find_new_cuts(move.after, move.before)
 
-        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
             for dim, axes, n in stacks:
                 shape = [*x.shape[:dim], n, *x.shape[dim:]]
                 rows = x.new_full(shape, identity_of_reduction(move.op, x.dtype))
@@ -252,16 +252,16 @@ class TraceWire(PaddedTransport, Wire):
 
     def _make_mask_step(self, move: Move) -> Any:
         if move.op != "sum":
-            return lambda x, ask: x.clone(memory_format=torch.contiguous_format)
+            return lambda x, request: x.clone(memory_format=torch.contiguous_format)
 
-        def run(x: torch.Tensor, ask: Ask) -> torch.Tensor:
+        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
             first = self.place(move.axes).to(x.device) == 0
             return torch.where(first, x, x.new_zeros(())).contiguous()
 
         return run
 
     def group_name(self, axes: Axes) -> str:
-        """What the graph calls the group over `axes`."""
+        """The name of the group over `axes` in the graph."""
         name = _name_of(self.real, axes)
         self.groups[name] = axes
         return name
@@ -278,17 +278,17 @@ class TraceWire(PaddedTransport, Wire):
             )
         return None
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
         whole = ALL_GATHER(x.reshape(-1), self.mesh_size(axes), self.group_name(axes))
         out.copy_(WAIT(whole).view(out.shape))
 
     def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         part = REDUCE_SCATTER(x.reshape(-1), reduce_op, self.mesh_size(axes), self.group_name(axes))
         out.copy_(WAIT(part).view(out.shape))
 
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         whole = ALL_REDUCE(x, reduce_op, self.group_name(axes))
         x.copy_(WAIT(whole))
 
@@ -299,17 +299,18 @@ class TraceWire(PaddedTransport, Wire):
         axes: Axes,
         get: Splits,
         send: Splits,
-        ask: Ask,
+        request: Request,
     ) -> None:
         got = all_to_all(x, self.mesh_size(axes), self.group_name(axes))
         out.copy_(WAIT(got))
 
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         told = BROADCAST(x, root, self.group_name(axes))
         x.copy_(WAIT(told))
 
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """All ranks trace one program, which the ranks' keys will tell: so they say the same."""
+        """This rank's values for all: ranks trace one program, and compare their keys
+        afterwards."""
         return [tuple(values)] * self.mesh.size()
 
 
@@ -343,7 +344,7 @@ _standing: dict[Wire, Wire] = {}
 
 
 class _Making(threading.local):
-    """What makes a stand-in for a wire that this thread meets and that has none; None: nothing."""
+    """`stand_in`: makes the substitute of a wire that has none yet, for this thread; or None."""
 
     stand_in: Callable[[Wire], Wire] | None = None
 
@@ -351,8 +352,8 @@ class _Making(threading.local):
 _making = _Making()
 
 
-def in_place_of(wire: Wire) -> Wire:
-    """The wire to use for `wire` now: what stands in for it while a step is captured, or itself."""
+def active_wire(wire: Wire) -> Wire:
+    """The wire to use for `wire` now: its substitute while a step is captured, or itself."""
     found = _standing.get(wire, wire) if _standing else wire
     if found is wire and _making.stand_in is not None and wire not in _standing.values():
         found = _standing[wire] = _making.stand_in(wire)
@@ -360,13 +361,13 @@ def in_place_of(wire: Wire) -> Wire:
 
 
 @contextmanager
-def stand_ins(
+def substitute_wires(
     wires: dict[Wire, Wire], make: Callable[[Wire], Wire] | None = None
 ) -> Iterator[None]:
-    """Within, meshes are served by these.
+    """Within, `active_wire` gives these substitutes.
 
     Args:
-        make: what makes a stand-in for the wire of a mesh that this thread comes to later.
+        make: makes the substitute of the wire of any other mesh that this thread uses.
     """
     before, made_before = dict(_standing), _making.stand_in
     _standing.update(wires)

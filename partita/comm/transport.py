@@ -1,9 +1,9 @@
 """Transports: a rank's place in a mesh, and the collectives with the ranks that differ from it
 along some axes.
 
-A backend implements five on contiguous memory (process groups in `groups`, ranks of one process in
-`ranks`, none at all in `dry`); here they take any dtype. What a collective is for, a transport does
-not know: that is a move's (`move_steps`), and `Wire` lets it happen.
+A subclass implements five on contiguous memory (process groups in `groups`, ranks of one process in
+`ranks`, none at all in `dry`); this class makes them take any dtype. A transport does not know what
+a collective is for: moves are built on it in `move_steps`, and run by `Wire.carry`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from partita.layout import Coordinate, LayoutError, Mesh
 
 from .backends.backend import Backend
-from .collective_request import Ask
-from .pending_work import Done, Summed, UnderWay
+from .collective_request import Request
+from .pending_work import CompletedWork, PendingSum, PendingWork
 from .splits import Splits
 
 __all__ = ["Axes", "Transport", "without_lazy_bits"]
@@ -35,7 +35,7 @@ _WIDER = {
 
 
 class Transport:
-    """What a rank sends over, and where it stands.
+    """A rank's place in a mesh, and its collectives.
 
     Attributes:
         mesh: the axes and their sizes.
@@ -47,7 +47,7 @@ class Transport:
     reduced: frozenset[torch.dtype] = frozenset()
     """Dtypes that the backend reduces as they are; others are widened."""
     backend = Backend()
-    """In what ways its collectives are done, which graphs ask."""
+    """How its collectives are done, which passes over graphs ask."""
 
     def __init__(self, mesh: Mesh, at: Coordinate):
         self.mesh, self.at = mesh, at
@@ -84,8 +84,8 @@ class Transport:
         return found
 
     def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
-        """`axes` in mesh order, and which of the ranks along them, counted in that order, each
-        member of their group is; None where the group has them in that order, too."""
+        """`axes` in mesh order, and for each member of their process group its number along them;
+        None where the members ascend."""
         found = self._orders.get(axes)
         if found is None:
             key = tuple(a for a in self.mesh.names if a in axes)
@@ -94,13 +94,13 @@ class Transport:
 
     # -- any dtype, by way of those that the backend has -----------------------------------------
 
-    def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+    def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
         """Fill `out` with the group's `x`, in group order. Both contiguous."""
         x = without_lazy_bits(x)
         if x.dtype in self.moved:
-            self._all_gather(out, x, axes, ask)
+            self._all_gather(out, x, axes, request)
         else:
-            self._all_gather(_view_as_bytes(out), _view_as_bytes(x), axes, ask)
+            self._all_gather(_view_as_bytes(out), _view_as_bytes(x), axes, request)
 
     def all_to_all(
         self,
@@ -109,39 +109,41 @@ class Transport:
         axes: Axes,
         get: Splits,
         send: Splits,
-        ask: Ask,
+        request: Request,
     ) -> None:
         """Send member i its segment of `x`, and get from it what fills its segment of `out`."""
         x = without_lazy_bits(x)
         if x.dtype in self.moved:
-            self._all_to_all(out.view(-1), x.view(-1), axes, get, send, ask)
+            self._all_to_all(out.view(-1), x.view(-1), axes, get, send, request)
         else:
             n = x.element_size()
             self._all_to_all(
-                _view_as_bytes(out), _view_as_bytes(x), axes, get.times(n), send.times(n), ask
+                _view_as_bytes(out), _view_as_bytes(x), axes, get.times(n), send.times(n), request
             )
 
-    def all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> torch.Tensor:
+    def all_reduce(
+        self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
+    ) -> torch.Tensor:
         """The reduction of the group's `x`, in the memory of `x` where the backend can."""
         x = without_lazy_bits(x)
         if x.dtype in self.reduced:
-            self._all_reduce(x, axes, reduce_op, ask)
+            self._all_reduce(x, axes, reduce_op, request)
             return x
         wide = self._widen_for_reduction(x, reduce_op).clone()
-        self._all_reduce(wide, axes, reduce_op, ask)
+        self._all_reduce(wide, axes, reduce_op, request)
         return _narrow_to_dtype(wide, x)
 
     def reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         """Fill `out` with this rank's piece of the reduction of the group's `x`."""
         x = without_lazy_bits(x)
         if x.dtype in self.reduced:
-            self._reduce_scatter(out, x, axes, reduce_op, ask)
+            self._reduce_scatter(out, x, axes, reduce_op, request)
             return
         wide = self._widen_for_reduction(x, reduce_op)
         part = wide.new_empty(wide.numel() // self.mesh_size(axes))
-        self._reduce_scatter(part, wide.reshape(-1), axes, reduce_op, ask)
+        self._reduce_scatter(part, wide.reshape(-1), axes, reduce_op, request)
         out.view(-1).copy_(_narrow_to_dtype(part, out.view(-1)))
 
     def _widen_for_reduction(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
@@ -153,7 +155,7 @@ class Transport:
             raise LayoutError(f"cannot reduce {x.dtype} over ranks")
         return x.to(_WIDER[x.dtype])
 
-    # -- what a backend implements; tensors are contiguous, `axes` in mesh order, groups > 1 -----
+    # -- what a subclass implements; tensors are contiguous, `axes` in mesh order, groups > 1 -----
 
     def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
         return self.mesh.group(axes, self.at)
@@ -161,37 +163,37 @@ class Transport:
     def _order(self, axes: Axes) -> list[int] | None:
         return None
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask) -> None:
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
         raise NotImplementedError
 
     def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         raise NotImplementedError
 
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, ask: Ask) -> None:
+    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         raise NotImplementedError
 
     def _start_all_gather(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
-    ) -> UnderWay:
-        self._all_gather(out, x, axes, ask)
-        return Done()
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
+        self._all_gather(out, x, axes, request)
+        return CompletedWork()
 
-    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, ask: Ask) -> UnderWay:
-        self._all_reduce(x, axes, "sum", ask)
-        return Done()
+    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, request: Request) -> PendingWork:
+        self._all_reduce(x, axes, "sum", request)
+        return CompletedWork()
 
     def _start_reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, ask: Ask
-    ) -> UnderWay:
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
         if out.dtype == x.dtype:
-            self._reduce_scatter(out, x, axes, "sum", ask)
-            return Done()
+            self._reduce_scatter(out, x, axes, "sum", request)
+            return CompletedWork()
         n, shares = self.mesh_size(axes), torch.empty_like(x)
         even = Splits.evenly(n, x.numel() // n)
-        self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, ask)
-        return Summed(Done(), shares.view(n, -1).unbind(), out.view(-1))
+        self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, request)
+        return PendingSum(CompletedWork(), shares.view(n, -1).unbind(), out.view(-1))
 
     def _all_to_all(
         self,
@@ -200,16 +202,16 @@ class Transport:
         axes: Axes,
         get: Splits,
         send: Splits,
-        ask: Ask,
+        request: Request,
     ) -> None:
         raise NotImplementedError
 
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, ask: Ask) -> None:
+    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         raise NotImplementedError
 
 
 def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its conjugation and sign in memory: a collective reads memory."""
+    """`x` with a pending conjugation or negation applied: a collective reads memory."""
     if x.is_complex():
         return x.resolve_conj()
     return x.resolve_neg() if x.is_neg() else x

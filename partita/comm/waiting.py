@@ -39,16 +39,16 @@ from .deadlock import (
     verdict_of_others,
     withdraw_post,
 )
-from .presence import late_ranks, lost_rank, named
+from .presence import format_ranks, make_late_ranks_error, make_lost_rank_error
 from .source import user_line
 
 if TYPE_CHECKING:
-    from .collective_request import Ask
+    from .collective_request import Request
 
 __all__ = [
     "SLICE",
     "STUCK",
-    "Pending",
+    "WatchedWork",
     "begin_graph",
     "end_graph",
     "timeout_of_job",
@@ -65,17 +65,17 @@ WARN = 20.0
 _slice = timedelta(seconds=SLICE)
 
 
-class Pending:
+class WatchedWork:
     """A collective that is under way: its wait ends where ranks wait for ever.
 
     Only of a backend whose waits block the processor anyhow.
     """
 
-    __slots__ = ("_ask", "_group", "_number", "_work")
+    __slots__ = ("_group", "_number", "_request", "_work")
 
-    def __init__(self, work: Any, group: dist.ProcessGroup, ask: Ask):
-        self._work, self._group, self._ask = work, group, ask
-        self._number = note_begun(group.group_name, ask)
+    def __init__(self, work: Any, group: dist.ProcessGroup, request: Request):
+        self._work, self._group, self._request = work, group, request
+        self._number = note_begun(group.group_name, request)
 
     def wait(self) -> None:
         try:
@@ -83,7 +83,7 @@ class Pending:
         except RuntimeError as error:
             ranks = dist.get_process_group_ranks(self._group)
             line = user_line() or "no line"
-            text = f"waits in {self._ask.describe()}, at {line}"
+            text = f"waits in {self._request.describe()}, at {line}"
             need = Need(text, ranks, self._group, number=self._number)
             wait_longer(self._work, need, error)
 
@@ -114,7 +114,7 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
     except LayoutError:
         raise
     except RuntimeError as failure:
-        told = verdict_of_others() or lost_rank(failure, need.text, need.ranks)
+        told = verdict_of_others() or make_lost_rank_error(failure, need.text, need.ranks)
         if told is None:
             raise
         raise told from failure
@@ -155,13 +155,13 @@ def wait_with_others(
             if now - begun > WARN and not warned:
                 warned = True
                 warnings.warn(
-                    f"rank {me} {need.text}; {named(away)} has not come yet", stacklevel=2
+                    f"rank {me} {need.text}; {format_ranks(away)} has not come yet", stacklevel=2
                 )
             if now - begun > limit:
-                fact = f"rank {me} waited {now - begun:.0f} s for {named(away)}"
+                fact = f"rank {me} waited {now - begun:.0f} s for {format_ranks(away)}"
                 raise agree_on_error(store, fact, dict.fromkeys(away) | posts, me)
     except RuntimeError as failure:  # of the group
-        late = late_ranks(failure, need.text, away, time.monotonic() - begun)
+        late = make_late_ranks_error(failure, need.text, away, time.monotonic() - begun)
         if late is None or isinstance(failure, LayoutError):
             raise
         raise late from failure

@@ -1,6 +1,6 @@
-"""Wires: the transport of a mesh, and on it `carry`, the only way that a move leaves a rank.
+"""Wires: the transport of a mesh with `carry`, the only way that data leaves a rank.
 
-`carry` does the layout arithmetic, the ledger and the checks.
+`carry` does the layout arithmetic, the ledger and the checks around a move.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from partita.layout import Coordinate, Layout, LayoutError, Mesh
 from partita.redistribute.cost import bytes_sent
 
 from .checks import refuse_implicit
-from .collective_request import Ask
+from .collective_request import Request
 from .device import HOST
 from .ledger import Record, Scope, human, scope
 from .move_steps import Step, prepare
-from .pending_work import Done, UnderWay
+from .pending_work import CompletedWork, PendingWork
 from .source import user_line
 from .transport import Transport, without_lazy_bits
 
@@ -44,9 +44,9 @@ class Wire(Transport):
     device = HOST
     device_mesh: object
     gathers_in_place = False
-    """May what a rank gives to a gather lie where it will stand in what comes?"""
+    """May the input of an all-gather lie in its own place in the output?"""
     padded = False
-    """Are shards padded, so that all ranks hold equally much? While a step is captured they are."""
+    """Are shards padded to equal size, as they are while a step is captured?"""
     has_peers = True
     """Are there other ranks to compare with?"""
 
@@ -57,7 +57,7 @@ class Wire(Transport):
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
-    # -- the door --------------------------------------------------------------------------------
+    # -- moves --------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
         """Take this rank's part of `move.before` and return its part of `move.after`.
@@ -65,7 +65,7 @@ class Wire(Transport):
         Args:
             x: what this rank holds, of shape `move.before.local_shape(mesh, at)`. Not modified.
             op: the operation that needs the move, for the ledger and for errors.
-            reason: as of a `ledger.Record`.
+            reason: as in `ledger.Record`.
 
         Returns:
             A contiguous tensor without history, in memory of its own; of a retype, an alias.
@@ -74,8 +74,8 @@ class Wire(Transport):
             LayoutError: the move is implicit under `strict()`; `x` has the wrong shape; or the
                 ranks ask for different things (always in `ranks`, else under `check_ranks()`).
         """
-        # Plans are cached above, so that a move is nearly always the same object: its id finds
-        # the step without hashing two layouts, and the entry keeps the move alive.
+        # Callers cache plans, so a move is nearly always the same object: its id finds the step
+        # without hashing two layouts, and the entry keeps the move alive.
         entry = self._steps.get(id(move))
         if entry is None:
             entry = self._prepare(move)
@@ -85,13 +85,13 @@ class Wire(Transport):
             self._note(move, x, op, reason)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return entry[1](x, Ask(move.kind, move, op))
-        return entry[1](x, Ask(move.kind, move, op))
+                return entry[1](x, Request(move.kind, move, op))
+        return entry[1](x, Request(move.kind, move, op))
 
     def start(
         self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str
-    ) -> UnderWay:
-        """Begin a collective over flat buffers; the rank goes on meanwhile.
+    ) -> PendingWork:
+        """Begin a collective over flat buffers, and return before it ends.
 
         Args:
             move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
@@ -101,26 +101,28 @@ class Wire(Transport):
                 x's, x travels as it is and is summed in the dtype of `out`.
 
         Returns:
-            What is to be waited for before `out` is read. All ranks wait in one order.
+            The work to wait for before `out` is read. All ranks wait in one order.
         """
         if self.scope.busy:
             self._note(move, x, op, reason)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._start_move(move, x, out, Ask(move.kind, move, op))
-        return self._start_move(move, x, out, Ask(move.kind, move, op))
+                return self._start_move(move, x, out, Request(move.kind, move, op))
+        return self._start_move(move, x, out, Request(move.kind, move, op))
 
-    def _start_move(self, move: Move, x: torch.Tensor, out: torch.Tensor, ask: Ask) -> UnderWay:
+    def _start_move(
+        self, move: Move, x: torch.Tensor, out: torch.Tensor, request: Request
+    ) -> PendingWork:
         axes, members = self.group(move.axes)
         if len(members) == 1:
             if out is not x:
                 out.view(-1).copy_(x.view(-1))
-            return Done()
+            return CompletedWork()
         if move.kind == "all_reduce":
-            return self._start_all_reduce(x, axes, ask)
+            return self._start_all_reduce(x, axes, request)
         if move.kind == "all_gather":
-            return self._start_all_gather(out, x, axes, ask)
-        return self._start_reduce_scatter(out, x, axes, ask)
+            return self._start_all_gather(out, x, axes, request)
+        return self._start_reduce_scatter(out, x, axes, request)
 
     def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:
         for axis in move.axes:
@@ -139,8 +141,8 @@ class Wire(Transport):
             refuse_implicit(move, op, nbytes)
         line = user_line()
         if self.scope.check is not None and move.sends:
-            ask = Ask(move.kind, move, op).describe()
-            self.check(f"{ask} ({x.dtype}) at {line or 'no line'}")
+            request = Request(move.kind, move, op).describe()
+            self.check(f"{request} ({x.dtype}) at {line or 'no line'}")
         record = Record(
             move.kind,
             move.axes,
@@ -155,8 +157,8 @@ class Wire(Transport):
         for log in self.scope.ledgers:
             log.moves.append(record)
 
-    def note_kept(self, op: str, nbytes: int) -> None:
-        """Tell the ledgers that memory which `op` would free is kept by a view of the user's."""
+    def record_kept_view(self, op: str, nbytes: int) -> None:
+        """Note in the ledgers that a view of the user's keeps memory which `op` would free."""
         what = f"{op}: {human(nbytes)} of a view"
         record = Record("kept", (), 0, what, user_line(), "a view is kept", self.rank)
         for log in self.scope.ledgers:
@@ -179,10 +181,10 @@ class Wire(Transport):
     # -- small exchanges over the whole mesh -----------------------------------------------------
 
     def exchange(self, why: str, mine: bytes) -> list[bytes]:
-        """What every rank of the mesh brings, in mesh order, of any length.
+        """Every rank's bytes `mine`, of any length, in mesh order.
 
         Args:
-            why: what all ranks must come for alike: an operation, and the user's line.
+            why: the reason, which must be equal on all ranks: an operation, and the user's line.
         """
         lengths = [n for (n,) in self.gather_ints((len(mine),))]
         rows = self.gather_ints(tuple(mine.ljust(max(lengths))))
@@ -195,18 +197,18 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The ranks of the mesh, as the job numbers them, where ranks may wait for ever."""
+        """The ranks of the mesh, by their numbers in the job, where a wait may last for ever."""
         return []
 
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
-        """Within, what is carried is a value that the program reads, by `op`: it meets no other
-        rank's move, and a rank that reads alone is told so. Where ranks are compared anyhow this
-        does nothing."""
+        """Within, moves bring a value that the program reads by `op`: they cannot be mistaken for
+        another rank's move, and a rank that reads alone gets an error. Does nothing where ranks are
+        compared anyhow."""
         yield
 
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
-        """What every rank of the mesh brings, in mesh order, to where the program reads by `op`.
+        """Every rank's bytes `mine`, in mesh order, where all ranks read a value by `op`.
 
         Raises:
             LayoutError: on all ranks, where a rank reads alone.
@@ -220,17 +222,17 @@ class Wire(Transport):
             return [tuple(values)]
         if self.scope.check is not None:
             self.check(f"gather_ints of {len(values)} at {user_line()}")
-        # No mode of the user's or of remat's hears of it: a comparison is no part of the program.
+        # Hidden from modes of the user and of remat: a comparison is no part of the program.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             x = torch.frombuffer(array("q", values), dtype=torch.int64).to(self.device)
             out = x.new_empty((len(members), len(values)))
-            self._all_gather(out.view(-1), x, axes, Ask("gather_ints", None, ""))
+            self._all_gather(out.view(-1), x, axes, Request("gather_ints", None, ""))
             rows = out.tolist()
         by_place = dict(zip(members, map(tuple, rows), strict=True))
         return [by_place[m] for m in self.mesh.coordinates()]
 
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """What rank `src` of the mesh (in mesh order) passed; all pass the same shape and dtype.
+        """The `x` of rank `src` of the mesh (in mesh order); all pass the same shape and dtype.
 
         Returns:
             A contiguous tensor of its own on every rank.
@@ -245,31 +247,31 @@ class Wire(Transport):
                 flat = out.view(-1)
                 if out.dtype not in self.moved:
                     flat = flat.view(torch.uint8)
-                self._broadcast(flat, axes, root, Ask(f"from_first(src={src})", None, ""))
+                self._broadcast(flat, axes, root, Request(f"from_first(src={src})", None, ""))
             return out
 
     def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:
         """`(offset, length)` of this rank's piece of a tensor so laid out, for each dimension.
 
         Args:
-            beyond: may what pads a piece be taken for what stands behind it?
+            beyond: may the region of a padded piece reach into the next rank's?
         """
         return layout.local_region(self.mesh, self.at)
 
-    def show_piece(self, layout: Layout, to: str) -> None:
-        """Raise where `to` (a way out to the user) would show what pads this rank's piece."""
+    def refuse_padded_piece(self, layout: Layout, to: str) -> None:
+        """Raise where `to`, as "to_local", would give the user the padding of this rank's piece."""
 
     def fill_padding(
         self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """`x` with `value` in what pads it along `dims` (None: all); differentiable."""
+        """`x` with `value` in its padding along `dims` (None: all); differentiable."""
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `make` gives: the tensor that it gave before under this name, if it is kept still.
+        """The tensor that `make` makes, or made before under this `name` if it is still alive.
 
         Args:
-            name: all that the value depends on but this rank's place.
+            name: everything that the value depends on, except this rank's place.
         """
         name = (*name, torch.is_inference_mode_enabled())
         kept = self._shared.get(name)

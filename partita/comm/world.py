@@ -1,11 +1,10 @@
-"""The world of in-process ranks.
+"""The world of in-process ranks: many ranks in one process, in the same order every time, which
+never hang.
 
-How do many ranks run in one process, the same way every time, without ever hanging?
-
-Each rank is a thread, and a baton says whose turn it is: a rank runs until it needs the others or
-ends, then the next one runs. The last member to arrive at a collective does it for all and goes on.
-So only one rank ever runs, nothing races, and every run takes the same order. When nobody can go
-on, that is known at once, and every rank is told what each of them was waiting for.
+Each rank is a thread, and only the one that has the baton runs: until it needs the others or ends,
+then the next one. The last rank to arrive at a collective does it for all and goes on. So nothing
+races, and every run takes the same order. When no rank can go on, that is known at once, and every
+rank raises an error that says what two of them were waiting for.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
 
-from .autocast_state import cast_as, casting_now
-from .checks import listening
-from .collective_request import Ask
+from .autocast_state import read_autocast_state, use_autocast_state
+from .checks import enter_check_hooks
+from .collective_request import Request
 from .ledger import Scope, enter_rank_thread, scope
 from .mesh_handle import MeshHandle
 from .source import user_line
@@ -46,8 +45,9 @@ class World:
     """Ranks of one process on one mesh. Made by `ranks`.
 
     Args:
-        wire_of: makes the wire of a rank, of this world and the rank's number, over the mesh that a
-            handle is of and its members, noting what it carries in a scope.
+        wire_of: makes a rank's wire of this world, the rank's number, the handle of a mesh, the
+            ranks
+            of that mesh, and the rank's scope.
     """
 
     def __init__(self, mesh: Mesh, wire_of: WireOf):
@@ -149,13 +149,13 @@ class World:
         torch.set_rng_state(self._generator[r])
         try:
             checked = self._scopes[r].check is not None
-            with carried.restored(), listening() if checked else nullcontext():
+            with carried.restored(), enter_check_hooks() if checked else nullcontext():
                 results[r] = fn(self._handles[r], *args)
         except BaseException as error:
             self._failures[r] = error
             if self._stopped is None and not is_from_verdict(error):
                 self._stopped = Verdict(
-                    f"rank {r} raised {brief(error)}, so the other ranks stop", (), error
+                    f"rank {r} raised {describe_error(error)}, so the other ranks stop", (), error
                 )
         self._generator[r] = torch.get_rng_state()
         self._state[r] = ENDED
@@ -183,7 +183,7 @@ class World:
         r = call.rank
         if getattr(_running, "world", None) is not self or _running.rank != r:
             raise LayoutError(
-                f"{call.ask.describe()}: rank {r} of ranks({self.mesh}) is not running here",
+                f"{call.request.describe()}: rank {r} of ranks({self.mesh}) is not running here",
                 place=user_line(),
                 reason="its tensors can meet the other ranks' only inside world.run, on its rank",
             )
@@ -193,12 +193,12 @@ class World:
         self._state[r], self._calls[r] = WAITING, call
         arrived = [
             c
-            for m in call.everyone
+            for m in call.mesh_ranks
             if self._state[m] == WAITING
             and (c := self._calls[m]) is not None
-            and c.everyone == call.everyone
+            and c.mesh_ranks == call.mesh_ranks
         ]
-        if len(arrived) == len(call.everyone):
+        if len(arrived) == len(call.mesh_ranks):
             self._perform_meeting(arrived, action)
         else:
             self._generator[r] = torch.get_rng_state()
@@ -220,17 +220,19 @@ class World:
             try:
                 with torch.no_grad():
                     for group in dict.fromkeys(c.group for c in calls):
-                        # What moves for all is nobody's own op: a mode of the rank that comes
-                        # last (a checkpoint's, that counts ops) must not hear of it.
+                        # The move is done for all ranks: a mode of the rank that comes last (a
+                        # checkpoint's, which counts ops) must not see it.
                         with _disable_current_modes():
                             action([by_rank[m] for m in group])
             except Exception as error:
-                verdict = Verdict(f"{first.ask.describe()} failed: {brief(error)}", (), error)
+                verdict = Verdict(
+                    f"{first.request.describe()} failed: {describe_error(error)}", (), error
+                )
             by_rank.clear()
         for c in calls:
-            c.payload = ()  # this rank may wait here for long while the others go on
+            c.payload = ()  # its rank may stay here for long while the others go on
             self._state[c.rank], self._verdict[c.rank] = READY, verdict
-        if verdict is not None:  # the rest would be left alone a little later
+        if verdict is not None:  # ranks that have not come would wait in vain later
             for i, state in enumerate(self._state):
                 if state != ENDED:
                     self._verdict[i], self._state[i] = verdict, READY
@@ -245,16 +247,18 @@ class World:
         for r in waiting:
             call = self._calls[r]
             assert call is not None
-            for m in call.everyone:
+            for m in call.mesh_ranks:
                 other = self._calls[m]
                 if self._state[m] == ENDED:
                     error = self._failures.get(m)
-                    how = f"raised {brief(error)}" if error else "returned from its function"
+                    how = (
+                        f"raised {describe_error(error)}" if error else "returned from its function"
+                    )
                     return Verdict(
                         f"rank {r} waits for rank {m}, which has ended",
                         (call.describe(), f"rank {m}  {how}"),
                     )
-                if other is not None and other.everyone != call.everyone:
+                if other is not None and other.mesh_ranks != call.mesh_ranks:
                     return Verdict(
                         "ranks wait for each other on different meshes",
                         (call.describe(), other.describe()),
@@ -273,18 +277,19 @@ class World:
 
 
 class _CallerState:
-    """What a thread does not inherit and a rank should: grad mode, inference mode, autocast."""
+    """State that a thread does not inherit and a rank should: grad mode, inference mode,
+    autocast."""
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.casting = casting_now()
+        self.casting = read_autocast_state()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         with ExitStack() as modes:
             if self.inference:
                 modes.enter_context(torch.inference_mode())
-            modes.enter_context(cast_as(self.casting))
+            modes.enter_context(use_autocast_state(self.casting))
             modes.enter_context(torch.enable_grad() if self.grad else torch.no_grad())
             yield
 
@@ -299,39 +304,41 @@ def running_rank() -> MeshHandle | None:
 
 
 class MeetingCall:
-    """What one rank brings to a collective and waits for.
+    """One rank's call of a collective.
 
     Attributes:
-        everyone: the ranks of its mesh: all must come and ask for the same, in whatever groups.
+        mesh_ranks: the ranks of its mesh, which must all make an equal call, in whatever groups.
         group: the ranks among them that exchange data with this one, in group order.
         key: what must be equal besides the move: the primitive, the dtype and its options.
+        payload: the rank's tensors.
+        frame: of the caller, for errors.
     """
 
     def __init__(
         self,
         rank: int,
-        everyone: tuple[int, ...],
+        mesh_ranks: tuple[int, ...],
         group: tuple[int, ...],
         key: tuple[Any, ...],
-        ask: Ask,
+        request: Request,
         payload: Payload,
     ):
-        self.rank, self.everyone, self.group = rank, everyone, group
-        self.key, self.ask, self.payload = key, ask, payload
+        self.rank, self.mesh_ranks, self.group = rank, mesh_ranks, group
+        self.key, self.request, self.payload = key, request, payload
         self.frame: FrameType | None = sys._getframe(2)
 
     def agrees(self, other: MeetingCall) -> bool:
-        a, b = self.ask, other.ask
+        a, b = self.request, other.request
         return self.key == other.key and a.kind == b.kind and (a.move is b.move or a.move == b.move)
 
     def describe(self) -> str:
         dtype = str(self.key[1]).removeprefix("torch.")
         at = user_line(self.frame) or "no line"
-        return f"rank {self.rank}  {self.ask.describe()} ({dtype})  at {at}"
+        return f"rank {self.rank}  {self.request.describe()} ({dtype})  at {at}"
 
 
 class Verdict:
-    """Why ranks must stop; an error of its own for each, since each has its own traceback."""
+    """Why ranks must stop. Makes an error for each of them, since each has its own traceback."""
 
     def __init__(self, fact: str, calls: tuple[str, ...] = (), cause: BaseException | None = None):
         self.fact, self.calls, self.cause = fact, calls, cause
@@ -345,7 +352,7 @@ class Verdict:
 
 
 def is_from_verdict(error: BaseException) -> bool:
-    """Whether it is the word that the ranks must stop, or was raised because of it."""
+    """Was it raised by a `Verdict`, or because of such an error?"""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -356,5 +363,6 @@ def is_from_verdict(error: BaseException) -> bool:
     return False
 
 
-def brief(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """`ValueError: the first line of its text`."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from partita.comm import Ask, TraceWire, Wire, is_uneven
+from partita.comm import Request, TraceWire, Wire, is_uneven
 from partita.comm.cuts import has_empty, places_of, span
 from partita.comm.device import Device
 from partita.redistribute.cost import bytes_of
@@ -100,7 +100,7 @@ class Border:
     def _borrow_padding(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
         last = here.narrow(dim, here.shape[dim] - 1, 1).contiguous()
         all_last = last.new_empty((lender.members, *last.shape))
-        ask = Ask("all_gather of padding", None, "pad")
+        ask = Request("all_gather of padding", None, "pad")
         self.wire.gather(all_last.view(-1), last.view(-1), lender.axes, ask)
         if lender.place is not None:
             here.copy_(all_last[lender.place])

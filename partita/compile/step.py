@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from partita.comm import GroupWire, Wire, begin_graph, end_graph, missed_call, roll_call, user_line
+from partita.comm import (
+    GroupWire,
+    Wire,
+    begin_graph,
+    end_graph,
+    explain_failed_collective,
+    user_line,
+    wait_for_all_ranks,
+)
 from partita.tensor.watch import HERE
 
 from .call_guard import CallGuard
@@ -292,7 +300,7 @@ class CompiledStep(LastProgram):
             return program.run(tensors, None if known is None else known.inputs(tensors))
         except RuntimeError as error:  # perhaps of a collective that other ranks do not call
             for wire in program.wires:
-                if (away := missed_call(wire, error)) is not None:
+                if (away := explain_failed_collective(wire, error)) is not None:
                     raise away from error
             raise
         finally:
@@ -439,7 +447,7 @@ class CompiledStep(LastProgram):
         for wire in wires:
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")
-            roll_call(wire, f"captures {self.title}, at {user_line()}: {why}")
+            wait_for_all_ranks(wire, f"captures {self.title}, at {user_line()}: {why}")
         return why
 
     def _describe_how(self) -> dict[str, Any]:

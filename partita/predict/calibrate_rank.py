@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from partita.comm import Ask, GroupWire, Wire, init_device_mesh, join, wire_of
+from partita.comm import GroupWire, Request, Wire, init_device_mesh, join, wire_of
 from partita.comm.device import HOST
 from partita.comm.splits import Splits
 
@@ -130,16 +130,16 @@ def _meetings_of(wire: Wire, axes: tuple[str, ...], ranks: int, elements: int) -
 
     def gather() -> torch.Tensor:
         out = part.new_empty(part.numel() * ranks)
-        wire.gather(out, part, axes, Ask("all_gather", None, "calibrate"))
+        wire.gather(out, part, axes, Request("all_gather", None, "calibrate"))
         return out
 
     def exchange() -> torch.Tensor:
         out = torch.empty_like(x)
-        wire.all_to_all(out, x, axes, each, each, Ask("all_to_all", None, "calibrate"))
+        wire.all_to_all(out, x, axes, each, each, Request("all_to_all", None, "calibrate"))
         return out
 
     def reduce() -> torch.Tensor:
-        return wire.all_reduce(x.clone(), axes, "sum", Ask("all_reduce", None, "calibrate"))
+        return wire.all_reduce(x.clone(), axes, "sum", Request("all_reduce", None, "calibrate"))
 
     calls = {"all_gather": gather, "all_to_all": exchange, "all_reduce": reduce}
     whole = 4.0 * part.numel() * ranks

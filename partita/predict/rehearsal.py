@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from partita.comm import DryWire, Wire, stand_ins, user_line
+from partita.comm import DryWire, Wire, substitute_wires, user_line
 from partita.compile.capture.capture import taking_turns
 from partita.compile.capture.capture_context import compiling, hidden_from_watchers, slots_swapped
 from partita.compile.capture.captured_attributes import ModuleAttributes
@@ -64,7 +64,7 @@ def rehearse(
         stack.enter_context(taking_turns())
         for wire in dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)):
             fakes.stand_in_for(wire)
-        stack.enter_context(stand_ins(dict(fakes.wires), fakes.stand_in_for))
+        stack.enter_context(substitute_wires(dict(fakes.wires), fakes.stand_in_for))
         stack.enter_context(compiling())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(hidden_from_watchers())

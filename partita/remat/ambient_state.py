@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import cast_as, casting_now
+from partita.comm import read_autocast_state, use_autocast_state
 from partita.comm.device import generators_in_use
 from partita.tensor.function_facts import facts_of_function
 
@@ -109,7 +109,7 @@ class Surroundings:
     def __init__(self, devices: Iterable[torch.device]):
         devices = set(devices)
         self._states: States = [(g, g.get_state()) for g in generators_in_use(devices)]
-        self._casting = casting_now()
+        self._casting = read_autocast_state()
         self._cached = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device
         self._context = contextvars.copy_context()
@@ -121,7 +121,7 @@ class Surroundings:
         """The same world again; afterwards the one that was. Run inside the context it gives."""
         self._touched = {}
         with ExitStack() as modes:
-            modes.enter_context(cast_as(self._casting, cache=self._cached))
+            modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
             if torch.empty(0).device != self._device:
                 modes.enter_context(self._device)
             modes.enter_context(self.writes.undone())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partita.comm import Wire, casting_now
+from partita.comm import Wire, read_autocast_state
 from partita.compile.memory.knapsack import Candidate, chosen, too_small
 from partita.parallel.nested_tensors import tensors_in
 from partita.tensor.dtensor import DTensor
@@ -145,7 +145,7 @@ class Budget:
 
 def _settings_of_module(module: nn.Module | None) -> Any:
     return (
-        casting_now(),
+        read_autocast_state(),
         None if module is None else tuple(m.training for m in module.modules()),
     )
 

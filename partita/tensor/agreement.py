@@ -14,10 +14,10 @@ import torch
 from partita.comm import (
     Wire,
     call_site,
-    differing,
     digest_of_text,
     gather_texts,
     is_agreed,
+    make_disagreement_error,
     remember_agreed,
     user_line,
 )
@@ -164,7 +164,7 @@ def _make_disagreement_error(
     true = _find_shape_of_pieces(by_coordinate, layout, wire) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
-        return differing("from_local", texts, fixes=[fix] if fix else [])
+        return make_disagreement_error("from_local", texts, fixes=[fix] if fix else [])
     wrong = next(c for c, s in by_coordinate.items() if s != layout.local_shape(wire.mesh, c))
     return _make_misfit_error(by_coordinate[wrong], layout, wire, wrong, fix=fix)
 

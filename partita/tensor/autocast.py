@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from partita.comm import casting_now
+from partita.comm import read_autocast_state
 from partita.comm.device import Device
 
 from .function_facts import Cast, facts_of_function
@@ -73,7 +73,7 @@ def without_autocast(device_type: str) -> Iterator[None]:
 @contextmanager
 def _without_all_autocast() -> Iterator[None]:
     with ExitStack() as stack:
-        for device_type, enabled, _ in casting_now():
+        for device_type, enabled, _ in read_autocast_state():
             if enabled:
                 stack.enter_context(without_autocast(device_type))
         yield

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import saved_as, user_line, wire_saved_as
+from partita.comm import describe_saved_mesh, find_saved_wire, user_line
 from partita.comm.device import is_seen_by_processes
 from partita.layout import Fix, Layout, LayoutError
 
@@ -108,7 +108,7 @@ def _rebuild(
     Raises:
         LayoutError: this rank has no such mesh, or `local` is another rank's piece.
     """
-    spec = spec_of(Layout.parse(layout), wire_saved_as(mesh))
+    spec = spec_of(Layout.parse(layout), find_saved_wire(mesh))
     where = spec.wire.mesh
     elsewhere = [
         a
@@ -147,4 +147,4 @@ def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
         local = x.detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}
     spec = x._spec
-    return _rebuild, (local, saved_as(spec.wire), str(spec.layout), spec.wire.at, names)
+    return _rebuild, (local, describe_saved_mesh(spec.wire), str(spec.layout), spec.wire.at, names)

@@ -191,7 +191,7 @@ class DTensor(torch.Tensor):
                 for n, axes in zip(local_tensor.shape, probe.layout.shards, strict=True)
             ]
         spec = spec_on_mesh(device_mesh, shape, placements)
-        spec.wire.show_piece(spec.layout, "from_local")
+        spec.wire.refuse_padded_piece(spec.layout, "from_local")
         if run_check:
             compare_pieces(local_tensor, spec)
         else:
@@ -214,7 +214,7 @@ class DTensor(torch.Tensor):
                 several ranks and `grad_placements` was not given; naming this line.
         """
         spec, x = self._spec, current(self)
-        spec.wire.show_piece(spec.layout, "to_local")
+        spec.wire.refuse_padded_piece(spec.layout, "to_local")
         if grad_placements is None:
             return ask_gradient(x, spec, "to_local")
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
@@ -225,7 +225,7 @@ class DTensor(torch.Tensor):
 
     def _piece(self) -> torch.Tensor:
         """As `to_local`, for a program that computes on pieces: the gradient is the dual's."""
-        self._spec.wire.show_piece(self._spec.layout, "to_local")
+        self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with Local():
             return x.view_as(x)  # type: ignore[no-any-return]

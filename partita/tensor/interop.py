@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from partita.comm import local_of_torch, made_of_torch, taken_from_torch, torch_mesh, user_line
+from partita.comm import (
+    local_of_torch_dtensor,
+    make_torch_dtensor,
+    read_torch_dtensor,
+    torch_mesh,
+    user_line,
+)
 from partita.layout import Fix, LayoutError, Partial, split_factors
 
 from .aliasing import global_strides
@@ -46,7 +52,7 @@ def to_torch(x: DTensor) -> Any:
         given = spec_on_wire(spec.wire, spec.shape, placements)
         return moved(local, given, spec.gradient, "to_torch", "gradient")
 
-    return made_of_torch(
+    return make_torch_dtensor(
         x._piece(), mesh, _torch_placements(spec), spec.shape, global_strides(x), gradient
     )
 
@@ -89,7 +95,7 @@ def from_torch(x: Any) -> DTensor:
             `_StridedShard`.
         TypeError: `x` is no DTensor of torch's.
     """
-    mesh, placements, shape, _ = taken_from_torch(x)
+    mesh, placements, shape, _ = read_torch_dtensor(x)
     divisor, summed = 1, []
     for i, p in enumerate(placements):
         if p.is_partial() and getattr(p, "reduce_op", "") == "avg":
@@ -102,7 +108,7 @@ def from_torch(x: Any) -> DTensor:
     def gradient(local: torch.Tensor) -> torch.Tensor:
         return moved(local, spec.gradient, given, "from_torch", "gradient")
 
-    local = local_of_torch(x, _torch_placements(given), gradient, divisor)
+    local = local_of_torch_dtensor(x, _torch_placements(given), gradient, divisor)
     if local.shape != spec.local_shape:
         raise LayoutError(
             "from_torch: torch has cut this tensor in other places",

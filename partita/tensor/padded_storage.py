@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import to_dlpack
 
+from partita.comm.cuts import contiguous_strides
 from partita.comm.device import is_seen_by_processes
 
 from .dtensor import DTensor
@@ -83,7 +84,7 @@ def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     # What is said of a storage stays with it, whichever tensor shows it.
     storage.padded = whole  # type: ignore[attr-defined]
     shown = torch.empty(0, dtype=whole.dtype, device=whole.device)
-    return shown.set_(storage, 0, tuple(shape), _contiguous_strides(shape))
+    return shown.set_(storage, 0, tuple(shape), contiguous_strides(shape))
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
@@ -130,7 +131,3 @@ def give_room(x: torch.Tensor) -> None:
         is_torchs = storage.resizable() and not is_seen_by_processes(storage)
         if is_alone and is_torchs and not x.is_inference():
             _data.__set__(x, copy_with_room(x.detach(), x._spec))
-
-
-def _contiguous_strides(shape: Sequence[int]) -> Shape:
-    return tuple(math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape)))

@@ -314,7 +314,7 @@ class PlanWork:
         scope = self.wire.scope
         if not scope.recomputing:
             place = user_line()
-            for log in scope.told_of_work:
+            for log in scope.work_ledgers:
                 for operations, axes in self.products:
                     log.note_work(self.wire.rank, self.op, place, axes, operations)
         return self.run(*args, **kwargs)

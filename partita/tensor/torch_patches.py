@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 from torch.jit import _builtins
 
-from partita.comm import look_before_collectives, user_line
+from partita.comm import inspect_collectives, user_line
 from partita.layout import Fix, LayoutError
 
 from .dtensor import DTensor
@@ -272,4 +272,4 @@ def _collect_dtensors(value: Any) -> list[DTensor]:
     return [t for v in parts if holds_dtensor(v) for t in _collect_dtensors(v)]
 
 
-look_before_collectives(operands_of_collective)
+inspect_collectives(operands_of_collective)

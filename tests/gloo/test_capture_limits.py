@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.comm import roll_call
+from partita.comm import wait_for_all_ranks
 from tests.gloo.launch import run_ranks
 
 
@@ -34,7 +34,7 @@ def parts(rank, checked):
     told = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        roll_call.__globals__["PATIENCE"] = 1.0
+        wait_for_all_ranks.__globals__["PATIENCE"] = 1.0
         with pytest.raises(pt.LayoutError) as caught:
             if checked:
                 with pt.check_ranks(timeout=20):

@@ -3,21 +3,21 @@
 import torch
 
 import partita as pt
-from partita.comm import cast_as, casting_now, dtypes_cast_to
+from partita.comm import enabled_autocast_dtypes, read_autocast_state, use_autocast_state
 
 
 def test_casting_is_set_for_a_while_and_is_as_it_was_afterwards():
-    off = casting_now()
-    assert dtypes_cast_to(off) == ()
+    off = read_autocast_state()
+    assert enabled_autocast_dtypes(off) == ()
     with torch.autocast("cpu", torch.float16):
-        on = casting_now()
-        with cast_as(off):
+        on = read_autocast_state()
+        with use_autocast_state(off):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
-        assert casting_now() == on
-    with cast_as(on):
-        assert dtypes_cast_to(casting_now()) == (torch.float16,)
+        assert read_autocast_state() == on
+    with use_autocast_state(on):
+        assert enabled_autocast_dtypes(read_autocast_state()) == (torch.float16,)
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
-    assert casting_now() == off
+    assert read_autocast_state() == off
 
 
 def test_a_rank_casts_as_its_caller_does():

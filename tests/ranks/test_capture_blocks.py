@@ -168,7 +168,7 @@ class CheckpointedInside(Block):
         return checkpoint(F.gelu, h, use_reentrant=False)
 
 
-class Casting(Block):
+class AutocastState(Block):
     def between(self, h):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.linear(h, self.down.weight).float().repeat(1, 2)
@@ -237,7 +237,7 @@ PROGRAMS = {
     for kind in (
         *(Block, Dropping, Alternating, Longer, Scaled, Numbered, Masked, WritingInside),
         *(WritingItsInput, WritingWhatItTakes, Counting, Normed, WithFunction, Hooked, Clamping),
-        *(Checkpointed, CheckpointedInside, Casting, InDouble, Splitting, DroppingPaths),
+        *(Checkpointed, CheckpointedInside, AutocastState, InDouble, Splitting, DroppingPaths),
         *(Weighed, DroppingMore, Counted, Turned),
     )
 }

@@ -58,12 +58,12 @@ INTO_PLAIN = {
 def test_a_plain_tensor_of_the_ranks_own_takes_no_dtensor_but_the_same_one_does(how):
     write = INTO_PLAIN[how]
 
-    def differing(mesh):
+    def make_disagreement_error(mesh):
         t = torch.full((8, 4), float(sum(mesh.get_coordinate())))
         write(t, spread(mesh))
 
     if how not in ("copy_", "out="):  # which leave nothing of what ranks held
-        error = refused(differing)
+        error = refused(make_disagreement_error)
         assert "plain tensor" in error.fact and "differs between ranks" in error.fact
 
     def body(mesh):

@@ -1,5 +1,5 @@
-"""The backend of the control plane, on which ranks compare what they do apart from their tensors:
-Gloo, since every machine has it, whatever its devices are.
+"""The process groups of the control plane, on which ranks compare what they do apart from their
+tensors: Gloo, since every machine has it, whatever its devices are.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LOST = re.compile(
     r"|recvValue failed)",
     re.IGNORECASE,
 )
-"""What it and its store say when a peer is gone: they raise RuntimeErrors that differ in text."""
+"""The text of RuntimeErrors that Gloo and its store raise when a peer is gone."""
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-"""What they say when a peer that may live has not come in time."""
+"""The text of those that they raise when a peer has not come in time, though it may live."""
 
 
 def can_compare() -> bool:
-    """Has this torch what ranks compare over?"""
+    """Was this torch built with Gloo?"""
     return dist.is_available() and dist.is_gloo_available()
 
 
@@ -42,23 +42,23 @@ def world_group() -> dist.ProcessGroup:
 
 
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
-    """A new group of some ranks of the job, which meet under `name`.
+    """A new group of some ranks of the job, which find each other by `name`.
 
-    Not by `new_group`: a group of some ranks gets a name from how many groups its rank is in
-    already, which need not be the same number on all of them.
+    Not `new_group`: it names a group by how many groups its rank is in already, which may differ
+    between the ranks.
     """
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), limit)
 
 
 def prepare_control(environment: Any, loopback: str) -> None:
-    """Before a group is made: nobody else needs to reach one of this machine alone."""
+    """Before groups are made: let a job on one machine use its loopback interface."""
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", ""):
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def timeouts_of_job() -> list[timedelta]:
-    """Those of the groups that the job began with, one for each kind of device that it named."""
+    """The timeouts of the job's default group, one for each kind of device."""
     # Private torch: a timeout that was given is kept by the backends only.
     world: Any = dist.group.WORLD
     found = []

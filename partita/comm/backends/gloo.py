@@ -1,13 +1,15 @@
-"""Gloo, which has the collectives but does some of them slowly, and waits with the processor.
+"""Gloo, whose waits block the processor, and which does some collectives slowly.
 
-Its reduce-scatter is an all-reduce of which most is thrown away. Here the shares are exchanged and
-each rank adds up in rank order: half the bytes. Its all-reduce is a ring that starts each piece at
-another rank: as it is, the sums of more than two ranks are other bits than a reduce-scatter's.
-Under `torch.use_deterministic_algorithms(True)` shares are exchanged there, too, and a sum is the
-same bits in every collective. Its all-gather is a ring, which takes twice the processor's time that
-a broadcast from each rank does. For a sum of two ranks each sends what the other lacks. It is
-Gloo's own threads that exchange: who posts sends and receives one by one waits for what the pair is
-carrying.
+- Its reduce-scatter is an all-reduce of which most is thrown away. Here ranks exchange shares and
+  each adds up its piece in rank order: half the bytes.
+- Its all-reduce is a ring that starts each piece at another rank, so that sums of more than two
+  ranks are other bits than a reduce-scatter's. In a narrow dtype, and under
+  `torch.use_deterministic_algorithms(True)`, shares are exchanged instead, and a sum is the same
+  bits in every collective.
+- Its all-gather is a ring, which takes twice the processor time of a broadcast from each rank.
+
+Exchanges are `alltoall_base`, which Gloo's own threads run. Sends and receives posted one by one
+would wait for what the pair is already sending.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collective_request import Ask
-from ..pending_work import All, Summed, UnderWay
-from ..waiting import Pending
+from ..collective_request import Request
+from ..pending_work import PendingList, PendingSum, PendingWork
+from ..waiting import WatchedWork
 from .backend import Backend, WayOfSum
 
 __all__ = ["Gloo"]
 
 _SMALL = 1 << 15
-"""Bytes up to which every rank sends its whole share to all: one round instead of two."""
+"""Bytes up to which an all-reduce gathers all shares: one round instead of two."""
 
 
 class Gloo(Backend):
@@ -60,58 +62,64 @@ class Gloo(Backend):
         padded = n * piece if x.numel() % n else 0
         return piece + n * piece + padded
 
-    def begun(self, work: Any, group: dist.ProcessGroup, ask: Ask) -> Pending:
-        return Pending(work, group, ask)
+    def begun(self, work: Any, group: dist.ProcessGroup, request: Request) -> WatchedWork:
+        return WatchedWork(work, group, request)
 
     def start_all_gather(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask
-    ) -> UnderWay:
+        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+    ) -> PendingWork:
         pieces, rank = out.view(group.size(), -1), group.rank()
         if x.data_ptr() != pieces[rank].data_ptr():  # it may lie there
             pieces[rank].copy_(x.view(-1))
-        # Not `_swap`, of two: a rank in a reduce-scatter would take this for its own, silently.
-        begun = [Pending(group.broadcast(p, i), group, ask) for i, p in enumerate(pieces.unbind())]
-        return All(begun)
+        # Also for two ranks no pair exchange: a rank in a reduce-scatter would take this for its
+        # own.
+        begun = [
+            WatchedWork(group.broadcast(p, i), group, request)
+            for i, p in enumerate(pieces.unbind())
+        ]
+        return PendingList(begun)
 
-    def start_all_reduce(self, group: dist.ProcessGroup, x: torch.Tensor, ask: Ask) -> UnderWay:
+    def start_all_reduce(
+        self, group: dist.ProcessGroup, x: torch.Tensor, request: Request
+    ) -> PendingWork:
         n, size = group.size(), x.numel()
         flat, way = x.view(-1), self.way_of_sum(x, n)
         if way == "gather":
             shares = x.new_empty(n * size)
-            exchange = Pending(group._allgather_base(shares, flat), group, ask)
-            return Summed(exchange, shares.view(n, size).unbind(), flat)
+            exchange = WatchedWork(group._allgather_base(shares, flat), group, request)
+            return PendingSum(exchange, shares.view(n, size).unbind(), flat)
         if way == "own":
-            return Pending(group.allreduce([x], dist.ReduceOp.SUM), group, ask)
+            return WatchedWork(group.allreduce([x], dist.ReduceOp.SUM), group, request)
         whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
         piece = x.new_empty(whole.numel() // n)
-        scatter = self.exchange_and_sum(group, piece, whole, ask)
-        return _Gathering(self, scatter, group, piece, flat, ask)
+        scatter = self.exchange_and_sum(group, piece, whole, request)
+        return _Gathering(self, scatter, group, piece, flat, request)
 
     def start_reduce_scatter(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, ask: Ask
-    ) -> UnderWay:
-        return self.exchange_and_sum(group, out, x, ask)
+        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+    ) -> PendingWork:
+        return self.exchange_and_sum(group, out, x, request)
 
 
 class _Gathering:
-    """A reduce-scatter that is under way, and then the gather that makes it an all-reduce."""
+    """An all-reduce under way: a reduce-scatter, and then the gather of its pieces."""
 
     def __init__(
         self,
         backend: Gloo,
-        scatter: Summed,
+        scatter: PendingSum,
         group: dist.ProcessGroup,
         piece: torch.Tensor,
         out: torch.Tensor,
-        ask: Ask,
+        request: Request,
     ):
         self._backend, self._scatter = backend, scatter
-        self._group, self._piece, self._out, self._ask = group, piece, out, ask
+        self._group, self._piece, self._out, self._request = group, piece, out, request
 
     def wait(self) -> None:
         self._scatter.wait()
         n, size, out = self._group.size(), self._piece.numel(), self._out
         whole = out if out.numel() == n * size else out.new_empty(n * size)
-        self._backend.start_all_gather(self._group, whole, self._piece, self._ask).wait()
+        self._backend.start_all_gather(self._group, whole, self._piece, self._request).wait()
         if whole is not out:
             out.copy_(whole[: out.numel()])

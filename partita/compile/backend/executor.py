@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm import Ask, UnderWay, Wire
+from partita.comm import PendingWork, Request, Wire
 from partita.comm.graph_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -194,7 +194,7 @@ class Writing:
 
 def _all_gather(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    wire.gather(out, x.contiguous(), axes, Ask("all_gather", None, name))
+    wire.gather(out, x.contiguous(), axes, Request("all_gather", None, name))
     return out
 
 
@@ -202,13 +202,13 @@ def _reduce_scatter(
     wire: Wire, axes: Axes, op: str, size: int, name: str, x: torch.Tensor
 ) -> torch.Tensor:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    wire.reduce_scatter(out, x.contiguous(), axes, op, Ask("reduce_scatter", None, name))
+    wire.reduce_scatter(out, x.contiguous(), axes, op, Request("reduce_scatter", None, name))
     return out
 
 
 def _all_reduce(wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor) -> torch.Tensor:
     copy = x.clone(memory_format=torch.contiguous_format)
-    return wire.all_reduce(copy, axes, op, Ask("all_reduce", None, name))
+    return wire.all_reduce(copy, axes, op, Request("all_reduce", None, name))
 
 
 def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
@@ -225,12 +225,12 @@ def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
 
 def _begin_all_reduce(
     wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor
-) -> tuple[torch.Tensor, UnderWay]:
+) -> tuple[torch.Tensor, PendingWork]:
     copy = x.clone(memory_format=torch.contiguous_format)
-    return copy, wire._start_all_reduce(copy, axes, Ask("all_reduce", None, name))
+    return copy, wire._start_all_reduce(copy, axes, Request("all_reduce", None, name))
 
 
-def _wait_for_collective(begun: tuple[torch.Tensor, UnderWay]) -> torch.Tensor:
+def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tensor:
     out, under_way = begun
     under_way.wait()
     return out
@@ -242,21 +242,21 @@ def _all_to_all(
     rest = x[0].numel() if x.shape[0] else 1
     out = x.new_empty((sum(get), *x.shape[1:]))
     got, sent = [Splits.of(sizes).times(rest) for sizes in (get, send)]
-    wire.all_to_all(out, x.contiguous(), axes, got, sent, Ask("all_to_all", None, name))
+    wire.all_to_all(out, x.contiguous(), axes, got, sent, Request("all_to_all", None, name))
     return out
 
 
 def _even_all_to_all(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     each = Splits.evenly(size, x.numel() // size)
-    wire.all_to_all(out, x.contiguous(), axes, each, each, Ask("all_to_all", None, name))
+    wire.all_to_all(out, x.contiguous(), axes, each, each, Request("all_to_all", None, name))
     return out
 
 
 def _broadcast_copy(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     flat = out.view(-1)
-    wire._broadcast(flat, axes, src, Ask("broadcast", None, name))
+    wire._broadcast(flat, axes, src, Request("broadcast", None, name))
     return out
 
 

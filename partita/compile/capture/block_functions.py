@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import cast_as, casting_now
+from partita.comm import read_autocast_state, use_autocast_state
 from partita.tensor.engine import saving_hooks
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 
@@ -74,7 +74,7 @@ def is_question(func: Any) -> bool:
 def current_modes() -> tuple[Any, ...]:
     """The settings of torch that decide what a call does."""
     # Private, but one question for all devices: a block asks it often.
-    casts = casting_now() if torch._C._is_any_autocast_enabled() else None
+    casts = read_autocast_state() if torch._C._is_any_autocast_enabled() else None
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -115,7 +115,7 @@ def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
             stack.enter_context(Local())
         stack.enter_context(torch.set_grad_enabled(grad))
         now = torch._C._is_any_autocast_enabled()
-        stack.enter_context(cast_as(casts or ()))
+        stack.enter_context(use_autocast_state(casts or ()))
         if now and casts is None:
             raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
         yield

@@ -17,7 +17,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
-from partita.comm import TraceWire, Wire, stand_ins
+from partita.comm import TraceWire, Wire, substitute_wires
 from partita.layout import LayoutError
 from partita.tensor.watch import HERE
 
@@ -197,7 +197,7 @@ class CaptureRun:
             pairs = zip(inputs, self.inputs.all, strict=True)
             self._readable_inputs = {n: i.tensor for n, i in pairs if _is_whole(i)}
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
-            stack.enter_context(stand_ins(dict(self.wires)))
+            stack.enter_context(substitute_wires(dict(self.wires)))
             stack.enter_context(compiling())
             # A function that is wrapped by `torch.compile` is captured as the function itself.
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import _pop_mode_temporarily
 
-from partita.comm import casting_now
+from partita.comm import read_autocast_state
 
 from .codes import is_of_users
 from .content_keys import ByIdentity
@@ -26,7 +26,7 @@ def modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
-        casting_now(),
+        read_autocast_state(),
         *kernel_settings(),
         # What kernels are chosen by, when a graph is made or compiled.
         torch.backends.cuda.flash_sdp_enabled(),

@@ -10,7 +10,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils import _pytree as pytree
 
-from partita.comm import casting_now, dtypes_cast_to
+from partita.comm import enabled_autocast_dtypes, read_autocast_state
 from partita.tensor.dtensor import DTensor, short_dtype
 
 from .content_keys import text_of
@@ -44,7 +44,7 @@ def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: 
             found[name] = {"value": text_of(value)}
     for name, value in state.settings():
         found[name] = {"value": text_of(value)}
-    casts = map(short_dtype, dtypes_cast_to(casting_now()))
+    casts = map(short_dtype, enabled_autocast_dtypes(read_autocast_state()))
     found["the mode"] = {
         "gradients": "on" if torch.is_grad_enabled() else "off",
         "inference mode": "on" if torch.is_inference_mode_enabled() else "off",

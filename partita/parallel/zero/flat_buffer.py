@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import UnderWay, Wire
+from partita.comm import PendingWork, Wire
+from partita.comm.cuts import contiguous_strides
 from partita.comm.device import Device
 from partita.layout import Layout
 from partita.redistribute import Move
@@ -163,7 +164,7 @@ class FlatBuffer:
         for whole, shard in zip(wholes, shards, strict=True):
             shape = whole.local_shape
             length = _padded_numel(shape, self.n)
-            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            strides = contiguous_strides(shape)
             spans = _find_spans(whole, shard, axes, length)
             self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
             start += length
@@ -193,7 +194,7 @@ class FlatBuffer:
         self._sums = self._full
         self.alive = 0
         self.span = (0, 0)
-        self._arriving: tuple[UnderWay, torch.Tensor, torch.Tensor] | None = None
+        self._arriving: tuple[PendingWork, torch.Tensor, torch.Tensor] | None = None
         self.here = False
         self._holders = 2
 
@@ -309,7 +310,7 @@ class FlatBuffer:
         if take_from_views(self._full, self._holders, self._name_at):
             self._full.untyped_storage().resize_(0)
         else:
-            self.wire.note_kept(self.name, held)
+            self.wire.record_kept_view(self.name, held)
             self._full = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def _name_at(self, element: int) -> str:

@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
-from partita.parallel.parameters import HeldParameter, held_by, put_memory
+from partita.parallel.parameters import HeldParameter, allocate_tensor, find_parameters_and_buffers
 from partita.tensor.tensor_state import count_writes, was_written_since
 
 __all__ = ["initialize_rest"]
@@ -26,9 +26,11 @@ def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None
     Raises:
         LayoutError: naming what has no value now.
     """
-    rest = [held for kind in held_by(model) for held in kind if held.tensor.is_meta]
+    rest = [
+        held for kind in find_parameters_and_buffers(model) for held in kind if held.tensor.is_meta
+    ]
     for held in rest:
-        put_memory(held, by="load")
+        allocate_tensor(held, by="load")
     writes = {id(held.tensor): count_writes(held.tensor) for held in rest}
     above = _ancestors_of_modules(model)
     for module in dict.fromkeys(module for held in rest for module, _ in held.homes):

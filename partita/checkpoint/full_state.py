@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import ControlPlane, control_plane, message, patch_state_dicts, user_line
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
-from partita.parallel.parameters import held_by, put_memory
+from partita.parallel.parameters import allocate_tensor, find_parameters_and_buffers
 from partita.tensor import DTensor
 from partita.tensor.checksum import checksum
 from partita.tensor.construct import piece_of
@@ -386,9 +386,9 @@ def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:
     """Memory for what of a model's state dict is on the meta device, or of it for these `names`."""
     known = tensors_of_model(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
-    for held in (found for kind in held_by(model) for found in kind):
+    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
         if held.tensor.is_meta and id(held.tensor) in named:
-            put_memory(held, by="load")
+            allocate_tensor(held, by="load")
 
 
 # -- for torch.distributed.checkpoint.state_dict ---------------------------------------------------

@@ -18,7 +18,7 @@ from torch import nn
 
 from partita.comm import Wire, after_import, pack, unpack
 from partita.comm.device import HOST
-from partita.parallel.parameters import held_by
+from partita.parallel.parameters import find_parameters_and_buffers
 from partita.tensor import DTensor
 from partita.tensor.parameter import stand_for
 
@@ -61,7 +61,11 @@ def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DT
     if not isinstance(model, nn.Module):
         return {}
     if state is None:
-        found = {id(x): x for kind in held_by(model) for x in [h.tensor for h in kind]}
+        found = {
+            id(x): x
+            for kind in find_parameters_and_buffers(model)
+            for x in [h.tensor for h in kind]
+        }
     else:
         known = tensors_of_model(model)
         found = {_id_of(name, x, known): x for name, x in state.items()}
@@ -134,7 +138,7 @@ def _put_whole_state(
 def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Within, modules hold the whole values, which are given by the ids of their tensors."""
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for held in (found for kind in held_by(model) for found in kind):
+    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
         value = whole.get(id(held.tensor))
         if value is None:
             continue

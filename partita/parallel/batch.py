@@ -1,4 +1,8 @@
-"""Batches: how does a batch come onto a mesh?"""
+"""Batches: tensors that ranks have read become DTensors on a mesh.
+
+Either each rank has read the whole batch and keeps its piece, or each has read its own piece. What
+ranks must have alike is compared, by checksums, the first time at each line of the program.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +127,7 @@ def _agree_kinds(batch: Any, wire: Wire) -> None:
 
 
 def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
-    """Raise on all ranks unless those that are to have the same piece have read the same."""
+    """Raise on all ranks unless ranks that hold the same piece have read the same values."""
     key = (call_site(), "distribute_batch", "piece")
     if is_agreed(wire, key):
         return
@@ -169,7 +173,7 @@ def _spec(shape: tuple[int, ...], places: Places, wire: Wire) -> Spec:
 def _find_global_shapes(
     tensors: list[torch.Tensor], places: Places, wire: Wire
 ) -> list[tuple[int, ...]]:
-    """The global shapes of what all ranks hold pieces of; all ranks find the same."""
+    """The global shapes of tensors of which each rank has read its piece; equal on all ranks."""
     mine = [n for t in tensors for n in t.shape]
     told = wire.gather_ints(tuple(mine)) if mine else []
     mesh, start, shapes = wire.mesh, 0, []

@@ -1,8 +1,9 @@
-"""Blocks of a model: which parameters of a model are gathered together, and when are they needed?
+"""Blocks of a model: which parameters are gathered together, and for which modules.
 
 A block is what one `forward` uses: a layer of a ModuleList or a Sequential, found by itself or
-named by the user. What no block holds (an embedding, a final norm, a head) is a block of its own
-for each set of modules that own it, so that a tied weight is gathered for each of its users.
+named by the user. Parameters outside of all blocks (an embedding, a final norm, a head) form a
+block for each set of modules that own them, so that a tied weight is gathered for each of its
+users.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """One name under which modules hold a parameter."""
+    """A module and the attribute under which it holds a parameter."""
 
     owner: nn.Module
     attr: str
 
     @property
     def parameter(self) -> Any:
-        """What is there now.
+        """The parameter that the module holds now.
 
         Raises:
-            LayoutError: the module has it no longer: something has put another in its place.
+            LayoutError: the module no longer has it: something has replaced it.
         """
         found = self.owner._parameters.get(self.attr)
         if found is None:
@@ -59,8 +60,8 @@ class Block:
     """Parameters that are gathered together.
 
     Attributes:
-        name: of its module in the model.
-        modules: whose forward needs the parameters; usually one.
+        name: the name of its module in the model.
+        modules: the modules whose forward needs the parameters; usually one.
         slots: for each parameter the places that hold it; more than one where it is tied.
     """
 
@@ -132,7 +133,7 @@ def _find_chosen_modules(
     found: dict[nn.Module, None] = {}
     for one in chosen:
         if isinstance(one, str):
-            # The model itself has no name, and a list of modules nothing that could be run again.
+            # The model itself has no name, and a list of modules has no forward.
             called = [m for m, name in names.items() if name and fnmatchcase(name, one)]
             matching = _keep_outermost([m for m in called if not isinstance(m, _WITHOUT_FORWARD)])
             if not matching:

@@ -1,12 +1,10 @@
-"""The reduction of partial gradients.
+"""Reduction of partial gradients: once, before something needs them whole.
 
-When does a pending gradient become whole? Once, before somebody reads it who needs it whole.
-
-A Replicate parameter has a Partial gradient, and accumulating micro-batches adds shares to shares
-and sends nothing. Whoever first needs a gradient whole (a clip, an optimizer's step, a norm that is
-printed) settles it for good: one all-reduce for each set of axes and dtype, cut into buckets. A
-settled gradient is not reduced again, and shares that arrive later still add up (see
-`tensor.settled`). Here is what a user calls; `tensor.buckets` does it.
+The gradient of a replicated parameter is partial, and accumulating micro-batches adds shares to
+shares and sends nothing. Whatever first needs a gradient whole (a clip, an optimizer's step, a norm
+that is printed) reduces it: one all-reduce for each set of axes and dtype, cut into buckets. A
+reduced gradient is not reduced again, and shares that arrive later still add up
+(`tensor/grad_state`). Here is what a user calls; `tensor/grad_buckets` does it.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ __all__ = ["clip_grad_norm_", "reduce_gradients"]
 
 
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Settle the pending gradients of `params`: afterwards each lies where its parameter does.
+    """Reduce the partial gradients of `params`: afterwards each is laid out as its parameter.
 
-    Sends each pending byte once. Gradients that are not pending, and plain ones, are left alone, so
+    Sends each partial byte once. Gradients that are not partial, and plain ones, are left alone, so
     calling it twice reduces once. Noted in the ledger with the reason "settle".
     """
     reduce_pending_gradients(p for p in params if isinstance(p, DTensor))
@@ -42,7 +40,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """As torch.nn.utils.clip_grad_norm_, over DTensors and plain tensors together.
 
-    Pending gradients are settled first. The norm costs one small all-reduce for each mesh over
+    Partial gradients are reduced first. The norm costs one small all-reduce for each mesh over
     which gradients are split.
 
     Returns:
@@ -60,7 +58,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     with Local(), torch.no_grad():
         each = norms(grads, norm_type)
-        # Of a wider one the others are made wide, too.
+        # In the widest dtype of them all.
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in each) else torch.float32
         first = each[0].device
         norm = torch.linalg.vector_norm(torch.stack([n.to(first, dtype) for n in each]), norm_type)

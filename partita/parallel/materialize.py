@@ -1,10 +1,8 @@
-"""Materialization.
+"""Materialization: memory and first values for a model that was made on the meta device.
 
-How does a model that was made on the meta device get its memory and its first values?
-
-Piece by piece: each rank makes room for its own pieces, then the model's own init functions run on
-them. They draw one device's random numbers (see `tensor.random`), so the values are those of the
-model made on one device from the same seed, and no rank ever holds more than one whole parameter.
+Each rank makes room for its own pieces, then the model's own init functions run on them. They draw
+one device's random numbers (`tensor/random`), so the values are those of the model made on one
+device from the same seed, and no rank ever holds more than one whole parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, was_written_since
 
-from .parameters import HeldParameter, held_by, put_in_place
+from .parameters import HeldParameter, find_parameters_and_buffers, replace_tensor
 
 __all__ = ["materialize"]
 
@@ -60,7 +58,7 @@ def materialize(
     Raises:
         LayoutError: naming each parameter and buffer that was left without values.
     """
-    parameters, buffers = held_by(model)
+    parameters, buffers = find_parameters_and_buffers(model)
     bare = [held for held in (*parameters, *buffers) if held.tensor.is_meta]
     specs: dict[str, Spec] = {}
     for held in bare:
@@ -68,26 +66,26 @@ def materialize(
         if isinstance(t, DTensor):
             specs[held.name] = spec = t._spec
             where = spec.wire.device if device is None else device
-            put_in_place(
+            replace_tensor(
                 held,
                 tagged(empty_with_room(spec, t.dtype, where), spec),
                 by="materialize",
             )
         else:
-            put_in_place(held, torch.empty_like(t, device=device or HOST), by="materialize")
+            replace_tensor(held, torch.empty_like(t, device=device or HOST), by="materialize")
     writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
     if not bare:
         return model
     if init_fn is None:
-        _as_constructed(model, {id(held.tensor) for held in bare})
+        _run_initializers(model, {id(held.tensor) for held in bare})
     else:
         init_fn(model)
     _refuse_without_values(model, writes)
-    _back_on_the_mesh(model, specs)
+    _spread_assigned_values(model, specs)
     return model
 
 
-def _as_constructed(model: nn.Module, bare: set[int]) -> None:
+def _run_initializers(model: nn.Module, bare: set[int]) -> None:
     """Run what the constructors of the modules ran, in their order: children come first."""
     seen: set[nn.Module] = set()
 
@@ -121,7 +119,7 @@ def _as_constructed(model: nn.Module, bare: set[int]) -> None:
 
 def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:
     left: list[HeldParameter] = []
-    for held in (found for kind in held_by(model) for found in kind):
+    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
         t = held.tensor
         count = writes.get(id(t))
         if count is not None and not was_written_since(t, count) and t.numel():
@@ -139,9 +137,9 @@ def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:
         )
 
 
-def _back_on_the_mesh(model: nn.Module, specs: dict[str, Spec]) -> None:
-    """What an init function assigned anew, instead of writing into it, goes where it was."""
-    for held in (found for kind in held_by(model) for found in kind):
+def _spread_assigned_values(model: nn.Module, specs: dict[str, Spec]) -> None:
+    """Spread over the mesh again what an init function assigned instead of writing into it."""
+    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
         spec = specs.get(held.name)
         if spec is not None and not isinstance(held.tensor, DTensor):
-            put_in_place(held, spread(held.tensor, spec), by="materialize")
+            replace_tensor(held, spread(held.tensor, spec), by="materialize")

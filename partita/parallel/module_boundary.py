@@ -1,8 +1,8 @@
-"""Module boundaries: where does what a module takes or returns live?
+"""Module boundaries: where activations live as a module takes and returns them.
 
-A plan says where weights live, and where activations do at the doors of modules: `Inputs` for what
-a module takes, `Outputs` for what it returns. Each is an explicit redistribution in a forward hook,
-whose transpose runs in backward; the ledger names the module.
+A plan says where weights live, and where activations do: `Inputs` for what a module takes,
+`Outputs` for what it returns. Each is an explicit redistribution in a forward hook, whose transpose
+runs in backward; the ledger names the module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partita.tensor.dtensor import DTensor, laid_out_as, tagged
 from partita.tensor.mixed_operands import admit
 from partita.tensor.spec import Spec, spec_of
 
-__all__ = ["Inputs", "Outputs", "Places", "arguments", "in_range", "watch"]
+__all__ = ["Inputs", "Outputs", "Places", "arguments", "in_range", "register_boundary_hook"]
 
 Places = Mapping[str, Placement]
 """Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
@@ -79,38 +79,40 @@ class Outputs:
         return f"Outputs({', '.join(said)})"
 
 
-def _make_boundary_key(door: Inputs | Outputs) -> Any:
-    listed = [None if p is None else list(p.items()) for p in door.places]
+def _make_boundary_key(boundary: Inputs | Outputs) -> Any:
+    listed = [None if p is None else list(p.items()) for p in boundary.places]
     return (
         listed,
-        getattr(door, "open", False),
-        {name: list(p.items()) for name, p in door.named.items()},
+        getattr(boundary, "open", False),
+        {name: list(p.items()) for name, p in boundary.named.items()},
     )
 
 
-# -- a module's doors ------------------------------------------------------------------------------
+# -- hooks on a module -----------------------------------------------------------------------------
 
 
-def watch(module: nn.Module, name: str, door: Inputs | Outputs, mesh: Any) -> None:
-    """Redistribute at a door of `module` from now on. `name` is for the ledger and for errors.
+def register_boundary_hook(
+    module: nn.Module, name: str, boundary: Inputs | Outputs, mesh: Any
+) -> None:
+    """Register the hook that redistributes at a boundary of `module`, called `name` in the ledger.
 
     Raises:
         ValueError: `forward` has no such argument.
     """
     name = name or type(module).__name__
-    if isinstance(door, Outputs):
-        asked = tuple(None if p is None else tuple(p.items()) for p in door.places)
-        module.register_forward_hook(_Gives(name, asked, mesh, door.open))
+    if isinstance(boundary, Outputs):
+        asked = tuple(None if p is None else tuple(p.items()) for p in boundary.places)
+        module.register_forward_hook(_OutputsHook(name, asked, mesh, boundary.open))
     else:
         asked_of = tuple(
             (i, key, f"{name}({key or f'argument {i}'})", tuple(places.items()))
-            for i, key, places in arguments(module, name, door)
+            for i, key, places in arguments(module, name, boundary)
         )
-        module.register_forward_pre_hook(_Takes(asked_of, mesh), with_kwargs=True)
+        module.register_forward_pre_hook(_InputsHook(asked_of, mesh), with_kwargs=True)
 
 
-def arguments(module: nn.Module, name: str, door: Inputs) -> list[tuple[int, str, Places]]:
-    """`(position, argument, places)` of each argument that `door` speaks of; -1: no position.
+def arguments(module: nn.Module, name: str, boundary: Inputs) -> list[tuple[int, str, Places]]:
+    """`(position, name, places)` of each argument that `boundary` names; position -1: keyword-only.
 
     Raises:
         ValueError: `forward` has no such argument.
@@ -121,18 +123,18 @@ def arguments(module: nn.Module, name: str, door: Inputs) -> list[tuple[int, str
     more = any(p.kind is p.VAR_POSITIONAL for p in known)
     any_name = any(p.kind is p.VAR_KEYWORD for p in known)
     found = []
-    for i, places in enumerate(door.places):
+    for i, places in enumerate(boundary.places):
         if i >= len(ordered) and not more:
             raise ValueError(
-                f"{door!r}: forward of {name} takes {len(ordered)} positional arguments: "
+                f"{boundary!r}: forward of {name} takes {len(ordered)} positional arguments: "
                 f"{', '.join(ordered) or 'none'}"
             )
         if places is not None:
             found.append((i, ordered[i] if i < len(ordered) else "", places))
-    for argument, places in door.named.items():
+    for argument, places in boundary.named.items():
         if argument not in named and not any_name:
             raise ValueError(
-                f"{door!r}: forward of {name} has no argument {argument}; it has "
+                f"{boundary!r}: forward of {name} has no argument {argument}; it has "
                 f"{', '.join(named) or 'none'}"
             )
         found.append((ordered.index(argument) if argument in ordered else -1, argument, places))
@@ -143,8 +145,8 @@ Pairs = tuple[tuple[str, Placement], ...]
 
 
 @dataclass(frozen=True)
-class _Takes:
-    """The hook of `Inputs`. A class, so that a model that has one can be pickled."""
+class _InputsHook:
+    """The hook of `Inputs`. A class, so that a model with such hooks can be pickled."""
 
     asked: tuple[tuple[int, str, str, Pairs], ...]
     mesh: Any
@@ -160,7 +162,7 @@ class _Takes:
 
 
 @dataclass(frozen=True)
-class _Gives:
+class _OutputsHook:
     """The hook of `Outputs`."""
 
     name: str

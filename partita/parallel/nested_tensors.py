@@ -1,4 +1,5 @@
-"""Tensors in nested values: which tensors are in what a module takes and returns?"""
+"""Nested tensors: the tensors in tuples, lists, dicts and dataclasses that modules take and
+return."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same value with each tensor put through `change`; containers are copied."""
+    """A copy of `value` with each tensor passed through `change`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,12 +1,9 @@
-"""Optimizers over DTensors.
+"""The step of torch.optim optimizers on DTensors, at the speed of plain tensors.
 
-How does a torch.optim optimizer step on DTensors, at the speed of plain tensors?
-
-Before any step, pending gradients are settled. An optimizer that works element by element then has
-nothing left to ask of a layout: parameter, gradient and state of one name lie alike. The hook that
-torch offers before a step then runs the step itself, on the shards as plain tensors, and the step
-that follows is handed an optimizer without parameters. All other optimizers run through dispatch,
-op by op.
+Before any step, partial gradients are reduced. Then parameter, gradient and state of one name lie
+alike, and an optimizer that works element by element needs no layouts: torch's pre-step hook runs
+the step itself, on the shards as plain tensors, and the step that follows gets an optimizer without
+parameters. All other optimizers run through dispatch, op by op.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from partita.tensor.watch import HERE
 
 from .gradients import reduce_gradients
 from .parameters import refuse_given_up
-from .zero.in_graph import in_parts
+from .zero.in_graph import step_on_parts
 
 __all__ = ["ELEMENTWISE"]
 
@@ -83,7 +80,7 @@ def _before_step(
     owners = {rest.owner: None for p in spread if (rest := state_of(p).rest) is not None}
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
-        with in_parts(optimizer, spread) as parts:
+        with step_on_parts(optimizer, spread) as parts:
             _step_as_plain(optimizer, parts, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
     alike = not owners and _lie_alike(optimizer, spread)
@@ -133,7 +130,7 @@ def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
 
 
 def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
-    """Give state that was made while a parameter was plain the layout of its update."""
+    """Lay out state that was made while its parameter was plain as the parameter's update is."""
     for p in params:
         if not state_of(p).was_plain:
             continue
@@ -148,8 +145,8 @@ def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
 def _run_own_hooks(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run what the user has hung on this optimizer: torch does only after hooks of all optimizers,
-    of which we are one, and then the step is over.
+    """Run the user's pre-step hooks of this optimizer. torch would run them after the hooks of all
+    optimizers, of which ours is one, when the step is over.
 
     Private torch: `_optimizer_step_pre_hooks`, which is emptied until the step has ended.
     """
@@ -179,7 +176,7 @@ def _after_step(
 def _make_idle_step_args(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the step that follows: an optimizer that has nothing left to do."""
+    """The arguments of the step that follows: an optimizer without parameters."""
     idle = copy.copy(optimizer)
     idle.param_groups = []
     return (idle, *args[1:]), kwargs
@@ -191,7 +188,7 @@ def _step_as_plain(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Run the step while parameters, gradients and state are what they are on the rank: plain.
+    """Run the step while the class of parameters, gradients and state is that of plain tensors.
 
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
     """
@@ -210,7 +207,7 @@ def _step_as_plain(
         shapes = {p: p.shape for p in params}
         step(*args, **kwargs)
     finally:
-        # Fused kernels do not count what they change, and we keep what is made of tensors by count.
+        # Fused kernels do not count versions, by which results made from parameters are kept.
         if any(group.get("fused") for group in optimizer.param_groups):
             increment_version(tensors)
         for t in tensors:

@@ -1,7 +1,4 @@
-"""Parallelization.
-
-How does a model come onto a mesh? Each parameter goes where a plan says, in place.
-"""
+"""`parallelize`: puts a model on a mesh in place, each parameter where a plan says."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.padded_storage import with_room
 from partita.tensor.spec import Spec, spec_of
 
-from .module_boundary import watch
-from .parameters import put_in_place
-from .plan_parser import Plan, Reading
+from .module_boundary import register_boundary_hook
+from .parameters import replace_tensor
+from .plan_parser import ParsedPlan, Plan
 
 __all__ = ["parallelize"]
 
@@ -68,19 +65,19 @@ def parallelize(
             has a gradient or hooks already.
     """
     wire = wire_of(device_mesh)
-    reading = Reading(model, wire, dict(plan or {}))
-    reading.complain()
-    for held, layout in reading.layouts:
+    parsed = ParsedPlan(model, wire, dict(plan or {}))
+    parsed.raise_problems()
+    for held, layout in parsed.layouts:
         old, spec = held.tensor, spec_of(layout, wire)
         if not isinstance(old, DTensor):
             new = partial(spread, spec=spec, src_data_rank=src_data_rank)
             is_buffer = not isinstance(old, nn.Parameter)
             value = place_buffer(old, wire, new) if is_buffer else new(old)
-            put_in_place(held, value, by="parallelize")
+            replace_tensor(held, value, by="parallelize")
         elif old._spec is not spec:
-            put_in_place(held, _redistribute_parameter(old, spec), by="parallelize")
-    for module, name, door in reading.doors:
-        watch(module, name, door, device_mesh)
+            replace_tensor(held, _redistribute_parameter(old, spec), by="parallelize")
+    for module, name, boundary in parsed.boundaries:
+        register_boundary_hook(module, name, boundary, device_mesh)
     return model
 
 

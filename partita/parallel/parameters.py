@@ -1,10 +1,8 @@
-"""Parameters of modules.
-
-Which modules hold a parameter, under which names, and how is it exchanged for another?
+"""Parameters of modules: which modules hold one, under which names, and its exchange for another.
 
 A parameter that several modules share is exchanged in all of them at once, so that it stays one.
-The one that is given up is marked: an optimizer that still holds it would train nothing, and says
-so at its step.
+The one that is given up is marked: an optimizer that still holds it would train nothing, and raises
+at its step.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from partita.tensor.tensor_state import OURS, own_state, state_of
 
 __all__ = [
     "HeldParameter",
+    "allocate_tensor",
+    "find_parameters_and_buffers",
     "has_hooks",
-    "held_by",
     "plain_name",
-    "put_in_place",
-    "put_memory",
     "refuse_given_up",
+    "replace_tensor",
 ]
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
@@ -40,11 +38,11 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 @dataclass
 class HeldParameter:
-    """A parameter or buffer, and who holds it.
+    """A parameter or buffer, and the modules that hold it.
 
     Attributes:
-        names: all its names in the model, without what wrappers add.
-        homes: each module that holds it and the attribute under which it does.
+        names: all its names in the model, without the parts that wrappers add.
+        homes: `(module, attribute)` of each module that holds it.
     """
 
     tensor: torch.Tensor
@@ -56,7 +54,9 @@ class HeldParameter:
         return self.names[0]
 
 
-def held_by(model: nn.Module) -> tuple[list[HeldParameter], list[HeldParameter]]:
+def find_parameters_and_buffers(
+    model: nn.Module,
+) -> tuple[list[HeldParameter], list[HeldParameter]]:
     """The parameters and the buffers of `model`, each once, in the order of their first names."""
     parameters: dict[int, HeldParameter] = {}
     buffers: dict[int, HeldParameter] = {}
@@ -74,26 +74,26 @@ def held_by(model: nn.Module) -> tuple[list[HeldParameter], list[HeldParameter]]
 
 
 def plain_name(name: str) -> str:
-    """`name` as it is in the model that was not wrapped."""
+    """`name` without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def has_hooks(p: torch.Tensor) -> bool:
-    """Has a user hung hooks on this tensor?"""
-    # There is no public way to ask. One of ours hangs on what has a settled gradient.
+    """Has the user registered hooks on this tensor?"""
+    # There is no public way to ask. A hook of ours watches a tensor whose gradient was reduced.
     hooks = len(p._backward_hooks or ()) - is_watched(p)
     return hooks > 0 or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
-def put_in_place(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
-    """Let all that hold a tensor hold `new` instead, with its attributes and requires_grad.
+def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
+    """Replace a tensor by `new` in all modules that hold it, with its attributes and requires_grad.
 
     A parameter stays the object that it is, unless its device changes.
 
     Args:
-        new: a leaf that needs no gradient yet and that nobody else holds. Where `zero` has sharded
-            the old one's state, it has the old one's layout.
-        by: who does it, for the optimizer that holds the old one.
+        new: a leaf without requires_grad that nothing else holds. Where `zero` has sharded the old
+            one's state, it has the old one's layout.
+        by: the function that does it, for the error of an optimizer that holds the old one.
     """
     old = held.tensor
     if isinstance(old, nn.Parameter) and isinstance(new, DTensor) and can_hold(old, new):
@@ -113,15 +113,16 @@ def put_in_place(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
     own_state(old).given_up = (held.name, by)
 
 
-def put_memory(held: HeldParameter, *, by: str) -> None:
-    """Let a tensor on the meta device have memory where it lies, of no value yet."""
+def allocate_tensor(held: HeldParameter, *, by: str) -> None:
+    """Replace a tensor on the meta device by an uninitialized one on its mesh's device, or the
+    CPU."""
     x = held.tensor
     if isinstance(x, DTensor):
         spec = x._spec
         new = empty_with_room(spec, x.dtype, spec.wire.device)
-        put_in_place(held, tagged(new, spec), by=by)
+        replace_tensor(held, tagged(new, spec), by=by)
     else:
-        put_in_place(held, torch.empty_like(x, device=HOST), by=by)
+        replace_tensor(held, torch.empty_like(x, device=HOST), by=by)
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:

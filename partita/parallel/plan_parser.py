@@ -1,6 +1,6 @@
-"""The parser of plans: what does a plan say of a model, and what in it does not fit?
+"""The parser of plans: what a plan says of a model, and what in it does not fit.
 
-All of a plan is read before anything changes, and all that is wrong with it is said at once.
+All of a plan is read before anything changes, and all that is wrong with it is raised at once.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import state_of
 
 from .module_boundary import Inputs, Outputs, Places, arguments, in_range
-from .parameters import HeldParameter, has_hooks, held_by, plain_name
+from .parameters import HeldParameter, find_parameters_and_buffers, has_hooks, plain_name
 
-__all__ = ["Plan", "Reading"]
+__all__ = ["ParsedPlan", "Plan"]
 
 Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
-"""By pattern: placements of the parameters of that name, or the doors of the modules of that name.
+"""By pattern: placements of the parameters with such names, or the boundaries of such modules.
 
 `*` stands for any characters, dots too; `?` for one; `[ab]` for one of these (as `fnmatch`).
 """
 
 
-_SHOWN = 40  # of what is wrong with a plan
+_SHOWN = 40  # problems of a plan in one error
 
 
 @dataclass
-class Reading:
+class ParsedPlan:
     """A plan, read for a model.
 
     Attributes:
-        layouts: where each parameter and buffer is to live.
-        doors: the modules that get a hook, by name.
+        layouts: the layout that each parameter and buffer is to have.
+        doors: `(module, name, boundary)` of each module that gets a hook.
         wrong: all that does not fit, a line each.
     """
 
@@ -48,12 +48,12 @@ class Reading:
     wire: Wire
     plan: dict[str, Any]
     layouts: list[tuple[HeldParameter, Layout]] = field(default_factory=list)
-    doors: list[tuple[nn.Module, str, Inputs | Outputs]] = field(default_factory=list)
+    boundaries: list[tuple[nn.Module, str, Inputs | Outputs]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         places: dict[str, Places] = {}
-        doors: dict[str, list[Inputs | Outputs]] = {}
+        boundaries: dict[str, list[Inputs | Outputs]] = {}
         for pattern, value in self.plan.items():
             if isinstance(value, Mapping):
                 if self._check_placements(pattern, value):
@@ -70,16 +70,16 @@ class Reading:
                 else:
                     fits = [
                         self._check_placements(pattern, p)
-                        for door in each
-                        for p in _all_places(door)
+                        for boundary in each
+                        for p in _all_places(boundary)
                     ]
                     if all(fits):
-                        doors[pattern] = list(each)
+                        boundaries[pattern] = list(each)
         self._read_parameters(places)
-        self._read_doors(doors)
+        self._read_doors(boundaries)
 
-    def complain(self) -> None:
-        """Raise all that is wrong, if anything is."""
+    def raise_problems(self) -> None:
+        """Raise LayoutError with all that is wrong, if anything is."""
         if self.wrong:
             wrong, many = self.wrong[:_SHOWN], len(self.wrong)
             if many > _SHOWN:
@@ -105,7 +105,7 @@ class Reading:
     # -- parameters --------------------------------------------------------------------------------
 
     def _read_parameters(self, plan: dict[str, Places]) -> None:
-        parameters, buffers = held_by(self.model)
+        parameters, buffers = find_parameters_and_buffers(self.model)
         used: set[str] = set()
         for held in parameters:
             matching = [p for p in plan if _matches_any_name(p, held.names)]
@@ -150,7 +150,7 @@ class Reading:
         return layout
 
     def _record_layout(self, held: HeldParameter, layout: Layout) -> None:
-        """Note where a tensor goes, unless something would be lost that hangs on it."""
+        """Note the layout of a tensor, or that its gradient or hooks would be lost."""
         t = held.tensor
         self.layouts.append((held, layout))
         if isinstance(t, DTensor) and t._spec.wire is not self.wire:
@@ -176,21 +176,21 @@ class Reading:
         used: set[str] = set()
         for module, its in names.items():
             said: dict[type, tuple[str, Inputs | Outputs]] = {}
-            for pattern, doors in plan.items():
+            for pattern, boundaries in plan.items():
                 if not _matches_any_name(pattern, its):
                     continue
                 used.add(pattern)
-                for door in doors:
-                    first = said.setdefault(type(door), (pattern, door))
-                    if first[1] != door:
+                for boundary in boundaries:
+                    first = said.setdefault(type(boundary), (pattern, boundary))
+                    if first[1] != boundary:
                         self.wrong.append(
-                            f"{its[0]}: {first[0]!r} {first[1]} and {pattern!r} {door} disagree"
+                            f"{its[0]}: {first[0]!r} {first[1]} and {pattern!r} {boundary} disagree"
                         )
-            for _, door in said.values():
+            for _, boundary in said.values():
                 try:
-                    if isinstance(door, Inputs):
-                        arguments(module, its[0] or type(module).__name__, door)
-                    self.doors.append((module, its[0], door))
+                    if isinstance(boundary, Inputs):
+                        arguments(module, its[0] or type(module).__name__, boundary)
+                    self.boundaries.append((module, its[0], boundary))
                 except ValueError as error:
                     self.wrong.append(str(error))
         for pattern in plan:
@@ -210,12 +210,12 @@ class Reading:
         self.wrong.append(f"{pattern!r} matches no {what}{hint}")
 
 
-def _all_places(door: Inputs | Outputs) -> Iterable[Places]:
-    return [p for p in (*door.places, *door.named.values()) if p is not None]
+def _all_places(boundary: Inputs | Outputs) -> Iterable[Places]:
+    return [p for p in (*boundary.places, *boundary.named.values()) if p is not None]
 
 
 def _find_start_layout(held: HeldParameter) -> Layout:
-    """Where it is: on this mesh already, or nowhere, which is to become everywhere."""
+    """The layout that it has on this mesh already; of a plain tensor, replicated on all axes."""
     t = held.tensor
     return t._spec.layout if isinstance(t, DTensor) else Layout(tuple(t.shape))
 
@@ -230,7 +230,7 @@ def _matches_any_name(pattern: str, names: Sequence[str]) -> bool:
 def _find_similar_names(pattern: str, known: Sequence[str]) -> list[str]:
     """Up to three known names like `pattern`; where they differ in numbers only, as one pattern."""
     general = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known)
-    # What a leading "*." leaves open is not compared.
+    # A leading "*." matches anything: only what follows it is compared.
     tail = pattern.removeprefix("*").removeprefix(".")
     parts = tail.count(".") + 1 if tail != pattern else None
     ends: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Plans: which plans do people use, and what do they say?
+"""Ready plans: tensor and sequence parallelism of usual models.
 
 Each function returns a plan for `parallelize`, an ordinary dict to print, to join with others
 (`{**column("*.up"), **row("*.down")}`) and to change. Names are patterns: `blocks.*.attention`

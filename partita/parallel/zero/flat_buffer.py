@@ -1,8 +1,12 @@
 """Flat buffers: a block's shards end to end, so that one collective gathers them all.
 
-Each rank's shards stand end to end, each padded to the largest rank's, so that every rank sends
-equally much. What arrives is ordered by parameter and each is a view of one storage, in its true
-shape. Releasing empties that storage: no view, whoever holds it, keeps a byte of it alive.
+Each shard is padded to the largest rank's, so that every rank sends equally much. What arrives is
+sorted by parameter, and each parameter is a view of one storage, in its true shape:
+
+    sent by rank r      [ w_r pad | b_r ]
+    gathered            [ w_0 w_1 .. pad | b_0 b_1 .. ]
+
+Release empties that storage, so that no view, whoever holds it, keeps a byte of it alive.
 """
 
 from __future__ import annotations
@@ -26,14 +30,19 @@ from partita.tensor.engine import holders
 from partita.tensor.padded_storage import find_padded
 from partita.tensor.spec import Spec
 
-from .released import take_from_views
+from .released import give_up_memory
 
 __all__ = ["FlatBuffer", "FlatPiece", "PartialGradients"]
 
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """A rank's shares of the gradients of one flat buffer, a row a rank; not all may have one."""
+    """A rank's partial gradients of one flat buffer.
+
+    Attributes:
+        sums: (ranks, length), a row for the shard of each rank.
+        used: which parameters have a gradient.
+    """
 
     sums: torch.Tensor
     used: list[bool]
@@ -41,15 +50,15 @@ class PartialGradients:
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """One parameter's place.
+    """One parameter's place in a flat buffer.
 
     Attributes:
         whole: its layout when it is gathered; its local shape is what a kernel sees.
         shard: its layout at rest.
         strides: of the gathered parameter, contiguous.
         start: its first element in a rank's flat shard.
-        place: its first element in what is gathered, aligned as an allocation is: how a kernel
-            sums may depend on it.
+        place: its first element in the gathered storage, aligned as an allocation is: the order in
+            which a kernel sums may depend on it.
         length: its elements in a rank's flat shard, padding included.
         spans: where each rank's shard lies in the gathered parameter: (first element, elements).
             None where each but the last ones fills its `length`, one after the other.
@@ -64,7 +73,8 @@ class FlatPiece:
     spans: tuple[tuple[int, int], ...] | None
 
     def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
-        """What lies where: pairs of parts of `flat`, the parameter, and `rows`, one a rank."""
+        """Pairs of parts that hold the same elements: of `flat`, the parameter, and of `rows`, a
+        row for each rank."""
         if self.spans is not None:
             return [
                 (flat[at : at + count], rows[r, :count])
@@ -80,7 +90,7 @@ class FlatPiece:
         return found
 
     def padding(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `rows` in which nothing lies."""
+        """The parts of `rows` that are padding."""
         if self.spans is not None:
             return [rows[r, n:] for r, (_, n) in enumerate(self.spans) if n < self.length]
         full, rest = divmod(self.whole.local_shape.numel(), max(self.length, 1))
@@ -91,8 +101,7 @@ class FlatPiece:
 
 _ALIGNED = 64  # bytes
 LARGE = 1 << 20
-"""Bytes of a block's gradients from which on only what pads them is zeroed, not all that they are
-written into."""
+"""Bytes of a block's gradients from which on only their padding is zeroed, not the whole buffer."""
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -101,10 +110,11 @@ def _padded_numel(shape: Sequence[int], n: int) -> int:
     return -(-shape[0] // n) * math.prod(shape[1:])
 
 
-def _find_spans(
+def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """`FlatPiece.spans`. Axes that cut one after the other cut unevenly in the middle, too."""
+    """`FlatPiece.spans`. Where several axes shard a dimension, ranks in the middle may hold
+    less."""
     if len(axes) == 1:
         return None
     mesh, shape = whole.wire.mesh, whole.local_shape
@@ -128,19 +138,20 @@ def _find_spans(
 
 
 class FlatBuffer:
-    """Parameters of one dtype that travel together.
+    """Parameters of one dtype that one collective gathers.
 
     Args:
         name, names: of the block, and of each parameter.
         wholes, shards: each parameter's spec gathered and at rest.
         axes: the mesh axes over which the parameters are sharded, in mesh order.
-        dtype: in which they travel and are used.
+        dtype: in which they are gathered and used.
         device: where they are.
 
     Attributes:
-        alive: bytes that are held gathered, or on their way, now.
-        here: is everything gathered?
-        span: the addresses between which it lies; empty where it is not.
+        n: the number of ranks along `axes`.
+        alive: bytes that are gathered, or under way, now.
+        here: everything is gathered.
+        span: the addresses (first, end) of what is gathered; (0, 0) where nothing is.
     """
 
     def __init__(
@@ -165,28 +176,28 @@ class FlatBuffer:
             shape = whole.local_shape
             length = _padded_numel(shape, self.n)
             strides = contiguous_strides(shape)
-            spans = _find_spans(whole, shard, axes, length)
+            spans = _find_rank_spans(whole, shard, axes, length)
             self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
             longest += _padded_numel(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
         self.length, self._room = start, place
-        # Ranks along other axes hold other numbers: to the flat buffer they are pieces too, and
-        # all are described as the first rank's, which no rank's exceeds.
+        # Ranks along other axes hold other elements, so the layout shards over these axes too. All
+        # pieces are as long as the first rank's, which no rank's exceeds.
         others = tuple(a for a in mesh.names if a not in axes)
         total = math.prod(mesh.size(a) for a in others) * self.n * longest
         at_rest = Layout((total,), ((*others, *axes),))
         self.gather = Move("all_gather", axes, at_rest, Layout((total,), (others,)))
         self.scatter = self.gather.transpose(mesh)
         self.sum = Move("all_reduce", axes, self.scatter.before, self.gather.after)
-        # Where every rank's shard of every parameter is as long as the first's, few calls do.
+        # Where all shards of each parameter are equally long, a few calls copy all of them.
         self._lengths = [p.length for p in self.pieces]
         self._is_even = all(
             p.spans is None and p.whole.local_shape.numel() == self.n * p.length
             for p in self.pieces
         )
         ends = [p.place for p in self.pieces[1:]] + [place]
-        # Of what is gathered, where each lies and what aligns the next.
+        # Lengths in the gathered storage: of each parameter, and of the gap that aligns the next.
         self._rooms: list[int] = []
         for p, end in zip(self.pieces, ends, strict=True):
             self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
@@ -200,12 +211,12 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything gathered, padding included."""
+        """Bytes of the gathered storage, padding included."""
         return self._room * self.dtype.itemsize
 
     # -- gathered ----------------------------------------------------------------------------------
 
-    def start(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
+    def start_gather(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
         """Begin to gather the local `shards`. False if that was done before."""
         if self.here or self._arriving is not None:
             return False
@@ -222,15 +233,15 @@ class FlatBuffer:
         return True
 
     def _own_row(self, out: torch.Tensor) -> torch.Tensor:
-        """Where this rank's flat shard is made."""
+        """The memory for this rank's flat shard: its row of `out` where that is allowed."""
         if not self.wire.gathers_in_place:
             return torch.empty(self.length, dtype=self.dtype, device=self.device)
         _, members = self.wire.group(self.gather.axes)
         return out.view(self.n, self.length)[members.index(self.wire.at)]
 
     def _end_to_end(self, shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """The local shards, each with its padding: in their row of `out`, which all come to; the
-        only one as it is, where it fits with the room behind it."""
+        """This rank's flat shard: the local shards, each with its padding, copied into its row of
+        `out`; a single shard as it is, where its storage has room for the padding."""
         if len(shards) == 1 and shards[0].dtype == self.dtype:
             own = shards[0].detach()
             only: torch.Tensor | None = own
@@ -249,8 +260,8 @@ class FlatBuffer:
         torch._foreach_copy_(into, list(shards))
         return mine
 
-    def finish(self) -> None:
-        """Wait until everything is here."""
+    def finish_gather(self) -> None:
+        """Wait for the gather, and sort what has arrived by parameter."""
         if self._arriving is None:
             return
         out = self._wait_for_gather()
@@ -259,15 +270,15 @@ class FlatBuffer:
             with torch.no_grad():
                 torch._foreach_copy_(*self._in_full(out))
         del out
-        # A device's transport may have what has arrived in hand for a while.
+        # On a device, the collective may hold the storage for a while.
         at_once = Device(self.device.type).runs_at_once
         self._holders = 2 if at_once else holders(self._full.untyped_storage())
         self.here = True
         start = self._full.data_ptr()
         self.span = (start, start + self.nbytes)
 
-    def finish_into(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait, and write each parameter into memory of the caller's; nothing is kept here."""
+    def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Wait for the gather, and write each parameter into `wholes`; nothing is kept here."""
         out = self._wait_for_gather()
         pairs = [
             pair
@@ -286,7 +297,7 @@ class FlatBuffer:
         return out
 
     def views(self) -> list[torch.Tensor]:
-        """Each parameter, plain, in its true local shape. Made afresh, with no common history."""
+        """A new plain view of each parameter, in its true local shape."""
         storage = self._full.untyped_storage()
         return [
             torch.empty(0, dtype=self.dtype, device=self.device).set_(
@@ -295,19 +306,19 @@ class FlatBuffer:
             for p in self.pieces
         ]
 
-    def shows(self, t: torch.Tensor) -> bool:
-        """Is `t`, which has no elements and so no address, a view of what is gathered?"""
+    def is_view_here(self, t: torch.Tensor) -> bool:
+        """Is `t`, which has no elements and so no address, a view of the gathered storage?"""
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free what was gathered; or leave it, for good, to whoever keeps a plain view of it."""
+        """Free what was gathered. Where a plain view keeps it, leave it to that view for good."""
         if self._arriving is not None:
             self._wait_for_gather()
         held, self.alive = self.alive, 0
         self.here, self.span = False, (0, 0)
         if not held or not self._full.untyped_storage().nbytes():
             return
-        if take_from_views(self._full, self._holders, self._name_at):
+        if give_up_memory(self._full, self._holders, self._name_at):
             self._full.untyped_storage().resize_(0)
         else:
             self.wire.record_kept_view(self.name, held)
@@ -317,10 +328,10 @@ class FlatBuffer:
         places = [piece.place for piece in self.pieces]
         return self.names[bisect_right(places, element) - 1]
 
-    def view(
+    def make_view(
         self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """A view of what is gathered, as another view was made."""
+        """A view of the gathered storage."""
         view = torch.empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
@@ -336,7 +347,7 @@ class FlatBuffer:
         return len(self.pieces) == 1 and self.pieces[0].spans is None
 
     def _in_full(self, out: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parts of what is gathered, and what has arrived in `out` for each."""
+        """The parts of the gathered storage, and the parts of `out` that belong there."""
         rooms = self._full.split_with_sizes(self._rooms)[::2]
         come = out.view(self.n, self.length).split_with_sizes(self._lengths, 1)
         pairs: list[Any] = []
@@ -358,7 +369,8 @@ class FlatBuffer:
         dtype: torch.dtype,
         held: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Gradients of what was gathered as (n, length), a row for each rank; added to `held`."""
+        """Gradients of the gathered parameters as (n, length), a row for each rank's shard; added
+        to `held`."""
         is_full = all(g is not None for g in grads)
         fits = self._is_even and is_full
         if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
@@ -366,7 +378,7 @@ class FlatBuffer:
             return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
         sums = held
         if sums is None:
-            # To write zeros under large gradients takes longer than to find what pads them.
+            # Zeroing a large buffer takes longer than finding its padding.
             is_large = self.n * self.length * dtype.itemsize >= LARGE
             new = torch.empty if fits or (is_full and is_large) else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
@@ -387,8 +399,9 @@ class FlatBuffer:
                 place.add_(g)
         return sums
 
-    def total(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begin to sum the ranks' gradients; what is returned waits for the sums."""
+    def start_all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Begin to sum the ranks' gradients. Returns a function that waits, and returns the
+        sums."""
         flat = self._end_to_end_of(grads)
         work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
 
@@ -400,10 +413,9 @@ class FlatBuffer:
         return wait_for_all_reduce
 
     def _end_to_end_of(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All gradients, copied one after the other.
+        """All gradients, copied end to end.
 
-        Where new memory has its price into that of the step before, unless anything still looks at
-        that.
+        Where new memory is expensive, into that of the step before, unless a view of it is alive.
         """
         rows = [g.reshape(-1) for g in grads]
         if not Device(self.device.type).clears_new_memory:
@@ -417,14 +429,16 @@ class FlatBuffer:
             self._sums = torch.empty(size, dtype=dtype, device=self.device)
         return torch.cat(rows, out=self._sums)
 
-    def reduce(self, sums: torch.Tensor, dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
-        """Begin to sum the ranks' `sums`, each keeping its piece, in `dtype`.
+    def start_reduce_scatter(
+        self, sums: torch.Tensor, dtype: torch.dtype
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Begin to reduce-scatter `sums` over the ranks, adding in `dtype`.
 
         Returns:
-            What waits for this rank's piece of each gradient and returns them.
+            A function that waits, and returns this rank's piece of each gradient.
         """
         out = torch.empty(self.length, dtype=dtype, device=self.device)
-        # Until it has come: what is under way holds as much as the parameters had gathered.
+        # Dropped after the wait: the sums take as much memory as the gathered parameters.
         on_the_way: list[Any] = [
             self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient"),
             sums,

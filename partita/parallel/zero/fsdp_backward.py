@@ -1,7 +1,10 @@
-"""The backward of a block: what it knows of one forward, and how gradients go to the shards.
+"""The backward of a block: when its parameters are gathered again and released, and how gradients
+go from gathered parameters to shards.
 
-When the block is needed again, and when it is done: an embedding's parameters are not read in
-backward, and a block whose parameters all have their gradients is not read any more.
+An autograd node (`GatherBlock`) stands between the shards and what was gathered; its backward
+reduces and scatters. A block is gathered again when the first gradient of its outputs comes, unless
+its backward reads no parameter (as an embedding's). It is released when all its parameters have
+their gradients.
 """
 
 from __future__ import annotations
@@ -21,26 +24,27 @@ from partita.tensor.engine import in_backward
 from .flat_buffer import PartialGradients
 from .fsdp_group import FsdpGroup
 
-__all__ = ["ForwardCall", "GatherBlock", "show_gathered", "watch_input_gradient"]
+__all__ = ["ForwardCall", "GatherBlock", "install_gathered", "watch_input_gradient"]
 
 
 class ForwardCall:
     """One forward of a block, as its backward sees it.
 
     Attributes:
-        trains: does any of the block's parameters get a gradient?
-        written: parameters that the forward wrote in place, and their versions at its end.
+        trains: some of the block's parameters get gradients. written: the numbers of parameters
+            that the forward wrote in place, and their versions at its
+            end.
         shards: the parameters that the forward gathered.
-        since: autograd's number of the first node that the block itself made.
-        needs: will backward read the parameters? Not of an embedding, say. What a checkpoint within
-            saves is not seen here.
-        watches_inputs: is the block done only when its inputs' gradients are there? Only where a
+        since: autograd's sequence number of the first node that the block itself made.
+        needs: backward will read the parameters, which that of an embedding does not. What a
+            checkpoint within saves is not seen here.
+        watches_inputs: the block is done only when its inputs' gradients are there. Only where a
             parameter gets none: else no node reads a parameter after its own gradient is complete.
     """
 
     def __init__(self, group: FsdpGroup, graded: bool, trained: list[bool] | None = None):
         self.group = group
-        self.needs = group.saves_unseen
+        self.needs = group.may_recompute_within
         wanting = group.trained() if trained is None else trained
         self.trains = any(wanting)
         self.since = 0
@@ -48,15 +52,15 @@ class ForwardCall:
         self.shards = group.shards()
         self.watches_inputs = graded and not all(wanting)
         if self.trains and not in_backward():
-            group.calls.add(self)
+            group.open_calls.add(self)
         self._to_come = {"parameters"} if self.trains else set()
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
 
     def has_computed(self, t: torch.Tensor) -> bool:
-        """Did this forward compute `t`? What it was given and hands on, it did not.
+        """Did this forward compute `t`, and not only pass it on?
 
-        The gradient of what others made may come when all of the block's are there already.
+        The gradient of what others made may come when the block is done.
         """
         node = t.grad_fn
         return node is not None and node._sequence_nr() >= self.since  # type: ignore[attr-defined]
@@ -64,14 +68,14 @@ class ForwardCall:
     def begin_backward(self, *_: Any) -> None:
         """The first gradient of an output is here."""
         group = self.group
-        if self in group.busy or not self.needs:
+        if self in group.calls_in_backward or not self.needs:
             return
-        group.busy.add(self)
+        group.calls_in_backward.add(self)
         group.zero.enter_backward(group)
-        if not group.shown:
+        if not group.installed:
             # A checkpoint within the block runs parts of its forward again.
             with torch.enable_grad():
-                show_gathered(group, ForwardCall(group, False))
+                install_gathered(group, ForwardCall(group, False))
 
     def note_gradients(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
@@ -79,15 +83,15 @@ class ForwardCall:
         if self._came >= self._to_come:
             self._came.clear()
             group = self.group
-            group.busy.discard(self)
-            if not group.busy and not group.depth:
+            group.calls_in_backward.discard(self)
+            if not group.calls_in_backward and not group.depth:
                 group.put_shards_back()
             group.release()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of the gathered parameters, in the order of the flats."""
+        """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
         group = self.group
-        group.calls.discard(self)
+        group.open_calls.discard(self)
         if any(a is not b for a, b in zip(self.shards, group.shards(), strict=True)):
             raise LayoutError(
                 f"the block {group.name!r} holds other parameters than in the forward of this pass",
@@ -109,15 +113,15 @@ class ForwardCall:
             if all(g is None for g in some):
                 continue
             dtype = zero.precision.grad_dtype or flat.dtype
-            held = group.held.pop(k, None)
+            held = group.held_gradients.pop(k, None)
             used = [g is not None for g in some]
             if held is not None:
                 used = [a or b for a, b in zip(used, held.used, strict=True)]
             shares = PartialGradients(
                 flat.pack_gradients(some, dtype, None if held is None else held.sums), used
             )
-            if zero.keeps_partial_gradients or group.calls:
-                group.held[k] = shares
+            if zero.keeps_partial_gradients or group.open_calls:
+                group.held_gradients[k] = shares
                 zero.holds_partial_gradients = True
             else:
                 zero.reduce(group, k, shares)
@@ -140,14 +144,14 @@ class ForwardCall:
             )
 
 
-def show_gathered(group: FsdpGroup, call: ForwardCall | None) -> None:
-    """Show the modules of a block its gathered parameters, as `call` sees them."""
+def install_gathered(group: FsdpGroup, call: ForwardCall | None) -> None:
+    """Put the gathered parameters into the modules of a block; tied to their shards for `call`."""
     with Local():
         if call is not None and call.trains:
             plain = GatherBlock.apply(group.zero.token(group), call)
         else:
             plain = group.views()
-    group.show(plain)
+    group.install(plain)
 
 
 class GatherBlock(torch.autograd.Function):
@@ -175,7 +179,7 @@ class GatherBlock(torch.autograd.Function):
 
 
 class _WatchInputGradient(torch.autograd.Function):
-    """The identity on an input of a block; tells when the input's gradient is complete."""
+    """The identity on an input of a block, whose backward notes the input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: ForwardCall) -> torch.Tensor:
@@ -189,7 +193,7 @@ class _WatchInputGradient(torch.autograd.Function):
 
 
 def watch_input_gradient(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
-    """An alias of the input `t` of a block; `call` hears when its gradient is complete."""
+    """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
     with Local():
         out = _WatchInputGradient.apply(t, call)
     return tagged(out, t._spec) if isinstance(t, DTensor) else out

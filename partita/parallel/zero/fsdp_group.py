@@ -1,9 +1,9 @@
-"""FSDP groups: the parameters of one block, at rest, on their way, or gathered.
+"""FSDP groups: the parameters of one block, sharded at rest, under way, or gathered.
 
-They are gathered before the block's forward and released after it (`fsdp_hooks`). Autograd wants
-some of them again: it is handed a note of where each stood, and gathers them when it reads the note
-(`saved_tensors`). So nothing that was gathered is ever saved, and no graph, alias or cast can make
-it live longer.
+They are gathered before the block's forward and released after it (`fsdp_hooks`). What autograd
+saves of them in between is replaced by a note of where it lay, and unpacking a note gathers them
+again (`saved_tensors`). So no graph holds what was gathered, and no alias or cast prolongs its
+life.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class GroupOwner(Protocol):
         """The layout of a parameter of `spec` when it is gathered."""
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """Is `p` a parameter that lies as this state lays them?"""
+        """Is `p` a parameter sharded as this state shards them?"""
 
     def note_alive(self) -> None:
-        """Something was gathered."""
+        """Called after something was gathered."""
 
     def enter_forward(self, group: FsdpGroup) -> None:
         """Gather `group`, and perhaps begin to gather the next one."""
@@ -74,26 +74,29 @@ class GroupOwner(Protocol):
         """Release `group` when the backward pass that is at work ends, if nothing else has."""
 
     def token(self, group: FsdpGroup) -> torch.Tensor:
-        """What ties gathered parameters to their shards."""
+        """A tensor with a history that ties gathered parameters to their shards."""
 
     def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
         """Begin to reduce the gradients of one of the group's flat buffers."""
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """The gradient of `p`, in a backward pass that makes a graph."""
+        """Add to the gradient of `p`, in a backward pass with `create_graph=True`."""
 
 
 class FsdpGroup:
-    """One block's parameters: at rest, on their way, or here.
+    """One block's parameters, and whether they are gathered.
 
     Attributes:
         depth: forwards of the block that have begun and not ended.
-        needed: was it read in backward, as far as is known, the last time?
-        busy: the calls whose backward has begun and not ended.
-        calls: the forwards whose gradients are yet to come; the last one's are sent with all.
-        held: whole-size gradients that were kept, by number of the flat.
-        members: for each flat, which of the parameters lie in it.
-        open_forwards: of the block's modules, those that have begun: what saves for them, or None.
+        needed: the last backward read the parameters, as far as is known.
+        calls_in_backward: the forwards whose backward has begun and not ended.
+        open_calls: the forwards whose gradients are yet to come; those of the last one are sent
+            with all before.
+        held_gradients: unsharded gradients that were kept, by number of the flat.
+        installed: the modules hold the gathered parameters.
+        versions: of the shards when they were gathered.
+        members: for each flat, the numbers of the parameters in it.
+        open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
     def __init__(self, zero: GroupOwner, block: Block):
@@ -104,10 +107,10 @@ class FsdpGroup:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
-        self.busy: set[Any] = set()
-        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.held: dict[int, PartialGradients] = {}
-        self.shown = False
+        self.calls_in_backward: set[Any] = set()
+        self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.held_gradients: dict[int, PartialGradients] = {}
+        self.installed = False
         self.versions: list[int] = []
         self._seen: list[tuple[int, DTensor, int, dict[str, Any]]] = []
         self._shards: list[DTensor] = []
@@ -120,8 +123,7 @@ class FsdpGroup:
         self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
         self.open_forwards: list[Any] = []
 
-    # A copy of the model, or what is read from a file, has a group of its own over its own modules,
-    # at rest.
+    # A copied or unpickled model has groups of its own over its own modules, at rest.
 
     def __getstate__(self) -> Any:
         return self.zero, Block(self.name, self.modules, self.slots)
@@ -130,7 +132,8 @@ class FsdpGroup:
         self._begin_with(*state)
 
     def _rebuild_buffers(self) -> None:
-        """Make room for the parameters as they are now: `model.to(dtype)` changes them."""
+        """Make the flat buffers for the parameters as they are now: `model.to(dtype)` changes
+        them."""
         shards = self.shards()
         with Local():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
@@ -139,7 +142,7 @@ class FsdpGroup:
         for flat in self.flats:
             flat.release()
         self._kinds = kinds
-        self.needed = self.saves_unseen
+        self.needed = self.may_recompute_within
         by_kind: dict[tuple[torch.dtype, int | None], list[int]] = {}
         for i, p in enumerate(shards):
             dtype = self.zero.precision.param_dtype or p.dtype
@@ -160,7 +163,7 @@ class FsdpGroup:
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
-        if not self.shown:
+        if not self.installed:
             self._shards = [
                 p if (p := owner._parameters.get(attr)) is not None else slot.parameter  # type: ignore[misc]
                 for owner, attr, slot in self._firsts
@@ -168,18 +171,18 @@ class FsdpGroup:
         return self._shards
 
     def trained(self) -> list[bool]:
-        """Of each parameter at rest, does it get a gradient?"""
+        """For each parameter at rest: does it get a gradient?"""
         with Local():
             return [_requires_grad(p) for p in self.shards()]
 
     @property
-    def holds_its_own(self) -> bool:
+    def holds_own_shards(self) -> bool:
         """Are the shards in their places?
 
         `torch.func.functional_call` puts other values there, a program sets `p.data` to one of
         another layout, or unties a weight. Such values are not gathered: ops use them as they lie.
         """
-        if self.shown:
+        if self.installed:
             return True
         for owner, attr, p, spec in self._places:
             if owner._parameters.get(attr) is not p or p._spec is not spec:  # type: ignore[comparison-overlap]
@@ -187,10 +190,10 @@ class FsdpGroup:
         else:
             if self._places:
                 return True
-        return self._look_at_places()
+        return self._find_places()
 
-    def _look_at_places(self) -> bool:
-        """Are the shards in their places? Then the next time only what changed is looked for."""
+    def _find_places(self) -> bool:
+        """`holds_own_shards` in full; notes the places for a quick comparison next time."""
         self._places = []
         held: list[list[tuple[Any, Any]]] = [
             [(s, s.owner._parameters.get(s.attr)) for s in some] for some in self.slots
@@ -203,8 +206,8 @@ class FsdpGroup:
         return True
 
     @property
-    def saves_unseen(self) -> bool:
-        """May there be a checkpoint within: of a module's part, or of its own forward?"""
+    def may_recompute_within(self) -> bool:
+        """May a part of the block run under a checkpoint of its own, which saves unseen?"""
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
                 return True
@@ -214,41 +217,41 @@ class FsdpGroup:
 
     @property
     def alive(self) -> int:
-        """Bytes that are gathered, or on their way."""
+        """Bytes that are gathered, or under way."""
         return sum([flat.alive for flat in self.flats])
 
     @property
     def _is_ready(self) -> bool:
-        return bool(self.depth or self.busy) and all(flat.here for flat in self.flats)
+        return bool(self.depth or self.calls_in_backward) and all(flat.here for flat in self.flats)
 
     def start(self) -> None:
         """Begin to gather."""
-        if self._is_ready or not self.holds_its_own:
+        if self._is_ready or not self.holds_own_shards:
             return
         shards = self.shards()
-        if not self.depth and not self.busy:
+        if not self.depth and not self.calls_in_backward:
             self._rebuild_buffers()
         versions = count_writes_of(shards)
-        if versions != self.versions and not self.depth and not self.busy:
-            for flat in self.flats:  # what is persistent is out of date
+        if versions != self.versions and not self.depth and not self.calls_in_backward:
+            for flat in self.flats:  # parameters that stayed gathered are out of date
                 flat.release()
         self.versions = versions
         reason = "regather" if in_backward() else "gather"
         started = False
         for flat, members in zip(self.flats, self.members, strict=True):
-            started |= flat.start([shards[i] for i in members], reason)
+            started |= flat.start_gather([shards[i] for i in members], reason)
         if started:
             self.zero.note_alive()
 
     def gather(self) -> None:
-        """Have everything here."""
+        """Gather, and wait for it."""
         if self._is_ready:
             return
         if in_backward():
             self.zero.release_after_backward(self)
         self.start()
         for flat in self.flats:
-            flat.finish()
+            flat.finish_gather()
         self.zero.note_alive()
 
     def check_unwritten(
@@ -259,14 +262,14 @@ class FsdpGroup:
         written: Mapping[int, int],
         version: int,
     ) -> None:
-        """Is the flat's parameter `i` as it was when a forward saved it?
+        """Raise where the flat's parameter `i` was written since a forward saved it.
 
         Args:
-            versions: of the shards, then; `version` of what was gathered.
+            versions: of the shards when it was saved; `version` of the gathered parameter.
             written: the parameters that the forward wrote, and their versions at its end.
 
         Raises:
-            RuntimeError: as autograd's own, which sees no shards.
+            RuntimeError: as autograd's own check, which does not know the shards.
         """
         number = self.members[self.flats.index(flat)][i]
         before, now = versions[number], self.versions[number]
@@ -285,21 +288,21 @@ class FsdpGroup:
 
     def release(self) -> None:
         """Free what is gathered, unless a forward or backward is using it."""
-        if not self.depth and not self.busy and not self.zero.persistent:
+        if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:
                 flat.release()
 
     def end_backward(self) -> None:
-        """A backward pass has ended that gathered this block, whatever it made of it."""
-        self.busy.clear()
+        """A backward pass that gathered this block has ended, whichever gradients it computed."""
+        self.calls_in_backward.clear()
         if not self.depth:
             self.put_shards_back()
         self.release()
 
     def reset_after_abort(self) -> None:
-        """Forget a forward or a backward that broke off."""
-        self.busy.clear()
-        self.calls.clear()
+        """Forget a forward or a backward that was aborted."""
+        self.calls_in_backward.clear()
+        self.open_calls.clear()
         self.open_forwards.clear()
         self.depth = 0
         self.put_shards_back()
@@ -310,10 +313,10 @@ class FsdpGroup:
         """The gathered parameters, plain and local, in the order of the flats."""
         return [v for flat in self.flats for v in flat.views()]
 
-    def show(self, plain: Sequence[torch.Tensor]) -> None:
+    def install(self, plain: Sequence[torch.Tensor]) -> None:
         """Put `plain`, the gathered parameters in the order of the flats, in the modules."""
         self.shards()
-        self.shown = True
+        self.installed = True
         wholes, given = [], []
         for i, t, spec in zip(self._order, plain, self._specs, strict=True):
             whole, p = tagged(t, spec), self._shards[i]
@@ -327,7 +330,7 @@ class FsdpGroup:
         self._seen = list(zip(self._order, wholes, writes, given, strict=True))
 
     def write_back(self) -> dict[int, int]:
-        """What the forward wrote into gathered parameters, each rank writes into its shards.
+        """Write what the forward wrote into gathered parameters into this rank's shards.
 
         Returns:
             The parameters that were written where autograd counts it, and their versions now.
@@ -349,9 +352,9 @@ class FsdpGroup:
                     continue
                 if rows.dtype != p.dtype:
                     raise self._written_in(i, rows.dtype)
-                # Through `.data` where it was written so: autograd counts neither.
+                    # Through `.data` where it was written through that: autograd counts neither.
                 (p if now != before else p.data).copy_(rows)
-            # In place: what this forward saved was of this version.
+            # Changed in place in the list that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)
             if now != before:
                 written[i] = now
@@ -368,11 +371,12 @@ class FsdpGroup:
     def put_shards_back(self) -> None:
         """Put the shards in the modules, in the places of what was gathered."""
         for _, whole, _, _ in self._seen:
-            # A view of it, which would hold it in turn, where no collector of garbage looks.
+            # It holds a view of `whole`, which holds `whole`: a cycle that no garbage collector
+            # sees.
             own_state(whole).moved = None
         self._seen = []
-        if self.shown:
+        if self.installed:
             for places, p in zip(self.slots, self._shards, strict=True):
                 for slot in places:
                     slot.owner._parameters[slot.attr] = p  # type: ignore[assignment]
-            self.shown = False
+            self.installed = False

@@ -1,4 +1,5 @@
-"""Hooks of blocks: their parameters are gathered before a forward, and released after it."""
+"""Forward hooks of a block, which gather its parameters before its forward and release them
+after."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from partita.tensor.engine import in_backward, next_node
 from partita.tensor.watch import HERE
 
 from ..nested_tensors import map_tensors, tensors_in
-from .fsdp_backward import ForwardCall, show_gathered, watch_input_gradient
+from .fsdp_backward import ForwardCall, install_gathered, watch_input_gradient
 from .fsdp_group import FsdpGroup
-from .in_graph import InGraph
-from .saved_tensors import Saving
+from .in_graph import GraphGather
+from .saved_tensors import SavedTensorHooks
 from .state import Zero
 
 __all__ = ["register_hooks"]
 
 
 def register_hooks(state: Zero) -> None:
-    """Have the forwards of a model and of its blocks gather what they read."""
+    """Register hooks on a model and its blocks that gather what their forwards read."""
     for group in state.groups:
         hooks = _BlockHooks(group)
         for module in group.modules:
@@ -34,20 +35,20 @@ def register_hooks(state: Zero) -> None:
 
 
 class _BlockHooks:
-    """What is done before and after a forward of one of a block's modules."""
+    """The hooks before and after a forward of one of a block's modules."""
 
     def __init__(self, group: FsdpGroup):
         self.group = group
-        self._in_graph = InGraph(group)
+        self._in_graph = GraphGather(group)
 
-    # They are copied with the modules, and are then of the copy's group.
+    # Copied with the modules, they refer to the copy's group.
 
     def __getstate__(self) -> Any:
         return (self.group,)
 
     def __setstate__(self, state: Any) -> None:
         (self.group,) = state
-        self._in_graph = InGraph(self.group)
+        self._in_graph = GraphGather(self.group)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.capturing:
@@ -57,29 +58,29 @@ class _BlockHooks:
         group = self.group
         group.open_forwards.append(None)
         HERE.unfinished.append(self._finish_forward)
-        # Within: a tied weight's other module, or the same module again.
-        if group.depth or not group.holds_its_own:
+        # Nested: a tied weight's other module, or the same module again.
+        if group.depth or not group.holds_own_shards:
             group.depth += 1
             return None
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         is_recorded = torch.is_grad_enabled()
-        # Unheard by a region around, which would take what is done here for the program's.
+        # Hidden from an enclosing region, which would take these calls for the program's.
         with Unheard(), _counting_versions():
             group.zero.enter_forward(group)
             group.depth = 1
             call, trained = None, group.trained()
             if is_recorded and (graded or any(trained)):
                 call = ForwardCall(group, graded, trained)
-            show_gathered(group, call)
+            install_gathered(group, call)
         if call is not None:
-            group.open_forwards[-1] = Saving(call)
+            group.open_forwards[-1] = SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
             call.since = next_node()
         return prepared
 
     def _prepare_inputs(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
-        """The inputs of a forward, cast and marked; None where they stay as they are."""
+        """The inputs of a forward, cast and watched; None where they stay as they are."""
         precision = self.group.zero.precision
         dtype = precision.param_dtype
         cast = dtype is not None and precision.cast_inputs
@@ -113,7 +114,7 @@ class _BlockHooks:
                         t.register_hook(forward.call.begin_backward)
 
     def _finish_forward(self) -> None:
-        """A forward of one of the block's modules has ended, or broken off."""
+        """A forward of one of the block's modules has ended, or was aborted."""
         group = self.group
         if not group.open_forwards:
             return
@@ -129,18 +130,18 @@ class _BlockHooks:
                 if forward is not None:
                     forward.call.written.update(written)
             finally:
-                # In a recompute the backward that asked for it goes on with what is here.
+                # After a recompute, backward goes on with what is gathered.
                 if not in_backward():
                     group.put_shards_back()
                     group.release()
-                elif not group.busy:
+                elif not group.calls_in_backward:
                     group.put_shards_back()
 
 
 @contextmanager
 def _counting_versions() -> Iterator[None]:
-    """Outside inference mode: the mode's own tensors count no versions, and what is gathered within
-    it may be used after it."""
+    """Leave inference mode: its tensors count no versions, and what is gathered here may be used
+    after the mode."""
     if not torch.is_inference_mode_enabled():
         yield
         return

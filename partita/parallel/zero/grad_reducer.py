@@ -1,9 +1,9 @@
-"""The reducer of gradients: how are gradients settled while backward still runs?
+"""The gradient reducer of ZeRO stages 0 to 2: gradients are reduced while backward still runs.
 
-The parameters of a block lie whole on every rank of the data axis (ZeRO stages 0 to 2). When the
-last of the block's gradients is there, its shares begin to be reduced, and the block before it goes
-on computing. Until they have come, and are written back, the gradients are what they were: pending.
-Should anything change one meanwhile, what was sent for it is dropped, and it is settled later.
+Parameters lie whole on every rank of the data axis. When the last gradient of a block has come, the
+ranks begin to reduce the block's gradients (all-reduce, or reduce-scatter in stage 2), and the
+block before it goes on computing. Until the sums are written back the gradients stay partial. If
+one is changed meanwhile, its sum is dropped, and it is reduced later.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _data: Any = torch._C.TensorBase.data
 
 
 _BUCKET_BYTES = 25 << 20
-"""Where gradients stay whole, small blocks go together up to about this: DDP's default."""
+"""Where gradients stay whole, small blocks are joined up to about this size: DDP's default."""
 
 
 class _Bucket:
-    """Parameters of one dtype, of one block or of small ones; how far their gradients are.
+    """Parameters of one dtype, of one block or of several small ones, and their gradients.
 
     Attributes:
-        ready: of which parameters gradients have come, in this step or, since a step need not use
+        ready: the parameters whose gradients have come, in this step or, since a step need not use
             all of them, in an earlier one.
+        sent: the gradients being reduced, with their versions.
+        wait: waits for the reduction, and returns the sums.
     """
 
     def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
@@ -51,7 +53,7 @@ class _Bucket:
 
     @property
     def flat(self) -> FlatBuffer:
-        """How they travel, in the dtype that they have now."""
+        """The flat buffer of these parameters, in the dtype that they have now."""
         dtype, device = self.params[0].dtype, self.params[0].device
         if self._flat is None or (self._flat.dtype, self._of) != (dtype, device):
             specs = [p._spec for p in self.params]
@@ -64,7 +66,7 @@ class _Bucket:
         return [_grad(p) for p in self.params]
 
     def note_gradient(self, i: int) -> list[torch.Tensor] | None:
-        """Parameter `i` has its gradient. All gradients, if that was the last one to come."""
+        """Note that parameter `i` has its gradient. Returns all gradients if it was the last."""
         self.ready.add(i)
         if len(self.ready) < len(self.params):
             return None
@@ -72,7 +74,7 @@ class _Bucket:
             grads = self.grads()
             found = []
             for k, (p, g) in enumerate(zip(self.params, grads, strict=True)):
-                # What is of a graph of its own, or was settled since it came, stays what it is.
+                # A gradient with a history, or reduced since it came, is left as it is.
                 is_pending = not isinstance(g, DTensor) or g._spec is p._spec.gradient
                 if g is not None and is_pending and not g.requires_grad:
                     found.append(g)
@@ -85,13 +87,13 @@ class _Bucket:
 
 
 class GradReducer:
-    """Settles the gradients of blocks as their backward ends.
+    """Reduces the gradients of blocks as their backward ends.
 
     Args:
         blocks: a name and the trained parameters of each.
-        axes: the mesh axes over which gradients are pending.
+        axes: the mesh axes over which gradients are partial.
         stage: 0, 1 (each rank updates its shard) or 2 (and holds its shard of a gradient only).
-        shard: the layout of a shard of a whole parameter.
+        shard: gives the spec of the shard of a whole parameter.
     """
 
     def __init__(
@@ -138,13 +140,13 @@ class GradReducer:
         self.__init__(*state)  # type: ignore[misc]
 
     def detach_from_model(self) -> None:
-        """Hear of the model no more: a state of a model around it takes over."""
+        """Remove the hooks: the state of an enclosing model takes over."""
         self.finish()
         for handle in self._handles:
             handle.remove()
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
+        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
         for bucket in self._buckets:
             for i, p in enumerate(bucket.params):
                 if p is old:
@@ -163,7 +165,7 @@ class GradReducer:
 
         return ready
 
-    # -- on their way ------------------------------------------------------------------------------
+    # -- reductions under way ----------------------------------------------------------------------
 
     def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
         with Local(), torch.no_grad():
@@ -171,13 +173,13 @@ class GradReducer:
             bucket.sent = [(g, g._version) for g in grads]
             if self.stage == 2:
                 shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)
-                bucket.wait = bucket.flat.reduce(shares, bucket.flat.dtype)
+                bucket.wait = bucket.flat.start_reduce_scatter(shares, bucket.flat.dtype)
             else:
-                bucket.wait = bucket.flat.total(grads)
+                bucket.wait = bucket.flat.start_all_reduce(grads)
             self._under_way = bucket
 
     def finish(self) -> None:
-        """Wait for what is under way. What is left pending was never sent, or has changed."""
+        """Wait for the reduction under way. Gradients that changed meanwhile stay partial."""
         bucket, self._under_way = self._under_way, None
         if bucket is None:
             return
@@ -206,10 +208,10 @@ class GradReducer:
                 mark_settled(p)
 
     def show_gradient(self) -> None:
-        """The program reads a gradient: what is kept here is in it."""
+        """The program reads a gradient; nothing is kept apart from it here."""
 
     def _spec_after_reduction(self, p: DTensor) -> Spec:
-        """The spec of a gradient that is summed over our axes; others may be pending yet."""
+        """The spec of a gradient reduced over `axes`; it may be partial over others."""
         known = self._specs.get(p._spec)
         if known is None:
             layout = p._spec.gradient.layout
@@ -221,7 +223,7 @@ class GradReducer:
     # -- after an optimizer has updated shards -----------------------------------------------------
 
     def updated(self) -> None:
-        """Give every rank the parameters of which each rank has updated its shard."""
+        """An optimizer has updated each rank's shards: gather them into the whole parameters."""
         if self.stage == 0:
             return
         with Local(), torch.no_grad():
@@ -229,7 +231,7 @@ class GradReducer:
             for bucket in self._buckets:
                 flat = bucket.flat
                 whole = [p.detach() for p in bucket.params]
-                flat.start(
+                flat.start_gather(
                     [
                         w.narrow(0, *_find_updated_rows(p))
                         for w, p in zip(whole, bucket.params, strict=True)
@@ -237,14 +239,14 @@ class GradReducer:
                     "update",
                 )
                 if before is not None:
-                    before.flat.finish_into([p.detach() for p in before.params])
+                    before.flat.finish_gather_into([p.detach() for p in before.params])
                 before = bucket
             if before is not None:
-                before.flat.finish_into([p.detach() for p in before.params])
+                before.flat.finish_gather_into([p.detach() for p in before.params])
 
     @contextmanager
     def keeping_partial_gradients(self) -> Any:
-        """Send nothing in the backward passes within."""
+        """Within, backward passes reduce nothing."""
         before, self.waits = self.waits, True
         try:
             yield

@@ -1,10 +1,9 @@
-"""ZeRO in a graph: placements and moves, and nothing else.
+"""ZeRO in a captured step: placements and moves only.
 
-The parameters of a block of stage 3 are gathered by a move, whose transpose reduces and scatters
-their gradients. When they are gathered again for backward, and how long what was gathered lives, is
-for the passes of the compiler, which see all uses: no hooks on saved tensors, no storage that is
-released. In stages 1 and 2 an optimizer steps on slices of the parameters, which are then gathered
-into them.
+Stage 3: a move gathers a block's parameters, and its transpose reduces and scatters their
+gradients. Passes of the compiler, which see all uses, decide how long a gathered value lives and
+whether backward gathers it again; so there are no hooks on saved tensors and no emptied storages.
+Stages 1 and 2: the optimizer steps on slices of the parameters, which are then gathered into them.
 """
 
 from __future__ import annotations
@@ -34,16 +33,17 @@ from ..blocks import ParameterSlot
 from .fsdp_group import FsdpGroup
 from .precision import MixedPrecision
 
-__all__ = ["InGraph", "in_parts", "refuse_no_sync"]
+__all__ = ["GraphGather", "refuse_no_sync", "step_on_parts"]
 
 
 @dataclass(eq=False)
-class _Shown:
-    """A gathered parameter, where its modules have it in its place.
+class _InstalledParameter:
+    """A gathered parameter that stands in the modules in place of its shard.
 
     Attributes:
-        places: the slots of these.
-        writes: how many of `whole` were counted when it was gathered.
+        places: the slots of the modules.
+        parameter, whole: the shard, and what was gathered.
+        writes: the write count of `whole` when it was gathered.
         attributes: that `whole` was given.
     """
 
@@ -54,13 +54,13 @@ class _Shown:
     attributes: dict[str, Any]
 
 
-class InGraph:
-    """Shows the modules of one block their gathered parameters, while it runs."""
+class GraphGather:
+    """Puts the gathered parameters of one block into its modules while its forward runs."""
 
     def __init__(self, group: FsdpGroup):
         self.group = group
         self.depth = 0
-        self._shown: list[_Shown] = []
+        self._shown: list[_InstalledParameter] = []
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
@@ -74,7 +74,7 @@ class InGraph:
         group = self.group
         if group.zero.keeps_partial_gradients:
             refuse_no_sync()
-        # By the reason, passes know whether it is to be let go.
+        # Passes know by the reason whether the gathered value may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
         for places, p in zip(group.slots, [*group.shards()], strict=True):
             if not isinstance(p, FakeTensor):  # of a module that the block has no more
@@ -83,14 +83,14 @@ class InGraph:
             whole = tagged(
                 _gather_parameter(p, after, group.zero.precision, group.name, reason), after
             )
-            own_state(whole).gathered_from = (p, 0)  # what it stands for
+            own_state(whole).gathered_from = (p, 0)
             given = stand_for(whole, p)
-            self._shown.append(_Shown(places, p, whole, count_writes(whole), given))
+            self._shown.append(_InstalledParameter(places, p, whole, count_writes(whole), given))
             for slot in places:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
     def end(self) -> None:
-        """It has ended, or broken off."""
+        """The forward has ended, or was aborted."""
         with HERE.outside_block():
             self._end_forward()
 
@@ -109,7 +109,7 @@ class InGraph:
 
 
 def _write_back(whole: DTensor, p: DTensor) -> None:
-    """What the forward wrote into a gathered parameter, each rank writes into its shard."""
+    """Write what the forward wrote into a gathered parameter into this rank's shard."""
     if whole.dtype != p.dtype:
         raise not_captured(
             f"a parameter is written in the forward, where it is gathered as {whole.dtype}",
@@ -120,7 +120,7 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
         p.copy_(whole.detach())
 
 
-# -- in which dtypes -------------------------------------------------------------------------------
+# -- mixed precision -------------------------------------------------------------------------------
 
 
 def _gather_parameter(
@@ -141,8 +141,8 @@ def _gather_parameter(
 class _Gather(torch.autograd.Function):
     """A gather in one dtype, whose gradient is rounded to another and summed in a third.
 
-    Eager sends gradients in the dtype to which they are rounded and sums them in a wider one; here
-    they travel in that, with the same values.
+    Eager code sends gradients in the dtype to which they are rounded and sums them in a wider one;
+    here they are sent in the wider one, with the same values.
     """
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Gather(torch.autograd.Function):
 
 
 def refuse_no_sync() -> None:
-    """Raise: whole gradients of ZeRO-3 that wait for the last micro-batch are in no graph."""
+    """Raise CaptureError: a graph cannot hold back gradients of ZeRO-3 for a later micro-batch."""
     raise not_captured(
         "no_sync under stage 3 of ZeRO",
         "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
@@ -177,12 +177,12 @@ def refuse_no_sync() -> None:
 
 
 @contextmanager
-def in_parts(
+def step_on_parts(
     optimizer: torch.optim.Optimizer, params: Sequence[DTensor]
 ) -> Iterator[list[DTensor]]:
-    """Within, the optimizer has what this rank updates in the places of `params`.
+    """Within, the optimizer holds the parts that this rank updates in place of `params`.
 
-    Afterwards what was updated is gathered into the parameters.
+    Afterwards the parts are gathered into the parameters.
     """
     cut = [p for p in params if update_spec(p) is not p._spec]
     parts: dict[DTensor, DTensor] = {p: p for p in params}
@@ -191,7 +191,7 @@ def in_parts(
             update, name = update_spec(p), _block_of(p)
             parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
             grad: Any = p.grad
-            if grad is not None:  # pending; or whole, where a clip has settled it; or a shard
+            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
                 part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
     reduce_pending_gradients(p for p in params if parts[p] is p)
     groups = optimizer.param_groups
@@ -217,7 +217,7 @@ def _block_of(p: DTensor) -> str:
 
 
 def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
-    """Put each entry of the optimizer's state under another tensor, in its order."""
+    """Move each entry of the optimizer's state to another tensor, in the same order."""
     entries = list(optimizer.state.items())
     optimizer.state.clear()
     for p, state in entries:

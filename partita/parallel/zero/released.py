@@ -1,9 +1,9 @@
-"""Released weights: what is told to whoever reads a view of a gathered weight that is gone.
+"""Released weights: the error of whoever reads a view of a weight that is no longer gathered.
 
-A view that outlives the forward of its block would read memory that holds nothing, or another
-step's values. Views that are DTensors are found when the block is released, and lose their layout:
-whatever is asked of it raises. Others (`to_local()`, NumPy's arrays, what C++ holds) cannot raise:
-the memory stays theirs.
+A view that outlives the forward of its block would read memory that is empty, or another step's
+values. Views that are DTensors are found when the block is released, and their layout is replaced
+by one whose every use raises. Other views (`to_local()`, NumPy arrays, those of C++) cannot raise:
+they keep the memory, and the block gets new memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor
 from partita.tensor.engine import holders
 
-__all__ = ["take_from_views", "views_of_memory"]
+__all__ = ["find_views_of_memory", "give_up_memory"]
 
 _storage_of = torch._C.TensorBase.untyped_storage
 
 
 class _Released:
-    """In the place of a view's layout: every use of it, as a key of a plan too, raises."""
+    """Stands in place of a view's spec: every use raises, also as a part of a plan's key."""
 
-    # Where its memory was, and that it is gone, may be asked.
+    # These may be read without an error: of the memory, and that it is gone, one may ask.
     is_whole = True
     is_copy = False
 
@@ -59,34 +59,36 @@ class _Released:
         return self is other
 
 
-def take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
-    """May the memory of `full` be freed? Those who keep views of it are told when they read them.
+def give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
+    """May the memory of `full` be freed? Views of it that are DTensors raise from now on.
 
     Args:
-        known: how many hold it where no one keeps a view.
-        name_of: of the weight that lies at an element of `full`, for whoever reads it.
+        known: the number of holders of the storage where no one keeps a view.
+        name_of: gives the name of the weight at an element of `full`, for the error.
     """
     with Unheard():  # of the tensors themselves, whatever they stand for
-        return _take_from_views(full, known, name_of)
+        return _give_up_memory_unheard(full, known, name_of)
 
 
-def _take_from_views(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
+def _give_up_memory_unheard(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
     storage = _storage_of(full)
     kept = holders(storage) - known
     if kept <= 0:
         return True
-    views = views_of_memory(full, storage, kept)
+    views = find_views_of_memory(full, storage, kept)
     typed = [t for t in views if isinstance(t, DTensor)]
     for t in typed:
         t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
     return len(typed) == kept
 
 
-def views_of_memory(full: torch.Tensor, storage: torch.UntypedStorage, count: int) -> list[Any]:
-    """The tensors of Python's that lie in `storage`, beside `full`; `count` are looked for.
+def find_views_of_memory(
+    full: torch.Tensor, storage: torch.UntypedStorage, count: int
+) -> list[Any]:
+    """The Python tensors, other than `full`, that lie in `storage`; `count` are looked for.
 
-    What a backward is at work with is young: all objects of a program are looked through only for
-    what has outlived collections of garbage, or is held by C++.
+    Young objects are searched first, where a running backward's tensors are. All objects are
+    searched only for tensors that have outlived garbage collections, or that C++ holds.
     """
     kinds, found = _kinds_of_tensors(), []
     for generation in range(3):
@@ -99,7 +101,7 @@ def views_of_memory(full: torch.Tensor, storage: torch.UntypedStorage, count: in
 
 
 def _kinds_of_tensors() -> set[int]:
-    """The classes of tensors, by identity: they are not asked what they are."""
+    """The ids of all tensor classes: `isinstance` could run code of the objects."""
     kinds: dict[int, type] = {}
     ahead: list[type] = [torch.Tensor]
     while ahead:

@@ -1,6 +1,6 @@
-"""Saved tensors: of a gathered parameter autograd saves a note of where it stood.
+"""Saved tensors: in place of a gathered parameter, autograd saves a note of where it lay.
 
-Nothing that was gathered is held by a graph. Whoever reads the note has the block gathered again.
+So no graph holds what was gathered. Unpacking a note gathers the block again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .flat_buffer import FlatBuffer
 from .fsdp_backward import ForwardCall, GatherBlock
 from .fsdp_group import FsdpGroup
 
-__all__ = ["Saving"]
+__all__ = ["SavedTensorHooks"]
 
 
-class Saving:
-    """Keeps autograd from keeping what is gathered, while one forward of a block runs."""
+class SavedTensorHooks:
+    """Hooks of saved tensors while one forward of a block runs: notes in place of what is
+    gathered."""
 
     def __init__(self, call: ForwardCall):
         self.call = call
@@ -40,12 +41,12 @@ class Saving:
         with Local():
             at = t.data_ptr()
             for flat in self._flats:
-                if flat.span[0] <= at < flat.span[1] or (not at and flat.shows(t)):
+                if flat.span[0] <= at < flat.span[1] or (not at and flat.is_view_here(t)):
                     self.call.needs = self.call.group.needed = True
                     return _SavedView(self.call, flat, t)
-            # Of another dtype than all that is gathered, or of one of several.
+            # A tensor of the one gathered dtype can be no cast of a gathered parameter.
             alike = len(self._dtypes) == 1 and t.dtype in self._dtypes
-            place = None if alike else _cast_of(t, self.call.group)
+            place = None if alike else _find_cast_parameter(t, self.call.group)
             if place is not None:
                 self.call.needs = self.call.group.needed = True
                 return _SavedCast(self.call, place, t)
@@ -57,17 +58,17 @@ class Saving:
 
 
 def _keep_from_the_next_graph(group: FsdpGroup) -> None:
-    """Within a node of a backward pass that makes a graph: what it saves is packed, too.
+    """In a backward pass with `create_graph=True`: pack also what the current node saves.
 
-    The engine gives each node the thread's state as it was when the pass began, hooks included: no
-    one has to take these off.
+    The engine restores the thread's state, hooks included, for each node: nobody has to remove
+    these.
     """
     if in_backward() and torch.is_grad_enabled():
-        Saving(ForwardCall(group, False))
+        SavedTensorHooks(ForwardCall(group, False))
 
 
 class _SavedView:
-    """Where a view of a gathered parameter stood."""
+    """A note: a view of a gathered parameter, made again when it is unpacked."""
 
     def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
         self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
@@ -86,7 +87,7 @@ class _SavedView:
                         self.flat, i, self.versions, self.call.written, self.version
                     )
         with Local():
-            return _restore_tensor_class(self.flat.view(*self.place), self.spec)
+            return _restore_tensor_class(self.flat.make_view(*self.place), self.spec)
 
 
 _VIEWS = tuple(
@@ -95,8 +96,9 @@ _VIEWS = tuple(
 )
 
 
-def _cast_of(t: torch.Tensor, group: FsdpGroup) -> int | None:
-    """Of which gathered parameter is `t` a cast, or a view of one? Autocast makes such."""
+def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
+    """The number of the gathered parameter that `t` is a cast of, or a view of a cast; None where
+    it is neither. Autocast makes such."""
     node: Any = t.grad_fn
     while node is not None and node.name().startswith(_VIEWS):
         node = node.next_functions[0][0]
@@ -109,7 +111,7 @@ def _cast_of(t: torch.Tensor, group: FsdpGroup) -> int | None:
 
 
 class _SavedCast:
-    """Where a view of a gathered parameter's cast stood: cast anew when it is read."""
+    """A note: a view of a gathered parameter's cast, which is cast again when it is unpacked."""
 
     def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
         self.call, self.group, self.number, self.spec = call, call.group, place, _spec(t)
@@ -120,7 +122,7 @@ class _SavedCast:
     def tensor(self) -> torch.Tensor:
         self.group.gather()
         _keep_from_the_next_graph(self.group)
-        if self.group.versions != self.versions:  # a cast knows of no version but the shard's
+        if self.group.versions != self.versions:  # of a cast only the shard's version is known
             i = self.number
             for flat in self.group.flats:
                 if 0 <= i < len(flat.pieces):
@@ -132,7 +134,7 @@ class _SavedCast:
 
 
 class _SavedOther:
-    """Any other tensor: as whoever else packs saved tensors keeps it, or itself."""
+    """Any other tensor: packed by the hooks outside of ours, or itself."""
 
     def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
         self.hooks, self.spec = hooks, _spec(t)
@@ -140,7 +142,7 @@ class _SavedOther:
         self.version = t._version
 
     def tensor(self) -> torch.Tensor:
-        if self.hooks is not None:  # which may run a part of the program again
+        if self.hooks is not None:  # unpacking may run a part of the program again
             kept = self.hooks[1](self.kept)
             with Local():
                 return _restore_tensor_class(kept, self.spec)
@@ -159,7 +161,7 @@ def _spec(t: torch.Tensor) -> Spec | None:
 
 
 def _restore_tensor_class(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
-    """`t` as autograd will hand it on: of the class that it has here only if nobody shares it."""
+    """`t` as a DTensor of `spec`, in a tensor object of its own."""
     if spec is None:
         return t
     alone = torch.empty(0, dtype=t.dtype, device=t.device)

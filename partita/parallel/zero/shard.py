@@ -1,6 +1,7 @@
-"""Sharding a model's training state over the ranks of a data axis: ZeRO.
+"""`zero`: shards a model's training state over the ranks of a data axis.
 
-At rest each rank holds its shard of every parameter (stage 3), of gradients and optimizer state.
+At rest each rank holds its shard of the optimizer state (from stage 1), of gradients (from stage 2)
+and of every parameter (stage 3).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def zero(
     if applied and blocks is None:
         blocks = applied
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
-    for p in model.parameters():  # a 0-d one stays whole: its gradient settles with the others
+    for p in model.parameters():  # a 0-d one stays whole; its gradient is reduced with the others
         if not applied or not _take_from_state_within(p):
             grads[p] = hold_value(
                 p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
@@ -150,10 +151,10 @@ def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
 def _take_over(
     model: nn.Module, axes: tuple[str, ...], stage: int, precision: MixedPrecision | None
 ) -> list[nn.Module]:
-    """The modules in `model` to which `zero` was applied, which leave their state to it.
+    """Detach the states of the modules in `model` to which `zero` was applied; these modules.
 
     Raises:
-        LayoutError: they were sharded otherwise, or `model` lies within what is sharded.
+        LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
     """
     states: dict[nn.Module, Zero | GradReducer] = {}
     for module in model.modules():
@@ -193,7 +194,7 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
 
 
 def _take_from_state_within(p: torch.Tensor) -> bool:
-    """Has `p` lain as the state of a module within lays it? From now on it is not that state's."""
+    """Was `p` sharded by the state of an inner module? Detaches it from that state."""
     rest = state_of(p).rest
     if rest is None:
         return False

@@ -1,8 +1,7 @@
 """The state of ZeRO-3 for a model: which blocks are gathered, prefetched and reduced, and when.
 
-While one block computes, the next block's parameters are on their way, and in backward the last
-block's gradients are: the transpose of a gather is a reduce-scatter. At most two blocks are
-gathered at any time.
+While a block computes, the next block's parameters are being gathered; in backward the previous
+block's gradients are being reduced. At most two blocks are gathered at any time.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ class _Reducing:
     """Gradients of a group that are being reduced.
 
     Attributes:
-        members: which of the group's parameters have one.
-        places: where these stand in what `wait` returns.
+        members: the numbers of the group's parameters that have one.
+        places: their indices in what `wait` returns.
+        wait: waits for the reduction, and returns this rank's pieces.
     """
 
     group: FsdpGroup
@@ -48,14 +48,14 @@ class _Reducing:
 
 
 class Zero:
-    """A model whose parameters are sharded over `axes` at rest.
+    """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` at rest.
 
     Attributes:
         groups: its blocks.
         persistent: what was gathered once stays, until a parameter is changed.
         keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
             is False again.
-        holds_partial_gradients: may there be such of an earlier backward pass, or of this one?
+        holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
         peak: the most bytes that were gathered at once.
     """
 
@@ -71,7 +71,7 @@ class Zero:
         self.adopt_parameters(model.parameters())
 
     def register_hooks(self) -> None:
-        """Hear of the model's forwards: around the blocks, of which it may be one itself."""
+        """Register hooks around the model's forward, outside of those of its blocks."""
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.model.register_forward_hook(self._end, always_call=True)
 
@@ -95,7 +95,7 @@ class Zero:
         BROKEN_OFF.watchers.add(self)
 
     def detach_from_model(self) -> None:
-        """Hear of the model no more: a state of a model around it takes over."""
+        """Remove the hooks: the state of an enclosing model takes over."""
         self.reset_after_abort()
         BROKEN_OFF.watchers.discard(self)
         for module in {m for group in self.groups for m in group.modules} | {self.model}:
@@ -108,7 +108,7 @@ class Zero:
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have the gradients and the updates of the model's parameters lie where these do."""
+        """Mark the model's parameters: their gradients and updates are laid out as they are."""
         self.parameters: list[Any] = list(parameters)
         for p in self.parameters:
             own_state(p).rest = Rest(p._spec, p._spec, self)
@@ -140,7 +140,7 @@ class Zero:
         return spec_of(layout, spec.wire)
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """Is `p` a parameter that lies as this state lays them?"""
+        """Is `p` a parameter sharded as this state shards them?"""
         return (
             isinstance(p, DTensor)
             and isinstance(p, nn.Parameter)
@@ -166,10 +166,10 @@ class Zero:
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather `group`; what came next last time may be on its way meanwhile."""
+        """Gather `group`, and prefetch the group that followed it last time."""
         if in_backward():
             if not group.alive:
-                # A region of several blocks runs again: each comes anew for its own backward.
+                # A region of several blocks is recomputed: each is gathered again for its backward.
                 self.release()
             group.gather()
             return
@@ -181,7 +181,7 @@ class Zero:
         self._prefetch_group(self._next.get(group), group)
 
     def enter_backward(self, group: FsdpGroup) -> None:
-        """Gather `group`; what came before it in forward may be on its way meanwhile."""
+        """Gather `group`, and prefetch the group that came before it in forward."""
         group.gather()
         before = self._before.get(group)
         while before is not None and not before.needed:
@@ -212,7 +212,7 @@ class Zero:
             self._passes[number].append(group)
 
     def _end_backward(self, number: int) -> None:
-        # Groups that a pass around this one uses are left to it.
+        # Groups that an enclosing backward pass uses are left to it.
         groups = self._passes.pop(number, [])
         around = {group for others in self._passes.values() for group in others}
         with Local(), torch.no_grad():
@@ -221,31 +221,32 @@ class Zero:
                     group.end_backward()
 
     def token(self, group: FsdpGroup) -> torch.Tensor:
-        """What ties gathered parameters to their shards: an empty tensor with a history.
+        """An empty tensor with a history that ties gathered parameters to their shards.
 
         One serves a whole forward of the model, so that its backward comes after every block's,
         and there waits for all gradients that are under way. A block that is called alone has its
         own.
         """
         if not self._forwards or in_backward():
-            return _Enter.apply(self, [group], *_find_trained([group]))
+            return _ShardsToToken.apply(self, [group], *_find_trained([group]))
         if self._token is None:
-            self._token = _Enter.apply(self, self.groups, *_find_trained(self.groups))
+            self._token = _ShardsToToken.apply(self, self.groups, *_find_trained(self.groups))
         return self._token
 
     def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
-        """Begin to reduce gradients, after those that were begun before are here."""
+        """Begin to reduce gradients of one flat buffer, after waiting for other groups'
+        reductions."""
         dtype = self.precision.reduce_dtype or group.shards()[group.members[k][0]].dtype
         for one in self._under_way:
             if one.group is not group:
                 one.wait()
-        wait = group.flats[k].reduce(shares.sums, dtype)
+        wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
         members = [i for i, used in zip(group.members[k], shares.used, strict=True) if used]
         places = [i for i, used in enumerate(shares.used) if used]
         self._under_way.append(_Reducing(group, members, places, wait))
 
     def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
-        """Each parameter's gradient, plain and local, once what is being reduced is here."""
+        """Wait for the reductions of `groups`; each parameter's gradient, plain and local."""
         if not self.keeps_partial_gradients:
             self._reduce_held_gradients(groups)
         found: dict[DTensor, torch.Tensor] = {}
@@ -260,32 +261,33 @@ class Zero:
         return found
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """The gradient of `p`, in a backward pass that makes a graph: it is of that graph."""
+        """Add to the gradient of `p`, which is a part of the graph of `create_graph=True`."""
         before = self._with_history.get(p)
         self._with_history[p] = grad if before is None else before + grad
 
     def take_with_history(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
-        """What was added for the parameters of `groups`."""
+        """Remove and return the gradients that `add_with_history` added for `groups`."""
         mine = [p for p in _find_trained(groups) if p in self._with_history]
         return {p: self._with_history.pop(p) for p in mine}
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """`new`, which lies as `old` did, has taken its place in the model (see `materialize`)."""
+        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
         own_state(new).rest = state_of(old).rest
         self.parameters = [new if p is old else p for p in self.parameters]
 
     def updated(self) -> None:
-        """An optimizer has updated the shards: nothing has to be gathered before it is used."""
+        """An optimizer has updated the shards; they are gathered when they are used."""
 
     def show_gradient(self) -> None:
-        """The program reads a gradient, or clears it: shares that were kept become a part of it."""
+        """The program reads a gradient, or clears it: reduce the partial ones that were kept."""
         if self.holds_partial_gradients and not in_backward():
             self.holds_partial_gradients = False
-            if any(group.held for group in self.groups):
+            if any(group.held_gradients for group in self.groups):
                 self.finish()
 
     def finish(self) -> None:
-        """Reduce the shares that were kept, and add them to the parameters' gradients."""
+        """Reduce the partial gradients that were kept, and add them to the parameters'
+        gradients."""
         with Local(), torch.no_grad():
             self._reduce_held_gradients(self.groups)
             for p, g in self.collect(self.groups).items():
@@ -297,10 +299,10 @@ class Zero:
 
     def _reduce_held_gradients(self, groups: Sequence[FsdpGroup]) -> None:
         for group in groups:
-            for k in list(group.held):
-                self.reduce(group, k, group.held.pop(k))
+            for k in list(group.held_gradients):
+                self.reduce(group, k, group.held_gradients.pop(k))
 
-    # -- and after ---------------------------------------------------------------------------------
+    # -- after a step ------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Free every block that is not in use."""
@@ -308,7 +310,7 @@ class Zero:
             group.release()
 
     def reset_after_abort(self) -> None:
-        """Leave nothing of an earlier step, however it ended: all released, nothing under way."""
+        """Drop all of an earlier step, however it ended: release blocks, wait for reductions."""
         self._passes.clear()
         self._with_history.clear()
         under_way, self._under_way = self._under_way, []
@@ -320,7 +322,7 @@ class Zero:
 
     @contextmanager
     def keeping_partial_gradients(self) -> Iterator[None]:
-        """Send no gradients in the backward passes within; the next one outside sends them all."""
+        """Within, backward passes keep their gradients; the next one outside sends them all."""
         before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
         try:
             yield
@@ -345,8 +347,8 @@ def _find_trained(groups: Sequence[FsdpGroup]) -> list[DTensor]:
     ]
 
 
-class _Enter(torch.autograd.Function):
-    """From shards to the token; backward gives the shards their gradients."""
+class _ShardsToToken(torch.autograd.Function):
+    """The autograd node from shards to the token; its backward returns the shards' gradients."""
 
     @staticmethod
     def forward(

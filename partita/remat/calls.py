@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
 
-from .ambient_state import Draws
-from .call_key import Key, describe, local_of
+from partita.layout import Fix
+from partita.tensor.tensor_state import state_of
+
+from .ambient_state import Draws, Surroundings
+from .call_key import Key, Origins, describe, local_of
+from .errors import RematError
 from .saved_results import KeptCall, KeptKernels
 
-__all__ = ["Event", "Read", "SavedSlot"]
+__all__ = ["Event", "Read", "SavedSlot", "check_unwritten", "reads"]
 
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
 """Of a tensor of a call: its place among them, what holds its values at rest, and its version."""
@@ -92,3 +98,81 @@ class SavedSlot:
                 f"inplace operation: {tuple(self.shape)}, saved by {self.event}"
             )
         return value
+
+
+# -- what a region reads of the world around it ---------------------------------------------------
+
+
+def reads(tensors: list[torch.Tensor], origins: Origins) -> tuple[Read, ...]:
+    """Which of a call's `tensors` were there before its region, and in which version."""
+    found: tuple[Read, ...] = ()
+    for i, t in enumerate(tensors):
+        if origins.of(t) is None:
+            held, version = _at_rest(t)
+            found += ((i, weakref.ref(held), version),)
+    return found
+
+
+class _Named(Protocol):
+    """What an error says of a region: see `wrapped.Wrapped`."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def module(self) -> nn.Module | None: ...
+
+
+def check_unwritten(
+    event: Event, tensors: list[torch.Tensor], region: _Named, surroundings: Surroundings
+) -> None:
+    """Of the second run's call that is `event`: does it read what the first one read?
+
+    Args:
+        region: that is run again, in these surroundings.
+
+    Raises:
+        RematError: a tensor was written in place in between. Names it, the call and both versions.
+    """
+    for i, ref, before in event.reads:
+        if i >= len(tensors):
+            continue
+        held, now = _at_rest(tensors[i])
+        if now == before or ref() is not held or surroundings.writes.has(held):
+            continue
+        name = _name_of(tensors[i], region.module)
+        raise RematError(
+            f"the recompute of {region.title} reads a tensor that was written in place "
+            "since its forward read it",
+            operands=(
+                f"{name or f'tensor {i}'} of {event}",
+                f"forward    read version {before}",
+                f"recompute  reads version {now}",
+            ),
+            reason="gradients would be of values that forward did not have; without remat autograd "
+            "says as much",
+            fixes=(Fix("go backward first, and write it then", "an optimizer's step, say"),),
+        )
+
+
+def _at_rest(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What holds the values of `t` when no region runs, and in which version they were read.
+
+    A gathered parameter is new each time: its shards say of which version it was gathered.
+    """
+    rest = state_of(t).gathered_from
+    if rest is not None:
+        return rest
+    with Local():
+        return t, 0 if t.is_inference() else t._version
+
+
+def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
+    if module is None:
+        return None
+    named: Iterable[tuple[str, torch.Tensor]]
+    for named in (module.named_parameters(), module.named_buffers()):
+        for name, one in named:
+            if one is t:
+                return name
+    return None

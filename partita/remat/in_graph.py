@@ -14,7 +14,7 @@ import torch
 from partita.tensor.watch import HERE
 
 from .call_key import Key, Origins, printed, site
-from .mode import Kind, Listening
+from .modes import Kind, Listening
 from .policy import OneCall, Policy
 
 __all__ = ["Marking", "marked"]

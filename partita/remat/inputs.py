@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.parallel.nested_tensors import replace_instances
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
 
 from .call_key import Origins
-from .tree import rebuilt
 
 __all__ = ["RegionInputs"]
 
@@ -55,7 +55,7 @@ class RegionInputs:
             tensors.append(t)
             return _Place(len(tensors) - 1)
 
-        self._emptied = rebuilt((args, kwargs), torch.Tensor, put_away)
+        self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
         self._meta = [_spec_and_gradient(t) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
@@ -80,7 +80,7 @@ class RegionInputs:
             if spec is not None:
                 tagged(t, spec)
             origins.learn(t, ("input", i))
-        args, kwargs = rebuilt(self._emptied, _Place, lambda place: saved[place.number])
+        args, kwargs = replace_instances(self._emptied, _Place, lambda place: saved[place.number])
         return args, kwargs
 
 

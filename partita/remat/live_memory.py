@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.parallel.nested_tensors import tensors_in
 
-from .kernel_mode import EachKernel
+from .modes import EachKernel
 
 __all__ = ["MemoryCount", "count_memory"]
 
@@ -99,12 +99,6 @@ class MemoryCount:
     def peak_of(self, name: str) -> int:
         """The most bytes under this label that were alive at once."""
         return self._peak.get(name, 0)
-
-    def reset_peak(self) -> None:
-        """Begin anew to look for the peaks, from what is alive now."""
-        self._look_again()
-        self.peak = self.live
-        self._peak = dict(self._live)
 
     # -- what happens ------------------------------------------------------------------------------
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.parallel.nested_tensors import tensors_in
+from partita.parallel.nested_tensors import find_instances, replace_instances, tensors_in
 
 from .calls import Event
 from .saved_results import KeptKernels, start_of
-from .tree import parts, rebuilt
 
 if TYPE_CHECKING:
     from .record import Forward
@@ -90,7 +89,7 @@ class Naming:
                 return t
             return _Where(start, t.dtype, t.size(), t.stride(), t.storage_offset())  # type: ignore[arg-type]
 
-        self._offers[event] = rebuilt(kept.made, torch.Tensor, reference_weakly)
+        self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
         """The program calls `x` by this name."""
@@ -115,7 +114,7 @@ class Naming:
 
 def _found_again(offer: Any, x: torch.Tensor, start: int) -> Any:
     """The offer with what lies in the memory of `x` as tensors again; None if there is more."""
-    if any(w.start != start for w in parts(offer, _Where)):
+    if any(w.start != start for w in find_instances(offer, _Where)):
         return None
     with Local():
         storage = x.untyped_storage()
@@ -124,4 +123,4 @@ def _found_again(offer: Any, x: torch.Tensor, start: int) -> Any:
             view = torch.empty(0, dtype=w.dtype, device=x.device)
             return view.set_(storage, w.offset, w.size, w.stride)
 
-        return rebuilt(offer, _Where, view_storage)
+        return replace_instances(offer, _Where, view_storage)

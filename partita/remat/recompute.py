@@ -21,11 +21,10 @@ from partita.tensor.engine import frees_graph, without_history
 from partita.tensor.watch import HERE
 
 from .call_key import Key, Origins, describe, printed, redistribution_key, site, within
-from .calls import Event
+from .calls import Event, check_unwritten
 from .errors import RematError
-from .mode import Kind, is_plumbing, listening
+from .modes import Kind, is_plumbing, listening
 from .policy import OneCall
-from .reads import check_unwritten
 from .record import Forward
 from .report import Flops, Recomputed, open_reports
 from .saved_results import KeptCall, KeptKernels, Replaying

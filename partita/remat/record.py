@@ -24,15 +24,13 @@ from partita.tensor.watch import HERE
 
 from .ambient_state import Draws, Surroundings, is_random
 from .call_key import Key, Origins, printed, redistribution_key, site
-from .calls import Event, SavedSlot
+from .calls import Event, SavedSlot, reads
 from .errors import RematError
 from .inputs import RegionInputs
-from .mode import Kind, is_plumbing
-from .opaque import Inside, SavedWithin
+from .modes import Kind, is_plumbing
 from .policy import OneCall, Policy
-from .reads import reads
 from .report import open_reports
-from .saved_results import Keeping, KeptCall, KeptKernels, start_of
+from .saved_results import Inside, Keeping, KeptCall, KeptKernels, SavedWithin, start_of
 
 __all__ = ["Forward"]
 

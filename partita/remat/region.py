@@ -15,7 +15,7 @@ from partita.tensor.watch import HERE
 from .budget import Budget, Whole
 from .call_key import within
 from .calls import SavedSlot
-from .mode import listening
+from .modes import listening
 from .names import LearnedNames
 from .policy import Policy
 from .recompute import Again

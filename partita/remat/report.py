@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partita.comm.ledger import human
 
-from .kernel_mode import EachKernel
+from .modes import EachKernel
 
 __all__ = ["Flops", "Recomputed", "Report", "open_reports", "remat_report"]
 

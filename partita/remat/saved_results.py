@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.parallel.nested_tensors import tensors_in
+from partita.parallel.nested_tensors import find_instances, replace_instances, tensors_in
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.op_facts import facts_of
 from partita.tensor.spec import Spec
 
 from .call_key import local_of
 from .errors import RematError
-from .kernel_mode import EachKernel
-from .tree import parts, rebuilt
+from .modes import EachKernel
 
-__all__ = ["Keeping", "KeptCall", "KeptKernels", "Replaying", "start_of"]
+__all__ = ["Inside", "Keeping", "KeptCall", "KeptKernels", "Replaying", "SavedWithin", "start_of"]
 
 Place = tuple[Any, int]
 """A kernel of one call: the op, and its number among the runs of this op in the call."""
@@ -94,7 +93,7 @@ class Keeping(EachKernel):
             if not fresh:
                 return None  # written in place after it was made: to be done again
             wanted -= here
-            found[place] = rebuilt(made, torch.Tensor, local_of)
+            found[place] = replace_instances(made, torch.Tensor, local_of)
         return KeptKernels.of(found, out) if found else None
 
 
@@ -132,7 +131,7 @@ class KeptKernels:
         """The program is going to write what was kept: keep a copy, as it is now."""
         if not self.copied:
             with Local(), torch.no_grad():
-                self.made = rebuilt(self.made, torch.Tensor, torch.clone)
+                self.made = replace_instances(self.made, torch.Tensor, torch.clone)
             self.copied = True
 
     def changed(self) -> bool:
@@ -147,7 +146,7 @@ class KeptKernels:
             return None
         with Local():
             own = torch.clone if self.copied else torch.Tensor.detach
-            return rebuilt(self.made[place], torch.Tensor, own)
+            return replace_instances(self.made[place], torch.Tensor, own)
 
 
 class Replaying(EachKernel):
@@ -220,11 +219,11 @@ class KeptCall:
                 spec = t._spec if isinstance(t, DTensor) else None
                 return _Result(t.detach(), spec, t.requires_grad)
 
-        return cls(rebuilt(out, torch.Tensor, detach_result), _Versions(out), inside)
+        return cls(replace_instances(out, torch.Tensor, detach_result), _Versions(out), inside)
 
     @property
     def results(self) -> list[_Result]:
-        return list(parts(self.out, _Result))
+        return list(find_instances(self.out, _Result))
 
     @property
     def nbytes(self) -> int:
@@ -237,7 +236,7 @@ class KeptCall:
         """The program is going to write what was kept: keep a copy, as it is now."""
         if not self.copied:
             with Local(), torch.no_grad():
-                self.out = rebuilt(
+                self.out = replace_instances(
                     self.out, _Result, lambda r: _Result(r.held.clone(), r.spec, r.requires_grad)
                 )
             self.copied = True
@@ -263,7 +262,7 @@ class KeptCall:
                     t = t.detach()
             return t if r.spec is None else tagged(t, r.spec)
 
-        return rebuilt(self.out, _Result, restore_result)
+        return replace_instances(self.out, _Result, restore_result)
 
 
 def _count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -273,3 +272,51 @@ def _count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
             storage = t.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+# -- what autograd saves in opaque calls ----------------------------------------------------------
+
+
+class SavedWithin:
+    """A tensor that autograd saved within a kept call: as a region around, if any, packs it."""
+
+    __slots__ = ("hooks", "packed")
+
+    def __init__(self, t: torch.Tensor, hooks: tuple[Any, Any] | None):
+        self.hooks = hooks
+        self.packed = local_of(t) if hooks is None else hooks[0](local_of(t))
+
+    def take(self) -> torch.Tensor:
+        return self.packed if self.hooks is None else self.hooks[1](self.packed)
+
+
+class Inside:
+    """What autograd saves in an opaque call that is kept, or could be."""
+
+    def __init__(self, inputs: list[torch.Tensor], keeps: bool):
+        self.own: list[torch.Tensor] = []
+        self._sizes: dict[int, int] = {}
+        self._keeps = keeps
+        self._starts = {(start_of(t), t.dtype): i for i, t in enumerate(inputs)}
+
+    def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
+        """Of a view of an input: (which, size, stride, offset). The second run has the input."""
+        i = self._starts.get((start_of(t), t.dtype))
+        return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
+
+    def holds(self, t: torch.Tensor) -> bool:
+        """Is `t`, which is no view of an input, held as it is?"""
+        if self._keeps:
+            self.own.append(local_of(t))
+        self._sizes[start_of(t)] = t.untyped_storage().nbytes()
+        return self._keeps
+
+    def fresh(self, out: Any) -> list[torch.Tensor]:
+        """The tensors in `out` that are no views of inputs."""
+        return [t for t in tensors_in(out) if (start_of(t), t.dtype) not in self._starts]
+
+    def nbytes(self, out: Any) -> int:
+        """What keeping the call would have cost."""
+        with Local():
+            sizes = {start_of(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
+        return sum((self._sizes | sizes).values())

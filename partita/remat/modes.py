@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.tensor.composite import enter_function
 from partita.tensor.dispatch import op_of
@@ -17,7 +19,7 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from partita.tensor.watch import HERE
 
-__all__ = ["Kind", "Listening", "is_plumbing", "listening"]
+__all__ = ["EachKernel", "Kind", "Listening", "is_plumbing", "listening"]
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,31 @@ def listening() -> Listening | None:
         if isinstance(torch._C._get_function_stack_at(i), Listening):
             return None
     return Listening()
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+class EachKernel(TorchDispatchMode):
+    """Calls `kernel` in place of each kernel that runs while it is entered.
+
+    Regions that torch.compile makes are compiled as they are without it: else torch.compile would
+    stand aside, and another program be looked at. What such a region computes in kernels of its own
+    is not seen.
+    """
+
+    supports_higher_order_operators = True  # a compiled region may be one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with Local():
+            return self.kernel(func, args, kwargs or {})
+
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func`, or something in its stead; what it gives."""
+        raise NotImplementedError

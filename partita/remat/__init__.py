@@ -1,10 +1,12 @@
-"""Keeping less for backward: recompute a region, but for the results that a policy keeps.
+"""Rematerialization: a region keeps less for backward, and is run again when backward needs the
+rest.
 
-In reading order: `region` (the call), `policy` and `names` (what is kept), `mode` and `calls` (what
-a region hears of), `record` (its forward), `recompute` (the second run) with `call_key`,
-`saved_results`, `inputs`, `ambient_state` and `reads`, `opaque` (calls that are not entered),
-`budget` and `report`, `live_memory` with `kernel_mode`, `in_graph` (in a captured step); `errors`,
-and small parts: `tree` (nested values), `wrapped` (objects that stand for functions).
+In reading order: `region` (`remat`, the call), `policy` and `names` (which results are kept),
+`modes` (how a region sees the functions and kernels that run), `record` (the first run) with
+`calls` and `inputs`, `recompute` (the second run) with `call_key` (which call is which),
+`saved_results` and `ambient_state` (random generators, autocast, buffers), `budget`, `report`,
+`live_memory` (counting bytes), `in_graph` (regions in a captured step); `errors`, and `wrapped`
+(objects that stand for functions).
 """
 
 from .errors import RematError

@@ -1,8 +1,8 @@
-"""Ambient state: what must the second run find as the first one found it?
+"""Ambient state: what the second run of a region must find as the first run found it.
 
 Random generators, autocast, context variables and the default device; and buffers that the first
-run wrote, such as the running statistics of a batch norm: the second run reads what the first one
-read, and leaves what it found.
+run wrote, such as the running statistics of a batch norm: within the second run they have the
+values from before the first, afterwards those that they had before the second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from partita.comm import read_autocast_state, use_autocast_state
 from partita.comm.device import generators_in_use
 from partita.tensor.function_facts import facts_of_function
 
-__all__ = ["Draws", "Surroundings", "Writes", "is_random"]
+__all__ = ["AmbientState", "BufferWrites", "RandomStates", "is_random"]
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 
@@ -35,7 +35,7 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return facts_of_function(name).draws or "generator" in kwargs
 
 
-class Draws:
+class RandomStates:
     """The states of the generators that a call draws from, before it and after."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
@@ -47,7 +47,7 @@ class Draws:
         self.after: States = []
 
     def over(self) -> bool:
-        """Note what the call left behind. Did it draw at all?"""
+        """Note the states after the call; True if it drew."""
         now = [(g, g.get_state()) for g, _ in self.before]
         self.after = [
             (g, state)
@@ -57,11 +57,11 @@ class Draws:
         return bool(self.after)
 
 
-# -- what a run writes -----------------------------------------------------------------------------
+# -- buffers that a run writes ---------------------------------------------------------------------
 
 
-class Writes:
-    """Buffers of the world around a region that it writes, as they were before."""
+class BufferWrites:
+    """The buffers from outside of a region that it writes, with their values from before."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -79,7 +79,8 @@ class Writes:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, the buffers are as they were before the first run; afterwards as they are now."""
+        """Within, the buffers have the values from before the first run; afterwards those of
+        now."""
         now: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             with Local(), torch.no_grad():
@@ -96,15 +97,15 @@ class Writes:
 
 
 def _set_value(t: torch.Tensor, value: torch.Tensor) -> None:
-    # `.data`: what autograd counts as changes are the program's, and in the end nothing changed.
+    # `.data`: autograd must not count this as a write, since in the end nothing has changed.
     torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
 
 
-# -- all of it -------------------------------------------------------------------------------------
+# -- all of the state ------------------------------------------------------------------------------
 
 
-class Surroundings:
-    """The world around one run of a region."""
+class AmbientState:
+    """The ambient state of a region's first run."""
 
     def __init__(self, devices: Iterable[torch.device]):
         devices = set(devices)
@@ -113,12 +114,13 @@ class Surroundings:
         self._cached = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device
         self._context = contextvars.copy_context()
-        self.writes = Writes()
+        self.writes = BufferWrites()
         self._touched: dict[torch.Generator, torch.Tensor] = {}
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """The same world again; afterwards the one that was. Run inside the context it gives."""
+        """Within, the state of the first run; afterwards the state of now. Yields the context to
+        run in."""
         self._touched = {}
         with ExitStack() as modes:
             modes.enter_context(use_autocast_state(self._casting, cache=self._cached))

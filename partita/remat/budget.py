@@ -1,11 +1,10 @@
-"""Budgets.
+"""Budgets: which results are kept, so that the peak of memory stays within a number of bytes and
+the least is recomputed.
 
-What is kept, so that the peak stays within a number of bytes and the least is recomputed?
-
-The first step keeps nothing and measures: the peak, and of each call what its result weighs and
-what its recompute costs. What the budget leaves above that peak is then filled with the results
-that save the most operations: a knapsack. What is kept adds at most its own bytes to the peak, so
-the promise holds without a second measurement.
+The first step keeps nothing and measures: the peak, the bytes of each call's result, and the
+operations of its recompute. What the budget leaves above that peak is filled with the results that
+save the most operations: a knapsack. Kept results add at most their own bytes to the peak, so no
+second measurement is needed.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from partita.parallel.nested_tensors import tensors_in
 from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
 
-from .call_key import Origins, printed
-from .calls import Event
+from .call_key import TensorOrigins, make_argument_key
+from .calls import RecordedCall
 from .errors import RematError
-from .live_memory import Counting, MemoryCount
-from .record import Forward
+from .live_memory import MemoryCount, MemoryCountMode
+from .record import ForwardRecord
 from .wrapped import Wrapped
 
-__all__ = ["Budget", "Whole"]
+__all__ = ["Budget", "BudgetedFunction"]
 
 
-class _Plan:
-    """What is kept in a step whose inputs are like those that were measured."""
+class _PlannedStep:
+    """A step whose inputs are like those of a measured one: what was chosen is kept."""
 
     measures = False
 
     def __init__(self, kept: set[Any]):
         self.kept = kept
 
-    def keeps(self, region: Any, event: Event) -> bool:
+    def keeps(self, region: Any, event: RecordedCall) -> bool:
         return (id(region), event.key, event.ordinal) in self.kept
 
 
-class _Measuring:
-    """A step in which nothing is kept and everything is measured."""
+class _MeasuredStep:
+    """A step in which nothing is kept and all calls are measured."""
 
     measures = True
 
@@ -55,24 +54,24 @@ class _Measuring:
         self.budget, self.wires = budget, wires
         self.count = MemoryCount()
         self.candidates: dict[Any, Candidate] = {}
-        self.forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self.forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
         self.pending = 0
-        self.plan: _Plan | None = None
+        self.plan: _PlannedStep | None = None
 
     def counting(self) -> AbstractContextManager[Any]:
-        return Counting(self.count)
+        return MemoryCountMode(self.count)
 
-    def keeps(self, region: Any, event: Event) -> bool:
+    def keeps(self, region: Any, event: RecordedCall) -> bool:
         return False
 
-    def could_keep(self, region: Any, event: Event, nbytes: int) -> None:
+    def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
         one = self.candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
         one.nbytes += nbytes
 
-    def began(self, forward: Forward) -> None:
+    def began(self, forward: ForwardRecord) -> None:
         self.forwards.add(forward)
 
-    def recomputed(self, forward: Forward, flops_of: dict[Event, int]) -> None:
+    def recomputed(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
         for event, flops in flops_of.items():
             key = (id(forward.region), event.key, event.ordinal)
             if key in self.candidates:
@@ -82,8 +81,8 @@ class _Measuring:
         if not any(f.complete and f.saved for f in self.forwards):
             self.decide()
 
-    def decide(self) -> _Plan:
-        """Choose. All ranks choose the same: by the largest numbers of any rank."""
+    def decide(self) -> _PlannedStep:
+        """Choose what to keep; all ranks alike, by the largest numbers of any rank."""
         keys = list(self.candidates)
         each = [self.candidates[k] for k in keys]
         told = [self.count.peak]
@@ -96,7 +95,7 @@ class _Measuring:
         budget = self.budget
         if peak > budget.nbytes:
             raise too_small(RematError, budget.nbytes, budget.title, peak)
-        self.plan = _Plan({keys[i] for i in chosen(each, budget.nbytes - peak)})
+        self.plan = _PlannedStep({keys[i] for i in chosen(each, budget.nbytes - peak)})
         return self.plan
 
 
@@ -115,31 +114,33 @@ class Budget:
 
     Attributes:
         nbytes: the most that activations may hold at once.
-        title: of whom it is.
+        title: the name of the module or function.
     """
 
     def __init__(self, nbytes: int, title: str):
         self.nbytes, self.title = nbytes, title
-        self._steps: dict[Any, _Plan | _Measuring] = {}
-        self.now: _Plan | _Measuring | None = None
+        self._steps: dict[Any, _PlannedStep | _MeasuredStep] = {}
+        self.now: _PlannedStep | _MeasuredStep | None = None
 
     def __reduce__(self) -> Any:
         return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
 
-    def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _Plan | _Measuring:
-        """A step with these inputs: measured the first time."""
+    def begin(
+        self, args: Any, kwargs: Any, module: nn.Module | None
+    ) -> _PlannedStep | _MeasuredStep:
+        """The step for these inputs: measured the first time, planned from then on."""
         held = list(tensors_in((args, kwargs)))
         key = (
-            printed(args, Origins(), []),
-            printed(kwargs, Origins(), []),
+            make_argument_key(args, TensorOrigins(), []),
+            make_argument_key(kwargs, TensorOrigins(), []),
             _settings_of_module(module),
         )
         step = self._steps.get(key)
-        if isinstance(step, _Measuring) and step.plan is not None:
+        if isinstance(step, _MeasuredStep) and step.plan is not None:
             step = self._steps[key] = step.plan
-        if not isinstance(step, _Plan):
+        if not isinstance(step, _PlannedStep):
             parameters = () if module is None else module.parameters()
-            step = self._steps[key] = _Measuring(self, _find_wires([*held, *parameters]))
+            step = self._steps[key] = _MeasuredStep(self, _find_wires([*held, *parameters]))
         return step
 
 
@@ -154,7 +155,7 @@ def _find_wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
     return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
 
 
-class Whole(Wrapped):
+class BudgetedFunction(Wrapped):
     """Stands for the forward of a module whose regions share a budget, or for one function."""
 
     def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):
@@ -172,7 +173,7 @@ class Whole(Wrapped):
             return self.__wrapped__(*args, **kwargs)
         budget.now = step = budget.begin(args, kwargs, self._module)
         try:
-            with step.counting() if isinstance(step, _Measuring) else nullcontext():
+            with step.counting() if isinstance(step, _MeasuredStep) else nullcontext():
                 return self.__wrapped__(*args, **kwargs)
         finally:
             budget.now = None

@@ -1,9 +1,11 @@
-"""Keys of calls: which call of the first run is this call of the second?
+"""Keys of calls: which call of the first run a call of the second run is.
 
-A call is known by what is called, from where, and by what goes in: shapes, layouts and dtypes, and
-which call of the run each tensor came from. Two runs of one program make the same calls then,
-however many of them the second leaves out; and where the program takes another way, the call that
-shows it is not found.
+A call is identified by its function, by the user's frames between the region and the call, and by
+its arguments: shapes, layouts and dtypes, and for each tensor which call of the run made it. Two
+runs of one program then make equal calls, though the second may leave some out; and where the
+program takes another way, the first call of that way is not found.
+
+    ("matmul", (code, instruction, ...), ((("input", 0), Size([8, 16]), float32), ...))
 """
 
 from __future__ import annotations
@@ -24,32 +26,33 @@ from partita.tensor.dtensor import DTensor, short_dtype
 __all__ = [
     "Key",
     "Origin",
-    "Origins",
-    "describe",
-    "line_of",
-    "local_of",
-    "printed",
+    "TensorOrigins",
+    "describe_call",
+    "find_call_site",
+    "line_of_site",
+    "make_argument_key",
+    "make_inputs_key",
+    "make_local_alias",
     "redistribution_key",
-    "site",
-    "within",
+    "run_from_here",
 ]
 
 Key = tuple[Any, tuple[int, ...], Any]
-"""What is called, from where, and the print of what goes in."""
+"""(function, call site, key of the arguments)."""
 
 Origin = tuple[str, int, int] | tuple[str, int]
-"""Where a tensor of a run came from: ("call", number, output), or ("input", number)."""
+"""What made a tensor of a run: ("call", number, output), or ("input", number)."""
 
 
-# -- from where ------------------------------------------------------------------------------------
+# -- call sites ------------------------------------------------------------------------------------
 
 
-def within(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)`; where a call comes from is counted from here."""
+def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)`; call sites within it end at this frame."""
     return fn(*args, **kwargs)
 
 
-_BOUNDARY = within.__code__
+_BOUNDARY = run_from_here.__code__
 _ROOMS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PLUMBING = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -60,7 +63,8 @@ _PLUMBING = (
 )
 
 _codes: dict[int, tuple[CodeType, bool]] = {}
-"""Code by its id, and whether it is the user's. Code that is held keeps its id to itself."""
+"""By the id of code: the code, which is held so that its id stays its own, and whether it is the
+user's."""
 
 
 def _classify_code(code: CodeType) -> tuple[CodeType, bool]:
@@ -68,7 +72,7 @@ def _classify_code(code: CodeType) -> tuple[CodeType, bool]:
     return entry
 
 
-def site() -> tuple[int, ...]:
+def find_call_site() -> tuple[int, ...]:
     """The user's frames between the region and here: `(code, instruction, code, ...)`."""
     frame = sys._getframe(2)
     found: list[int] = []
@@ -84,8 +88,8 @@ def site() -> tuple[int, ...]:
     return tuple(found)
 
 
-def line_of(where: tuple[int, ...]) -> str:
-    """`"model.py:12"` of a site, with the path from here; "" where there is no user's frame."""
+def line_of_site(where: tuple[int, ...]) -> str:
+    """`"model.py:12"` of a call site, relative to the working directory; "" without a frame."""
     if not where:
         return ""
     code, at = _codes[where[0]][0], where[1]
@@ -97,18 +101,18 @@ def line_of(where: tuple[int, ...]) -> str:
     return f"{name.removeprefix(here)}:{line}"
 
 
-# -- what goes in ----------------------------------------------------------------------------------
+# -- arguments ----------------------------------------------------------------------------------
 
 
-class Origins:
-    """Which tensors of one run came from which of its calls.
+class TensorOrigins:
+    """Which call of a run made which tensor.
 
     Args:
-        first: the run before this one. What it made and something still holds is known here too:
-            a result that the program remembers, and so does not compute again.
+        first: those of the first run, in the second. They are asked for results that the program
+            has kept itself, and so does not compute again.
     """
 
-    def __init__(self, first: Origins | None = None):
+    def __init__(self, first: TensorOrigins | None = None):
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Origin]] = {}
         self._first = first
 
@@ -116,7 +120,7 @@ class Origins:
         self._known[id(t)] = (weakref.ref(t), origin)
 
     def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """The tensors in `out`, in their order, came from call `number`; but not its own inputs."""
+        """Note that call `number` made the tensors in `out`, except those that are its inputs."""
         if isinstance(out, torch.Tensor):
             if not any(t is out for t in inputs):
                 self._known[id(out)] = (weakref.ref(out), ("call", number, 0))
@@ -132,7 +136,7 @@ class Origins:
         return None if self._first is None else self._first.of(t)
 
     def forget_the_dead(self) -> None:
-        """Once the run is over: only what is still held can be met again."""
+        """After the run: drop tensors that are freed, which cannot be met again."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 
 
@@ -150,8 +154,9 @@ _PLAIN = frozenset(
 )
 
 
-def printed(value: Any, origins: Origins, tensors: list[torch.Tensor]) -> Any:
-    """The print of an argument: hashable, equal for equal calls. Its tensors go to `tensors`."""
+def make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Tensor]) -> Any:
+    """The key of an argument: hashable, and equal for equal calls. Appends its tensors to
+    `tensors`."""
     kind = type(value)
     if kind in _PLAIN:
         return value if value == value else "nan"
@@ -164,31 +169,41 @@ def printed(value: Any, origins: Origins, tensors: list[torch.Tensor]) -> Any:
             shape = value._spec if isinstance(value, DTensor) else value.shape
             return (origin, shape, value.dtype)
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
-        return tuple([printed(v, origins, tensors) for v in value])
+        return tuple([make_argument_key(v, origins, tensors) for v in value])
     if isinstance(value, dict):
-        return tuple([(k, printed(v, origins, tensors)) for k, v in value.items()])
+        return tuple([(k, make_argument_key(v, origins, tensors)) for k, v in value.items()])
     if kind is slice:
         parts = (value.start, value.stop, value.step)
-        return ("slice", *[printed(v, origins, tensors) for v in parts])
+        return ("slice", *[make_argument_key(v, origins, tensors) for v in parts])
     return kind
+
+
+def make_inputs_key(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    origins: TensorOrigins,
+    tensors: list[torch.Tensor],
+) -> Any:
+    """The keys of a call's positional and keyword arguments. Appends its tensors to `tensors`."""
+    return make_argument_key(args, origins, tensors), make_argument_key(kwargs, origins, tensors)
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
-def describe(key: Key) -> str:
+def describe_call(key: Key) -> str:
     """`matmul(f32[8, 16], f32[16, 16]) at model.py:12`."""
     what, where, (args, kwargs) = key
     each = [_format_key_part(a) for a in args] + [f"{k}={_format_key_part(v)}" for k, v in kwargs]
     name = what if isinstance(what, str) else _name_of_function(what)
-    line = line_of(where)
+    line = line_of_site(where)
     return f"{name}({', '.join(each)})" + (f" at {line}" if line else "")
 
 
 def _name_of_function(what: Any) -> str:
-    """Of an `autograd.Function`, or of what stands for a function of the user's."""
+    """The name of an `autograd.Function`, or of a wrapped function of the user's."""
     name: Any = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
-    # By this name torch applies what it has compiled.
+    # The class by which torch applies what it has compiled.
     return "a compiled region" if name.endswith("CompiledFunction") else name
 
 
@@ -204,7 +219,7 @@ def _format_key_part(part: Any) -> str:
 
 
 class _Identified(Protocol):
-    """A call that has its identity."""
+    """A recorded call."""
 
     key: Key
     ordinal: int
@@ -213,14 +228,14 @@ class _Identified(Protocol):
 def redistribution_key(
     counts: dict[Any, int], event: _Identified | None, op: str, what: Any, x: torch.Tensor
 ) -> Any:
-    """The identity of a redistribution: where it stands, or in which call, and what it does."""
-    where: Any = site() if event is None else (event.key, event.ordinal)
+    """The key of a redistribution: its call site, or the call that it is in, and what it does."""
+    where: Any = find_call_site() if event is None else (event.key, event.ordinal)
     key = ("carried", op, str(what), where, x.shape, x.dtype)
     n = counts[key] = counts.get(key, -1) + 1
     return (*key, n)
 
 
-def local_of(t: torch.Tensor) -> torch.Tensor:
-    """A plain alias, without history, of the memory that `t` has on this rank."""
+def make_local_alias(t: torch.Tensor) -> torch.Tensor:
+    """A plain alias, without history, of `t`'s memory on this rank."""
     with Local():
         return t.detach()

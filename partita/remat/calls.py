@@ -1,4 +1,10 @@
-"""Calls of a region: what is noted of one, and what stands for a tensor that autograd saved."""
+"""Calls of a region's first run: the record of one, the slots that stand for what autograd saved in
+it, and the tensors from outside of the region that it read.
+
+The second run reads those tensors anew: a parameter that was stepped in between would give other
+values. So each call notes their versions. (Inputs are checked by autograd, and what the region
+itself writes is restored for the second run.)
+"""
 
 from __future__ import annotations
 
@@ -13,28 +19,29 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Fix
 from partita.tensor.tensor_state import state_of
 
-from .ambient_state import Draws, Surroundings
-from .call_key import Key, Origins, describe, local_of
+from .ambient_state import AmbientState, RandomStates
+from .call_key import Key, TensorOrigins, describe_call, make_local_alias
 from .errors import RematError
 from .saved_results import KeptCall, KeptKernels
 
-__all__ = ["Event", "Read", "SavedSlot", "check_unwritten", "reads"]
+__all__ = ["Read", "RecordedCall", "SavedSlot", "check_unwritten", "find_reads"]
 
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
-"""Of a tensor of a call: its place among them, what holds its values at rest, and its version."""
+"""(index among the call's tensors, the tensor that holds the values at rest, its version)."""
 
 
-class Event:
+class RecordedCall:
     """One call of the first run.
 
     Attributes:
-        key, ordinal: its identity; ordinal among the calls of this key.
+        key, ordinal: its identity; the ordinal is among the calls of this key.
         number: among all calls of the run.
-        slots: the tensors that autograd saved in it, which the second run has to bring.
+        slots: of the tensors that autograd saved in it, which the second run has to fill.
         draws: the states of random generators, where it draws.
-        kept: what was kept of it.
-        reads: the tensors of the world around that go in.
-        borrowed: of a kept opaque call, which slots lie in which of its inputs, and where.
+        kept: its kept result, or None.
+        reads: its tensors from outside of the region.
+        borrowed: of a kept opaque call: saved tensors that are views of its inputs, as (input,
+            size, stride, offset).
     """
 
     __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "reads", "slots")
@@ -42,21 +49,21 @@ class Event:
     def __init__(self, key: Key, ordinal: int, number: int):
         self.key, self.ordinal, self.number = key, ordinal, number
         self.slots: list[weakref.ref[SavedSlot]] = []
-        self.draws: Draws | None = None
+        self.draws: RandomStates | None = None
         self.kept: KeptKernels | KeptCall | None = None
         self.reads: tuple[Read, ...] = ()
         self.borrowed: list[tuple[Any, ...]] = []
 
     def __str__(self) -> str:
-        return describe(self.key)
+        return describe_call(self.key)
 
 
 class SavedSlot:
-    """Stands for a tensor that autograd saved. Autograd alone holds it.
+    """Stands for a tensor that autograd saved. Only autograd holds it.
 
     Attributes:
-        recompute: called with the slot, has its tensor made again.
-        inside: it was made within an opaque call, unseen.
+        recompute: called with the slot, runs the region again to fill it.
+        inside: the tensor was made within an opaque call, unseen.
     """
 
     __slots__ = (
@@ -73,7 +80,7 @@ class SavedSlot:
     def __init__(
         self,
         recompute: Callable[[SavedSlot], None],
-        event: Event,
+        event: RecordedCall,
         shape: torch.Size,
         dtype: torch.dtype,
     ):
@@ -83,11 +90,11 @@ class SavedSlot:
         self.inside = False
 
     def fill(self, t: torch.Tensor) -> None:
-        self.value = local_of(t)
+        self.value = make_local_alias(t)
         self.version = self.value._version
 
     def take(self) -> torch.Tensor:
-        """The tensor, recomputed if it is not here. It is let go again."""
+        """The tensor, recomputed if it is not here; the slot is empty afterwards."""
         if self.value is None:
             self.recompute(self)
         value, self.value = self.value, None
@@ -100,21 +107,21 @@ class SavedSlot:
         return value
 
 
-# -- what a region reads of the world around it ---------------------------------------------------
+# -- tensors from outside of a region ---------------------------------------------------
 
 
-def reads(tensors: list[torch.Tensor], origins: Origins) -> tuple[Read, ...]:
-    """Which of a call's `tensors` were there before its region, and in which version."""
+def find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
+    """The `tensors` of a call that are from outside of its region, with their versions."""
     found: tuple[Read, ...] = ()
     for i, t in enumerate(tensors):
         if origins.of(t) is None:
-            held, version = _at_rest(t)
+            held, version = _find_source(t)
             found += ((i, weakref.ref(held), version),)
     return found
 
 
 class _Named(Protocol):
-    """What an error says of a region: see `wrapped.Wrapped`."""
+    """What an error needs of a region: see `wrapped.Wrapped`."""
 
     @property
     def title(self) -> str: ...
@@ -124,9 +131,9 @@ class _Named(Protocol):
 
 
 def check_unwritten(
-    event: Event, tensors: list[torch.Tensor], region: _Named, surroundings: Surroundings
+    event: RecordedCall, tensors: list[torch.Tensor], region: _Named, ambient: AmbientState
 ) -> None:
-    """Of the second run's call that is `event`: does it read what the first one read?
+    """Raise unless the second run's call that is `event` reads what the first one read.
 
     Args:
         region: that is run again, in these surroundings.
@@ -137,8 +144,8 @@ def check_unwritten(
     for i, ref, before in event.reads:
         if i >= len(tensors):
             continue
-        held, now = _at_rest(tensors[i])
-        if now == before or ref() is not held or surroundings.writes.has(held):
+        held, now = _find_source(tensors[i])
+        if now == before or ref() is not held or ambient.writes.has(held):
             continue
         name = _name_of(tensors[i], region.module)
         raise RematError(
@@ -155,10 +162,10 @@ def check_unwritten(
         )
 
 
-def _at_rest(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What holds the values of `t` when no region runs, and in which version they were read.
+def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tensor that holds the values of `t` at rest, and the version that was read.
 
-    A gathered parameter is new each time: its shards say of which version it was gathered.
+    A gathered parameter is a new tensor each time: its shard and the version of that, then.
     """
     rest = state_of(t).gathered_from
     if rest is not None:

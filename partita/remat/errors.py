@@ -1,7 +1,4 @@
-"""Errors of a recompute.
-
-What does a user read when a recompute goes another way than its forward did?
-"""
+"""Errors of a recompute that takes another way than its forward."""
 
 from __future__ import annotations
 
@@ -11,4 +8,4 @@ __all__ = ["RematError"]
 
 
 class RematError(LayoutError):
-    """A recompute cannot give what its forward made. Says which calls differ, and where."""
+    """A recompute cannot bring back what its forward made. Names the calls that differ."""

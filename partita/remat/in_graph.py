@@ -1,7 +1,7 @@
-"""Regions in a graph: what is a region while a step is captured? A mark on the nodes that it makes.
+"""Regions in a captured step: marks on the nodes that a region makes.
 
-The pass `remat` of the compiler has backward read copies of them. What the policy keeps is marked
-too, when the call is made, or when its result is given a name.
+The pass `remat` of the compiler lets backward read copies of marked nodes. Results that the policy
+keeps are marked as kept, when the call is made or when its result gets a name.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import torch
 
 from partita.tensor.watch import HERE
 
-from .call_key import Key, Origins, printed, site
-from .modes import Kind, Listening
+from .call_key import Key, TensorOrigins, find_call_site, make_inputs_key
+from .modes import CallMode, FunctionKind
 from .policy import OneCall, Policy
 
-__all__ = ["Marking", "marked"]
+__all__ = ["RegionMarker", "run_marked_region"]
 
 
-def marked(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)`, while a step is captured: what a region is then."""
+def run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)` as a region of a step that is being captured."""
     recorder = HERE.recorder
     if HERE.watcher is not None:  # within another region, whose policy holds
         with recorder.region():
             return fn(*args, **kwargs)
-    HERE.watcher = Marking(policy, recorder)
+    HERE.watcher = RegionMarker(policy, recorder)
     try:
-        with recorder.region(), Listening():
+        with recorder.region(), CallMode():
             return fn(*args, **kwargs)
     finally:
         HERE.watcher = None
 
 
-class Marking:
-    """Is told of each call of a region, and says which are kept.
+class RegionMarker:
+    """The watcher of a region in a captured step, which marks the calls that are kept.
 
     Attributes:
         policy: of the region.
@@ -45,13 +45,17 @@ class Marking:
         self.policy, self.recorder = policy, recorder
 
     def _make_key(self, what: Any, args: Any, kwargs: Any) -> Key:
-        origins = Origins()
-        return (what, site(), (printed(args, origins, []), printed(kwargs, origins, [])))
+        origins = TensorOrigins()
+        return (
+            what,
+            find_call_site(),
+            make_inputs_key(args, kwargs, origins, []),
+        )
 
     def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
         if not keep:
             return run()
-        # Nothing that is called within is asked about: it is kept with the whole.
+        # Calls within it are not watched: they are kept with the whole.
         before, HERE.watcher = HERE.watcher, None
         try:
             with self.recorder.keeping(True):
@@ -59,7 +63,7 @@ class Marking:
         finally:
             HERE.watcher = before
 
-    def run_call(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+    def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         key = self._make_key(kind.op, args, kwargs)
         keep = self.policy.keeps(kind.op, kind.func, key, None, False)
@@ -69,11 +73,11 @@ class Marking:
         """An `autograd.Function`."""
         return self._run_marked(function in self.policy.functions, run)
 
-    def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
+    def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked."""
-        key = self._make_key(marked, args, kwargs)
-        keep = self.policy.keeps(marked.title, marked, key, None, False)
-        return self._run_marked(keep, lambda: marked.__wrapped__(*args, **kwargs))
+        key = self._make_key(function, args, kwargs)
+        keep = self.policy.keeps(function.title, function, key, None, False)
+        return self._run_marked(keep, lambda: function.__wrapped__(*args, **kwargs))
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
@@ -83,11 +87,15 @@ class Marking:
         if not moves:
             return run()
         kinds = " ".join(m.kind for m in moves)
-        like: Key = (kinds, site(), (((None, torch.Size(moves[0].before.shape), x.dtype),), ()))
+        like: Key = (
+            kinds,
+            find_call_site(),
+            (((None, torch.Size(moves[0].before.shape), x.dtype),), ()),
+        )
         return self._run_marked(self.policy.keeps(kinds, what, like, None, True), run)
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """The program calls `x` so."""
+        """The program gives `x` this name."""
         if self.policy.test is None:
             keep = name in self.policy.names
         else:
@@ -97,4 +105,4 @@ class Marking:
             self.recorder.keep(x)
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Writes are made values by capture."""
+        """Nothing to note: capture makes values of writes."""

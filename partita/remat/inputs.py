@@ -1,7 +1,7 @@
-"""Inputs of a region: what was a region called with, and how is it called with the same again?
+"""Inputs of a region: the arguments of its first run, saved for the second.
 
-Tensors are saved as autograd saves them: through the hooks of a region around this one, which then
-keeps or recomputes them too, and with a check that nobody has changed them since.
+Tensors are saved as autograd saves them: through the hooks of an enclosing region, which then keeps
+or recomputes them too, and with a check that they have not been changed since.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from partita.parallel.nested_tensors import replace_instances
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
 
-from .call_key import Origins
+from .call_key import TensorOrigins
 
 __all__ = ["RegionInputs"]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the tensor of this number stood."""
+class _InputPlace:
+    """Stands in the arguments in place of the tensor of this number."""
 
     number: int
 
 
-class _Saved(torch.autograd.Function):
+class _SaveInputs(torch.autograd.Function):
     """A node that saves tensors and does nothing else."""
 
     @staticmethod
@@ -42,29 +42,29 @@ class _Saved(torch.autograd.Function):
 
 
 class RegionInputs:
-    """The arguments of one call of a region. Containers are kept as they were at the call."""
+    """The arguments of one call of a region; containers are copied as they were at the call."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: Origins):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: TensorOrigins):
         tensors: list[torch.Tensor] = []
 
-        def put_away(t: torch.Tensor) -> _Place:
+        def put_away(t: torch.Tensor) -> _InputPlace:
             for i, known in enumerate(tensors):
                 if known is t:
-                    return _Place(i)
+                    return _InputPlace(i)
             origins.learn(t, ("input", len(tensors)))
             tensors.append(t)
-            return _Place(len(tensors) - 1)
+            return _InputPlace(len(tensors) - 1)
 
         self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
         self._meta = [_spec_and_gradient(t) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
-            self._saver: Any = _Saved.apply(
+            self._saver: Any = _SaveInputs.apply(
                 graded, *tensors
             )  # without it torch 2.11 lets go of them
 
-    def rebuild(self, origins: Origins) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments like the first, of the same memory, with no history.
+    def rebuild(self, origins: TensorOrigins) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments like those of the first run, over the same memory, without history.
 
         Raises:
             RuntimeError: a tensor was changed in place since.
@@ -80,7 +80,9 @@ class RegionInputs:
             if spec is not None:
                 tagged(t, spec)
             origins.learn(t, ("input", i))
-        args, kwargs = replace_instances(self._emptied, _Place, lambda place: saved[place.number])
+        args, kwargs = replace_instances(
+            self._emptied, _InputPlace, lambda place: saved[place.number]
+        )
         return args, kwargs
 
 

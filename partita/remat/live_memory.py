@@ -1,7 +1,7 @@
-"""Live memory: how many bytes of tensors are alive, and how many were at most?
+"""Live memory: how many bytes of tensors are alive, and how many were at most.
 
-The memory of a process says little of its tensors: allocators keep what is freed, and measure late.
-Here each storage that an op makes is counted when it appears, and no longer when it dies.
+The memory of a process says little about that: allocators keep what is freed. Here each storage
+that an op makes is counted when it appears, and no longer when it dies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.parallel.nested_tensors import tensors_in
 
-from .modes import EachKernel
+from .modes import KernelMode
 
 __all__ = ["MemoryCount", "count_memory"]
 
@@ -29,8 +29,8 @@ class _Held:
     Attributes:
         storage: a weak reference to it; when it dies, its bytes are no longer counted.
         nbytes: its size when it was last looked at.
-        labels: the blocks of `label` in which it was made, and those it was noted under.
-        resized: it is looked at again with each op, for its owner may resize it.
+        labels: of the `label` blocks in which it was made, and those it was noted under.
+        resized: its size is read again with each op, since its owner may resize it.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -42,9 +42,9 @@ class _Held:
 class MemoryCount:
     """The bytes of the storages that were made since `count_memory` began and are alive.
 
-    Each storage counts once, whole, however many tensors are views of it. Counted is what ops of
-    this thread make, forward and backward, and what `note` is told of: kernels of a compiled region
-    allocate unseen.
+    Each storage counts once, in full, however many tensors are views of it. Counted are the
+    storages that ops of this thread make, forward and backward, and those passed to `note`: kernels
+    of a compiled region allocate unseen.
 
     Attributes:
         live: bytes that are alive now.
@@ -59,7 +59,7 @@ class MemoryCount:
         self._peak: dict[str, int] = {}
         self._resized: list[_Held] = []
 
-    # -- what users ask and say --------------------------------------------------------------------
+    # -- for users --------------------------------------------------------------------
 
     @contextmanager
     def label(self, name: str) -> Iterator[None]:
@@ -100,7 +100,7 @@ class MemoryCount:
         """The most bytes under this label that were alive at once."""
         return self._peak.get(name, 0)
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- counting ------------------------------------------------------------------------------
 
     def after_op(self, args: Any, kwargs: Any, out: Any) -> None:
         """An op returned `out`: count what it made."""
@@ -165,8 +165,8 @@ class MemoryCount:
                 self._peak[name] = live
 
 
-class Counting(EachKernel):
-    """Tells a `MemoryCount` of each op while it is entered."""
+class MemoryCountMode(KernelMode):
+    """Counts the results of each op in a `MemoryCount` while it is entered."""
 
     def __init__(self, count: MemoryCount):
         super().__init__()
@@ -191,5 +191,5 @@ def count_memory() -> Iterator[MemoryCount]:
     Costs some microseconds for each op. In a world of `pt.ranks` each rank counts its own.
     """
     count = MemoryCount()
-    with Counting(count):
+    with MemoryCountMode(count):
         yield count

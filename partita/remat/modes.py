@@ -1,4 +1,10 @@
-"""The mode of a region: which functions of torch are calls, and who hears of them?"""
+"""Modes of a region: how it sees the functions of torch that its program calls (`CallMode`), and
+the kernels that run within them (`KernelMode`).
+
+`CallMode` stands above autograd and passes each function to the watcher of this thread, the
+region's first or second run. `KernelMode` stands below autograd and below layouts: it sees each
+ATen call, in backward too, with the rank's own pieces as plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +25,18 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from partita.tensor.watch import HERE
 
-__all__ = ["EachKernel", "Kind", "Listening", "is_plumbing", "listening"]
+__all__ = ["CallMode", "FunctionKind", "KernelMode", "is_internal", "make_call_mode"]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What is known of a function of torch.
+class FunctionKind:
+    """A function of torch, as a region treats it.
 
     Attributes:
         op: its op's name.
         func: the function.
-        is_call: or does it compute nothing?
-        body: a Python function to be entered, so that the calls inside are heard.
+        is_call: False where it computes nothing.
+        body: a Python function to run instead, so that the calls inside are seen.
         writes: the places and names of the arguments that it writes, but for `out`.
     """
 
@@ -41,15 +47,17 @@ class Kind:
     writes: tuple[tuple[int, str], ...] = ()
 
 
-def _kind_of(func: Callable[..., Any]) -> Kind:
+def _make_function_kind(func: Callable[..., Any]) -> FunctionKind:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return Kind(attribute, func, is_call=name == "__get__" and attribute in VIEW_ATTRIBUTES)
+        return FunctionKind(
+            attribute, func, is_call=name == "__get__" and attribute in VIEW_ATTRIBUTES
+        )
     if facts_of_function(name).computes_nothing or (
         runs_as_torch_has_it(func) and func not in OVERRIDES
     ):
-        return Kind(name, func, is_call=False)
+        return FunctionKind(name, func, is_call=False)
     form = op_of(func).form
     body = None
     if (
@@ -64,14 +72,14 @@ def _kind_of(func: Callable[..., Any]) -> Kind:
         writes = ((0, "input"),)
     elif isinstance(func, torch._ops.OpOverload):  # an op of the user's says so in its schema
         writes = tuple((one.place, one.name) for one in facts_of(func).writes)
-    return Kind(form.name, func, body=body, writes=writes)
+    return FunctionKind(form.name, func, body=body, writes=writes)
 
 
-_KINDS: dict[Callable[..., Any], Kind] = {}
+_KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 
-class Listening(TorchFunctionMode):
-    """Tells the run of this thread of each function of torch that its program calls."""
+class CallMode(TorchFunctionMode):
+    """Passes each function of torch that the program calls to this thread's watcher."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -84,7 +92,7 @@ class Listening(TorchFunctionMode):
             return func(*args, **kwargs)
         kind = _KINDS.get(func)
         if kind is None:
-            kind = _KINDS[func] = _kind_of(func)
+            kind = _KINDS[func] = _make_function_kind(func)
         if not kind.is_call:
             return func(*args, **kwargs)
         if kind.body is not None and kind.op not in run.policy.ops:
@@ -93,31 +101,30 @@ class Listening(TorchFunctionMode):
         return run.run_call(kind, args, kwargs)
 
 
-def is_plumbing(function: Any) -> bool:
+def is_internal(function: Any) -> bool:
     """Is it an `autograd.Function` of partita's own, within a call of the program's?"""
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
-def listening() -> Listening | None:
-    """A mode to enter, unless one is on: a compiled region must not see their number change.
+def make_call_mode() -> CallMode | None:
+    """A `CallMode` to enter; None where one is on: compiled regions guard on the number of modes.
 
-    torch has no public way to ask which modes are on.
+    Private torch: there is no public way to ask which modes are on.
     """
     for i in range(torch._C._len_torch_function_stack()):
-        if isinstance(torch._C._get_function_stack_at(i), Listening):
+        if isinstance(torch._C._get_function_stack_at(i), CallMode):
             return None
-    return Listening()
+    return CallMode()
 
 
 # -- kernels --------------------------------------------------------------------------------------
 
 
-class EachKernel(TorchDispatchMode):
+class KernelMode(TorchDispatchMode):
     """Calls `kernel` in place of each kernel that runs while it is entered.
 
-    Regions that torch.compile makes are compiled as they are without it: else torch.compile would
-    stand aside, and another program be looked at. What such a region computes in kernels of its own
-    is not seen.
+    Regions of torch.compile run compiled: otherwise torch.compile would stand aside, and another
+    program be seen. What such a region computes in kernels of its own is not seen.
     """
 
     supports_higher_order_operators = True  # a compiled region may be one
@@ -133,5 +140,5 @@ class EachKernel(TorchDispatchMode):
             return self.kernel(func, args, kwargs or {})
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, or something in its stead; what it gives."""
+        """Run `func`, or something in its place, and return the result."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Policies: which results does a region keep?"""
+"""Policies: which results a region keeps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from partita.compile import CompiledStep
 from partita.tensor.forms import form_of
 from partita.tensor.watch import HERE
 
-from .call_key import Key, line_of
+from .call_key import Key, line_of_site
 from .wrapped import Wrapped
 
 __all__ = ["Call", "OneCall", "Policy", "keep_collectives", "one_call"]
 
 
-# -- what users write ------------------------------------------------------------------------------
+# -- for users ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Call:
     @property
     def place(self) -> str:
         """The line of the program, "model.py:12"."""
-        return line_of(self._site)
+        return line_of_site(self._site)
 
 
 def keep_collectives(call: Call) -> bool:
@@ -62,7 +62,7 @@ class OneCall(Wrapped):
         run = None if compiling else HERE.watcher
         if run is None:
             return self.__wrapped__(*args, **kwargs)
-        return run.one_call(self, args, kwargs)
+        return run.run_one_call(self, args, kwargs)
 
 
 def one_call(fn: Any) -> Any:
@@ -87,18 +87,18 @@ def one_call(fn: Any) -> Any:
     return fn
 
 
-# -- what a region asks ----------------------------------------------------------------------------
+# -- for regions ----------------------------------------------------------------------------
 
 
 class Policy:
-    """A policy, read.
+    """A parsed policy.
 
     Attributes:
         ops: names of ops whose results are kept.
-        functions: `autograd.Function`s, `OneCall`s and compiled regions that are kept.
+        functions: `autograd.Function`s, `OneCall`s and compiled regions whose results are kept.
         names: names of tensors (`checkpoint_name`) that are kept.
-        collectives: keep what redistributions bring.
-        test: asked of each call.
+        collectives: keep the results of redistributions.
+        test: the user's function of a `Call`, or None.
         budget: bytes, or None.
     """
 

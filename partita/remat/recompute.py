@@ -1,8 +1,9 @@
-"""Recomputation: how is a region run a second time, to bring back what its forward let go?
+"""Recomputation: the second run of a region, which brings back what its first run did not keep.
 
-Each call of the second run is sought under its identity among the calls of the first. What was kept
-of it is given, what autograd saves in it fills the slots of the first run, and as soon as all have
-been met the run is over. A call that is not found shows that the program took another way.
+Each call of the second run is looked up by its key among the calls of the first. Where its result
+was kept it is not computed; what autograd saves in it fills the slots of the first run; and once
+all slots have been met the run ends. A call that is not found shows that the program took another
+way, which is an error.
 """
 
 from __future__ import annotations
@@ -20,42 +21,50 @@ from partita.layout import Fix
 from partita.tensor.engine import frees_graph, without_history
 from partita.tensor.watch import HERE
 
-from .call_key import Key, Origins, describe, printed, redistribution_key, site, within
-from .calls import Event, check_unwritten
+from .call_key import (
+    Key,
+    TensorOrigins,
+    describe_call,
+    find_call_site,
+    make_inputs_key,
+    redistribution_key,
+    run_from_here,
+)
+from .calls import RecordedCall, check_unwritten
 from .errors import RematError
-from .modes import Kind, is_plumbing, listening
+from .modes import FunctionKind, is_internal, make_call_mode
 from .policy import OneCall
-from .record import Forward
-from .report import Flops, Recomputed, open_reports
-from .saved_results import KeptCall, KeptKernels, Replaying
+from .record import ForwardRecord
+from .report import FlopMode, Recomputed, open_reports
+from .saved_results import KeptCall, KeptKernels, ReplayMode
 
-__all__ = ["Again", "is_recomputing"]
+__all__ = ["Recomputation", "is_recomputing"]
 
 
-class _Enough(BaseException):
-    """All that was needed has been brought. No `except Exception` of the program may catch it."""
+class _AllSlotsFilled(BaseException):
+    """Ends a run whose slots are all met. No `except Exception` of the program may catch it."""
 
 
 def is_recomputing() -> bool:
     """Is this thread running a region's forward again, in backward?"""
-    return isinstance(HERE.watcher, Again)
+    return isinstance(HERE.watcher, Recomputation)
 
 
-class Again:
+class Recomputation:
     """The second run of a region: a `Watcher` while it lasts."""
 
-    def __init__(self, forward: Forward):
+    def __init__(self, forward: ForwardRecord):
         self.forward, self.policy = forward, forward.policy
-        self.origins = Origins(forward.origins)
+        self.origins = TensorOrigins(forward.origins)
         self._counts: dict[Any, int] = {}
-        self._done: set[Event] = set()
-        self._event: Event | None = None
+        self._done: set[RecordedCall] = set()
+        self._event: RecordedCall | None = None
         self._slot = 0
-        self._replaying: Replaying | None = None
+        self._replaying: ReplayMode | None = None
         self._to_meet = forward.saved
         self._met = 0
-        self._flops: Flops | None = None
-        self.flops_of: dict[Event, int] = {}
+        self._flops: FlopMode | None = None
+        self.flops_of: dict[RecordedCall, int] = {}
 
     def run(self) -> None:
         """Fill the slots of the first run."""
@@ -66,22 +75,22 @@ class Again:
         enough = False
         try:
             with ExitStack() as modes:
-                context = modes.enter_context(forward.surroundings.restored())
+                context = modes.enter_context(forward.ambient.restored())
                 modes.enter_context(HERE.breaking_off())
                 modes.enter_context(recomputing())
                 meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
                 measuring = forward.plan is not None and forward.plan.measures
                 if meters or measuring:
-                    self._flops = modes.enter_context(Flops())
+                    self._flops = modes.enter_context(FlopMode())
                 if measuring:
                     modes.enter_context(forward.plan.counting())
                 HERE.watcher = self
                 modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
-                mode = listening()
+                mode = make_call_mode()
                 if mode is not None:
                     modes.enter_context(mode)
-                context.run(within, forward.region.__wrapped__, args, kwargs)
-        except _Enough:
+                context.run(run_from_here, forward.region.__wrapped__, args, kwargs)
+        except _AllSlotsFilled:
             enough = True
         except BaseException:
             forward.empty()
@@ -110,35 +119,37 @@ class Again:
         if frees_graph():
             forward.free_kept_kernels()
 
-    # -- identity ----------------------------------------------------------------------------------
+    # -- lookup ----------------------------------------------------------------------------------
 
-    def _match_call(self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Event:
-        inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
-        event = self._match_key((what, site(), inputs))
+    def _match_call(
+        self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
+    ) -> RecordedCall:
+        inputs = make_inputs_key(args, kwargs, self.origins, tensors)
+        event = self._match_key((what, find_call_site(), inputs))
         self._check_unwritten(event, tensors)
         return event
 
-    def _check_unwritten(self, event: Event, tensors: list[torch.Tensor]) -> None:
+    def _check_unwritten(self, event: RecordedCall, tensors: list[torch.Tensor]) -> None:
         forward = self.forward
-        check_unwritten(event, tensors, forward.region, forward.surroundings)
+        check_unwritten(event, tensors, forward.region, forward.ambient)
 
-    def _match_key(self, key: Key) -> Event:
+    def _match_key(self, key: Key) -> RecordedCall:
         n = self._counts[key] = self._counts.get(key, -1) + 1
         event = self.forward.events.get((key, n))
         if event is None:
-            raise self._another_way(key, n)
+            raise self._make_unexpected_call_error(key, n)
         self._done.add(event)
         return event
 
     @contextmanager
-    def _enter_event(self, event: Event) -> Iterator[None]:
-        """Within a call: what it saves goes to its slots, what it draws it draws again."""
+    def _enter_event(self, event: RecordedCall) -> Iterator[None]:
+        """Within a call: its saved tensors fill its slots, and it draws the same random numbers."""
         before = (self._event, self._slot)
         self._event, self._slot = event, 0
         flops = 0 if self._flops is None else self._flops.total
         draws = event.draws
         if draws is not None:
-            self.forward.surroundings.draw_as(draws.before)
+            self.forward.ambient.draw_as(draws.before)
         try:
             yield
             if self._slot != len(event.slots):
@@ -148,11 +159,11 @@ class Again:
             if self._flops is not None:
                 self.flops_of[event] = self._flops.total - flops
         if draws is not None:
-            self.forward.surroundings.draw_as(draws.after)
+            self.forward.ambient.draw_as(draws.after)
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def run_call(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+    def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
         if self._event is not None:
             return kind.func(*args, **kwargs)
@@ -160,7 +171,7 @@ class Again:
         event = self._match_call(kind.op, args, kwargs, tensors)
         with self._enter_event(event):
             if isinstance(event.kept, KeptKernels):
-                self._replaying = replaying = Replaying(event.kept)
+                self._replaying = replaying = ReplayMode(event.kept)
                 try:
                     with replaying:
                         out = kind.func(*args, **kwargs)
@@ -173,36 +184,38 @@ class Again:
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
-        if self._event is not None or is_plumbing(function):
+        if self._event is not None or is_internal(function):
             return run()
         tensors: list[torch.Tensor] = []
-        return self._opaque(self._match_call(function, args, kwargs, tensors), tensors, run)
+        return self._run_opaque(self._match_call(function, args, kwargs, tensors), tensors, run)
 
-    def one_call(self, marked: OneCall, args: Any, kwargs: Any) -> Any:
+    def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if the first run kept it."""
 
         def run_once() -> Any:
-            return marked.__wrapped__(*args, **kwargs)
+            return function.__wrapped__(*args, **kwargs)
 
         if self._event is not None:
             return run_once()
         tensors: list[torch.Tensor] = []
-        inputs = (printed(args, self.origins, tensors), printed(kwargs, self.origins, tensors))
-        key = (marked, site(), inputs)
+        inputs = make_inputs_key(args, kwargs, self.origins, tensors)
+        key = (function, find_call_site(), inputs)
         if (key, self._counts.get(key, -1) + 1) not in self.forward.events:
             return run_once()
         event = self._match_key(key)
         self._check_unwritten(event, tensors)
-        return self._opaque(event, tensors, run_once)
+        return self._run_opaque(event, tensors, run_once)
 
-    def region_within(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A region within this one: run forward anew, unless what it gave was kept."""
+    def run_region(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """A region within this one: its forward is run anew, unless its result was kept."""
         if self._event is not None:
             return run()
         tensors: list[torch.Tensor] = []
-        return self._opaque(self._match_call(region, args, kwargs, tensors), tensors, run)
+        return self._run_opaque(self._match_call(region, args, kwargs, tensors), tensors, run)
 
-    def _opaque(self, event: Event, tensors: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+    def _run_opaque(
+        self, event: RecordedCall, tensors: list[torch.Tensor], run: Callable[[], Any]
+    ) -> Any:
         with self._enter_event(event):
             if isinstance(event.kept, KeptCall):
                 for i, size, stride, offset in event.borrowed:
@@ -217,7 +230,7 @@ class Again:
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """A redistribution: what it brought, if that was kept; else it is carried again."""
+        """A redistribution: its kept result; without one it is carried again."""
         replaying = self._replaying
         given = None if replaying is None else replaying.give_redistributed()
         key = redistribution_key(self._counts, self._event, op, what, x)
@@ -237,10 +250,10 @@ class Again:
                 replaying.paused = False
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """The first run has noted it."""
+        """Nothing to note: the first run did."""
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """The first run has heard of it."""
+        """Nothing to note: the first run did."""
 
     # -- what autograd saves -----------------------------------------------------------------------
 
@@ -250,7 +263,9 @@ class Again:
         event = self._event
         number = self._slot
         if event is None:
-            event = self._match_key(("a saved tensor", site(), (((None, shape, dtype),), ())))
+            event = self._match_key(
+                ("a saved tensor", find_call_site(), (((None, shape, dtype),), ()))
+            )
             number = 0
         else:
             self._slot += 1
@@ -274,13 +289,14 @@ class Again:
                     self.forward.plan.count.note(slot.value)
         self._met += 1
         if self._met == self._to_meet:
-            raise _Enough
+            raise _AllSlotsFilled
         return without_history(t)
 
-    # -- what does not fit -------------------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------
 
-    def _find_expected_event(self, key: Key | None = None) -> Event | None:
-        """What the first run did here: from the same line, or next in order."""
+    def _find_expected_event(self, key: Key | None = None) -> RecordedCall | None:
+        """The call of the first run that was expected here: from the same site, or next in
+        order."""
         left = [e for e in self.forward.order if e not in self._done]
         if key is not None:
             for e in left:
@@ -290,14 +306,14 @@ class Again:
         after = [e for e in left if e.number > last]
         return after[0] if after else (left[-1] if left else None)
 
-    def _another_way(self, key: Key, n: int) -> RematError:
+    def _make_unexpected_call_error(self, key: Key, n: int) -> RematError:
         title = self.forward.region.title
         if n:
             return RematError(
                 f"the recompute of {title} makes a call more often than its forward did",
                 operands=(
-                    f"forward    {describe(key)}, {n} time{'s' if n > 1 else ''}",
-                    f"recompute  {describe(key)}, once more",
+                    f"forward    {describe_call(key)}, {n} time{'s' if n > 1 else ''}",
+                    f"recompute  {describe_call(key)}, once more",
                 ),
                 reason=_SAME,
                 fixes=_FIXES,
@@ -307,14 +323,14 @@ class Again:
             f"the recompute of {title} makes a call that its forward did not make",
             operands=(
                 f"forward    {expected or 'was over'}",
-                f"recompute  {describe(key)}",
+                f"recompute  {describe_call(key)}",
                 *_describe_difference(expected, key),
             ),
             reason=_SAME,
             fixes=_FIXES,
         )
 
-    def _make_saved_count_error(self, event: Event, count: int) -> RematError:
+    def _make_saved_count_error(self, event: RecordedCall, count: int) -> RematError:
         return RematError(
             f"the recompute of {self.forward.region.title} saves more or fewer tensors than its "
             "forward did",
@@ -328,8 +344,8 @@ class Again:
             fixes=_FIXES,
         )
 
-    def missing(self, event: Event) -> RematError:
-        """A slot was not filled: its call was left out."""
+    def make_missing_call_error(self, event: RecordedCall) -> RematError:
+        """The error where a slot was not filled, since its call was left out."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return RematError(
             f"the recompute of {self.forward.region.title} leaves out a call whose saved tensors "
@@ -347,7 +363,7 @@ class Again:
         )
 
     def _check_counts(self, enough: bool) -> None:
-        """Of several calls of one identity, were some left out? Then nobody can tell which."""
+        """Raise where of several calls of one key some were left out: it is unknown which."""
         last = max((e.number for e in self._done), default=-1)
         for (key, n), event in self.forward.events.items():
             if event in self._done or key not in self._counts:
@@ -359,8 +375,8 @@ class Again:
                     f"the recompute of {self.forward.region.title} makes a call less often than "
                     "its forward did",
                     operands=(
-                        f"forward    {describe(key)}, {n + 1} times or more",
-                        f"recompute  {describe(key)}, "
+                        f"forward    {describe_call(key)}, {n + 1} times or more",
+                        f"recompute  {describe_call(key)}, "
                         f"{self._counts[key] + 1} time{'s' if self._counts[key] else ''}",
                     ),
                     reason="which of them were left out cannot be told",
@@ -375,9 +391,9 @@ _FIXES = (
 )
 
 
-def _describe_difference(event: Event | None, key: Key) -> tuple[str, ...]:
-    """What differs where two calls read alike."""
-    if event is None or describe(event.key) != describe(key):
+def _describe_difference(event: RecordedCall | None, key: Key) -> tuple[str, ...]:
+    """A line that says what differs, where two calls have the same description."""
+    if event is None or describe_call(event.key) != describe_call(key):
         return ()
     if event.key[0] != key[0]:
         return ("           another function of the same name",)

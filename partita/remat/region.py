@@ -1,4 +1,4 @@
-"""`pt.remat`: how does a user say what is to be recomputed?"""
+"""`pt.remat`: functions and modules whose forward is run again in backward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from partita.parallel.blocks import block_modules
 from partita.tensor.watch import HERE
 
-from .budget import Budget, Whole
-from .call_key import within
+from .budget import Budget, BudgetedFunction
+from .call_key import run_from_here
 from .calls import SavedSlot
-from .modes import listening
+from .modes import make_call_mode
 from .names import LearnedNames
 from .policy import Policy
-from .recompute import Again
-from .record import Forward
+from .recompute import Recomputation
+from .record import ForwardRecord
 from .wrapped import Wrapped
 
 __all__ = ["RematRegion", "checkpoint_name", "remat"]
@@ -29,9 +29,9 @@ class RematRegion(Wrapped):
     """A function, or a module's forward, that is run again in backward.
 
     Attributes:
-        policy: what is kept.
-        names: which calls' results the program has named so far.
-        budget: that this region shares, or None.
+        policy: says which results are kept.
+        names: the named results of its runs so far.
+        budget: the budget that it shares, or None.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class RematRegion(Wrapped):
 
     @property
     def plan(self) -> Any:
-        """What the budget has decided for this step, or how it measures; None without one."""
+        """The budget's step that is running, planned or measured; None without a budget."""
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if HERE.capturing:
-            from .in_graph import marked
+            from .in_graph import run_marked_region
 
-            return marked(self.__wrapped__, self.policy, args, kwargs)
+            return run_marked_region(self.__wrapped__, self.policy, args, kwargs)
         if torch.compiler.is_compiling():
-            # The program that contains it is being compiled, and its compiler knows these.
+            # torch.compile knows torch's checkpoint.
             return torch.utils.checkpoint.checkpoint(
                 self.__wrapped__, *args, use_reentrant=False, **kwargs
             )
@@ -64,28 +64,28 @@ class RematRegion(Wrapped):
             return self.__wrapped__(*args, **kwargs)
         run = HERE.watcher
         if run is None:
-            return self._first(args, kwargs)
-        return run.region_within(self, args, kwargs, lambda: self._first(args, kwargs))
+            return self._run_first(args, kwargs)
+        return run.run_region(self, args, kwargs, lambda: self._run_first(args, kwargs))
 
-    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward = Forward(self, args, kwargs)
-        mode = listening()
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = ForwardRecord(self, args, kwargs)
+        mode = make_call_mode()
         before, HERE.watcher = HERE.watcher, forward
         try:
             with forward.saving_slots(), mode or nullcontext():
-                out = within(self.__wrapped__, args, kwargs)
+                out = run_from_here(self.__wrapped__, args, kwargs)
         finally:
             HERE.watcher = before
         forward.close()
         return out
 
-    def recompute(self, forward: Forward, slot: SavedSlot) -> None:
-        """Run again what `forward` was the first run of, for the sake of `slot`."""
-        again = Again(forward)
-        again.run()
+    def recompute(self, forward: ForwardRecord, slot: SavedSlot) -> None:
+        """Run the region again, of which `forward` is the first run, to fill `slot`."""
+        recomputation = Recomputation(forward)
+        recomputation.run()
         if slot.value is None:
             forward.empty()
-            raise again.missing(slot.event)
+            raise recomputation.make_missing_call_error(slot.event)
 
 
 def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | None = None) -> Any:
@@ -128,7 +128,7 @@ def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | No
     if read.budget is None:
         return RematRegion(fn, None, read)
     region = RematRegion(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
-    return Whole(region, None, budget)
+    return BudgetedFunction(region, None, budget)
 
 
 def _remat_module(
@@ -144,7 +144,7 @@ def _remat_module(
     for block in chosen:
         RematRegion.in_place_of_forward(block, policy, budget)
     if budget is not None:
-        Whole.in_place_of_forward(module, budget)
+        BudgetedFunction.in_place_of_forward(module, budget)
     return module
 
 

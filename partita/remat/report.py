@@ -1,4 +1,5 @@
-"""The report of a region: what was recomputed, what did it cost, and what was kept instead?"""
+"""The report of recomputation: which regions ran again, the operations it took, and what was
+kept."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partita.comm.ledger import human
 
-from .modes import EachKernel
+from .modes import KernelMode
 
-__all__ = ["Flops", "Recomputed", "Report", "open_reports", "remat_report"]
+__all__ = ["FlopMode", "Recomputed", "Report", "open_reports", "remat_report"]
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """One region that was run again.
+    """One recompute of a region.
 
     Attributes:
         region: the function's or the module's name.
@@ -105,8 +106,9 @@ _COUNTS = {
 }
 
 
-class Flops(EachKernel):
-    """Counts as `torch.utils.flop_counter` does, matrix products of compiled regions too."""
+class FlopMode(KernelMode):
+    """Counts floating-point operations as `torch.utils.flop_counter` does, those of matrix products
+    in compiled regions too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,13 +130,13 @@ _open = _Open()
 
 
 def open_reports() -> tuple[Report, ...]:
-    """Who wants to know, on this thread."""
+    """The reports that are open on this thread."""
     return _open.reports
 
 
 @contextmanager
 def remat_report() -> Iterator[Report]:
-    """Note what is recomputed inside, with its floating-point operations.
+    """Report what is recomputed within, with its floating-point operations.
 
     with pt.remat_report() as report:
         loss = model(batch)

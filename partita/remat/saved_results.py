@@ -1,11 +1,13 @@
-"""Saved results: how is a result kept, so that the second run need not compute it?
+"""Saved results: how the result of a call is kept, so that the second run need not compute it.
 
-Of a function of torch the kernel's outputs are kept that its result lies in, below autograd: the
-second run makes the call again, casts and moves and views and all, but where the kernel would run
-it finds what the first run made. So autograd builds the same nodes, and saves the same tensors.
+Of a function of torch, the outputs of the kernels that made its result are kept, below autograd:
+the second run makes the call again, casts and moves and views and all, but such a kernel gives what
+was kept. So autograd builds the same nodes, and saves the same tensors.
 
-Of a call that is opaque (a compiled region, an `autograd.Function`, a function of the user's) the
-outputs are kept, and what autograd saved inside; the second run does not make it at all.
+Of an opaque call (a compiled region, an `autograd.Function`, a function of the user's), into which
+a region cannot see, the outputs are kept, and what autograd saved inside; the second run does not
+make it at all. Saved tensors that are views of the call's inputs are not kept: the second run has
+the inputs.
 """
 
 from __future__ import annotations
@@ -22,33 +24,42 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.op_facts import facts_of
 from partita.tensor.spec import Spec
 
-from .call_key import local_of
+from .call_key import make_local_alias
 from .errors import RematError
-from .modes import EachKernel
+from .modes import KernelMode
 
-__all__ = ["Inside", "Keeping", "KeptCall", "KeptKernels", "Replaying", "SavedWithin", "start_of"]
+__all__ = [
+    "KeepMode",
+    "KeptCall",
+    "KeptKernels",
+    "OpaqueSaves",
+    "ReplayMode",
+    "SavedInOpaque",
+    "storage_id",
+]
 
 Place = tuple[Any, int]
-"""A kernel of one call: the op, and its number among the runs of this op in the call."""
+"""A kernel run of one call: (op, number among the runs of this op in the call)."""
 
 _CARRIED: Place = ("carried", 0)
 
 
-def start_of(t: torch.Tensor) -> int:
-    """Which memory `t` lies in. A rank's empty piece has one too: ranks must find the same calls.
+def storage_id(t: torch.Tensor) -> int:
+    """An id of the storage of `t`.
 
-    Not the memory's address, which all empty ones share; torch has no public name for this one.
+    Not the address, which all empty storages share: a rank with an empty piece must find the same
+    calls as the others. Private torch: there is no public name for it.
     """
     with Local():
         return t.untyped_storage()._cdata
 
 
 class _Versions:
-    """Notices whether results are written after they were kept."""
+    """The versions of results when they were kept, to notice later writes."""
 
     def __init__(self, out: Any):
         with Local():
-            # An alias with the same counter of versions, but without the history of the result.
+            # An alias has the same version counter, but not the history of the result.
             self._aliases = [(t.detach(), t._version) for t in tensors_in(out)]
 
     def changed(self) -> bool:
@@ -58,8 +69,8 @@ class _Versions:
 # -- functions of torch ----------------------------------------------------------------------------
 
 
-class Keeping(EachKernel):
-    """Notes what each kernel of one call makes."""
+class KeepMode(KernelMode):
+    """Notes the results of each kernel of one call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +81,8 @@ class Keeping(EachKernel):
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not self.paused:
-            had = {start_of(t) for t in tensors_in((args, kwargs))}
-            fresh = not any(start_of(t) in had for t in tensors_in(out))
+            had = {storage_id(t) for t in tensors_in((args, kwargs))}
+            fresh = not any(storage_id(t) in had for t in tensors_in(out))
             n = self._counts[func] = self._counts.get(func, -1) + 1
             if fresh or getattr(func, "_schema", None) is None or facts_of(func).writes:
                 self.made.append(((func, n), fresh, out))
@@ -83,27 +94,29 @@ class Keeping(EachKernel):
         self.made.append((("carried", n), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """The kernels that made the memory of `out`; None if there is nothing to be kept."""
-        wanted = {start_of(t) for t in tensors_in(out)}
+        """The results of the kernels that made the storages of `out`; None if they cannot be
+        kept."""
+        wanted = {storage_id(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
         for place, fresh, made in reversed(self.made):
-            here = {start_of(t) for t in tensors_in(made)} & wanted
+            here = {storage_id(t) for t in tensors_in(made)} & wanted
             if not here:
                 continue
             if not fresh:
-                return None  # written in place after it was made: to be done again
+                return None  # written in place after it was made: the writes must run again
             wanted -= here
-            found[place] = replace_instances(made, torch.Tensor, local_of)
+            found[place] = replace_instances(made, torch.Tensor, make_local_alias)
         return KeptKernels.of(found, out) if found else None
 
 
 @dataclass
 class KeptKernels:
-    """What kernels of one call made.
+    """The kept results of kernels of one call.
 
     Attributes:
-        made: their outputs, plain.
-        copied: these are copies, since the program wrote what it was given.
+        made: the kernels' outputs, plain.
+        versions: of the call's result when it was kept.
+        copied: `made` are copies, since the program wrote to the results.
     """
 
     made: dict[Place, Any]
@@ -112,20 +125,20 @@ class KeptKernels:
 
     @classmethod
     def of(cls, made: dict[Place, Any], out: Any) -> KeptKernels:
-        """What kernels `made` on the way to `out`."""
+        """The results `made` by kernels of a call that returned `out`."""
         return cls(made, _Versions(out))
 
     @classmethod
     def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
-        """What a redistribution brought."""
-        return cls.of({_CARRIED: local_of(x)}, x)
+        """The kept result of a redistribution."""
+        return cls.of({_CARRIED: make_local_alias(x)}, x)
 
     @property
     def nbytes(self) -> int:
         return _count_storage_bytes(tensors_in(self.made))
 
     def starts(self) -> set[int]:
-        return {start_of(t) for t in tensors_in(self.made)}
+        return {storage_id(t) for t in tensors_in(self.made)}
 
     def copy(self) -> None:
         """The program is going to write what was kept: keep a copy, as it is now."""
@@ -138,9 +151,9 @@ class KeptKernels:
         return not self.copied and self.versions.changed()
 
     def give(self, place: Place = _CARRIED) -> Any:
-        """What was made there, or None. In new aliases, for autograd writes its history on them.
+        """The results of one kernel run, or None. New aliases, since autograd sets their history.
 
-        What the program wrote after it was kept, it is going to write again: it gets copies.
+        Copies, where the program wrote to the results: it is going to do so again.
         """
         if place not in self.made:
             return None
@@ -149,8 +162,8 @@ class KeptKernels:
             return replace_instances(self.made[place], torch.Tensor, own)
 
 
-class Replaying(EachKernel):
-    """Runs the kernels of one call again, but for those whose results were kept."""
+class ReplayMode(KernelMode):
+    """Gives the kept results of kernels of one call; runs the other kernels."""
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
@@ -167,7 +180,7 @@ class Replaying(EachKernel):
         return func(*args, **kwargs)
 
     def give_redistributed(self) -> torch.Tensor | None:
-        """What the next redistribution within the call made, if it was kept."""
+        """The kept result of the next redistribution within the call, or None."""
         n = self._counts["carried"] = self._counts.get("carried", -1) + 1
         given: torch.Tensor | None = self._kept.give(("carried", n))
         return given
@@ -185,8 +198,8 @@ class _Result:
     requires_grad: bool
 
 
-class _Again(torch.autograd.Function):
-    """Gives kept results to the second run, tied to what went into the call."""
+class _KeptOutputs(torch.autograd.Function):
+    """Ties kept results in the second run to the call's inputs."""
 
     @staticmethod
     def forward(ctx: Any, what: str, outs: Sequence[torch.Tensor], *ins: torch.Tensor) -> Any:
@@ -205,7 +218,12 @@ class _Again(torch.autograd.Function):
 
 @dataclass
 class KeptCall:
-    """What an opaque call returned."""
+    """The kept result of an opaque call.
+
+    Attributes:
+        out: what it returned, with `_Result`s for tensors.
+        inside: tensors that autograd saved within it.
+    """
 
     out: Any
     versions: _Versions
@@ -230,7 +248,7 @@ class KeptCall:
         return _count_storage_bytes([r.held for r in self.results] + self.inside)
 
     def starts(self) -> set[int]:
-        return {start_of(r.held) for r in self.results}
+        return {storage_id(r.held) for r in self.results}
 
     def copy(self) -> None:
         """The program is going to write what was kept: keep a copy, as it is now."""
@@ -245,15 +263,15 @@ class KeptCall:
         return not self.copied and self.versions.changed()
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
-        """What the call returned, for the second run."""
+        """The call's result for the second run."""
         with Local():
             graded = [t for t in ins if t.requires_grad]
             results = self.results
-            # If a parameter within it was what wanted a gradient, the results must want one too.
+            # Where only a parameter inside needed a gradient, the results must need one too.
             if not graded and any(r.requires_grad for r in results):
                 graded = [torch.empty(0, requires_grad=True)]
             outs = [r.held.clone() if self.copied else r.held.detach() for r in results]
-            tied = iter(_Again.apply(what, outs, *graded) if graded and outs else outs)
+            tied = iter(_KeptOutputs.apply(what, outs, *graded) if graded and outs else outs)
 
         def restore_result(r: _Result) -> torch.Tensor:
             with Local():
@@ -277,46 +295,47 @@ def _count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 # -- what autograd saves in opaque calls ----------------------------------------------------------
 
 
-class SavedWithin:
-    """A tensor that autograd saved within a kept call: as a region around, if any, packs it."""
+class SavedInOpaque:
+    """A tensor that autograd saved within a kept call, packed by the hooks of an enclosing
+    region."""
 
     __slots__ = ("hooks", "packed")
 
     def __init__(self, t: torch.Tensor, hooks: tuple[Any, Any] | None):
         self.hooks = hooks
-        self.packed = local_of(t) if hooks is None else hooks[0](local_of(t))
+        self.packed = make_local_alias(t) if hooks is None else hooks[0](make_local_alias(t))
 
     def take(self) -> torch.Tensor:
         return self.packed if self.hooks is None else self.hooks[1](self.packed)
 
 
-class Inside:
+class OpaqueSaves:
     """What autograd saves in an opaque call that is kept, or could be."""
 
     def __init__(self, inputs: list[torch.Tensor], keeps: bool):
         self.own: list[torch.Tensor] = []
         self._sizes: dict[int, int] = {}
         self._keeps = keeps
-        self._starts = {(start_of(t), t.dtype): i for i, t in enumerate(inputs)}
+        self._starts = {(storage_id(t), t.dtype): i for i, t in enumerate(inputs)}
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
-        """Of a view of an input: (which, size, stride, offset). The second run has the input."""
-        i = self._starts.get((start_of(t), t.dtype))
+        """(input, size, stride, offset) where `t` is a view of an input; else None."""
+        i = self._starts.get((storage_id(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def holds(self, t: torch.Tensor) -> bool:
-        """Is `t`, which is no view of an input, held as it is?"""
+        """Note `t`, which is no view of an input; True if it is kept."""
         if self._keeps:
-            self.own.append(local_of(t))
-        self._sizes[start_of(t)] = t.untyped_storage().nbytes()
+            self.own.append(make_local_alias(t))
+        self._sizes[storage_id(t)] = t.untyped_storage().nbytes()
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
         """The tensors in `out` that are no views of inputs."""
-        return [t for t in tensors_in(out) if (start_of(t), t.dtype) not in self._starts]
+        return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """What keeping the call would have cost."""
+        """The bytes that keeping the call would take."""
         with Local():
-            sizes = {start_of(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
+            sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
         return sum((self._sizes | sizes).values())

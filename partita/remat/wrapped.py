@@ -1,4 +1,4 @@
-"""Wrapped functions: how does an object stand for a function, or for one module's forward?"""
+"""Wrapped functions: objects that stand for a function, or for one module's forward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Wrapped"]
 
 
 class Wrapped:
-    """Stands for `fn`; or for the forward of `module`, in its place.
+    """Stands for `fn`; or for the forward of `module`, as its attribute `forward`.
 
-    A module's own forward is found by its class, so that a module that is copied or pickled with
-    what stands for its forward calls its own again.
+    The module's forward is looked up in its class, so that a copied or pickled module calls its own
+    again.
     """
 
     def __init__(self, fn: Callable[..., Any] | None, module: nn.Module | None = None):
@@ -31,7 +31,7 @@ class Wrapped:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What it stands for; by this name `inspect.signature` finds the arguments."""
+        """The function that it stands for; `inspect.signature` follows this name."""
         if self._fn is not None:
             return self._fn
         assert self._module is not None
@@ -50,7 +50,7 @@ class Wrapped:
 
     @property
     def title(self) -> str:
-        """How errors and reports call it."""
+        """Its name in errors and reports."""
         if self._module is not None:
             return type(self._module).__name__
         return getattr(self._fn, "__qualname__", None) or self.__name__

@@ -1,15 +1,16 @@
-"""Checkpoints: how does a run outlive its processes? In a folder that any mesh can load.
+"""Checkpoints: folders that a run writes and that a run on any mesh can load.
 
-In reading order: `state` (what is in one), `staging` and `saving`, `folder`, `locks` and
-`checksums`, `loading` with `fitting` and `first_values`, `named_optimizer`, `random_state`,
-`full_state`, `safetensors_file`, `pretrained`.
+In reading order: `state` (the named tensors and values in a state) with `named_optimizer`,
+`staging` (what a rank writes) and `saving`, `folder` (a checkpoint gets its name all at once),
+`locks` and `checksums`, `loading` with `mismatches`, `random_state`; whole values: `full_state`,
+`safetensors_file` with `first_values`, `pretrained`.
 """
 
 from . import pretrained
-from .fitting import Loaded
 from .folder import is_checkpoint
 from .full_state import full_state_dict, load_full_state_dict
 from .loading import load
+from .mismatches import Loaded
 from .random_state import RandomState
 from .safetensors_file import load_safetensors, save_safetensors
 from .saving import async_save, save

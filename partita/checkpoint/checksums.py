@@ -1,8 +1,9 @@
-"""Checksums of a checkpoint: what was written, so that nothing else is loaded.
+"""Checksums of a checkpoint: a file that says what was written, so that nothing else is loaded.
 
-A file `.checksums` beside those of torch.distributed.checkpoint, which reads past it: the CRC-32 of
-`.metadata`, of each chunk in each file, and of itself. A CRC-32 finds every error of up to 32 bits
-in a row, and of others all but one in four thousand million; it does not prove who wrote a file.
+`.checksums` stands beside the files of torch.distributed.checkpoint, which ignores it. It has the
+CRC-32 of `.metadata`, of each chunk in each file, and of itself. A CRC-32 detects every error of up
+to 32 bits in a row, and of others all but one in four thousand million; it does not prove who wrote
+a file.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NAME", "Checksums", "Place", "crc_of_file"]
+__all__ = ["NAME", "Checksums", "Place", "compute_crcs"]
 
 NAME = ".checksums"
 _BUFFER = 1 << 20  # bytes that are read at a time
 
 Place = tuple[str, int, int]
-"""Where a chunk is: a file of the folder, the offset in it, the number of bytes."""
+"""(file of the folder, offset, bytes) of a chunk."""
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Checksums:
     """The checksums of one checkpoint.
 
     Attributes:
-        metadata: the number of bytes of `.metadata`, and their checksum.
+        metadata: the size of `.metadata` in bytes, and its checksum.
         chunks: the checksum of each chunk.
     """
 
@@ -36,14 +37,14 @@ class Checksums:
     chunks: dict[Place, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content: the checksum of its second line, and that line."""
+        """The content of `.checksums`: the checksum of its second line, and that line."""
         rows = [[*place, crc] for place, crc in self.chunks.items()]
         text = json.dumps({"format": 1, "metadata": self.metadata, "chunks": rows}).encode()
         return b"%08x\n" % zlib.crc32(text) + text + b"\n"
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """Those of the checkpoint in `folder`; None where it has none, as torch's own.
+        """The checksums of the checkpoint in `folder`; None where it has none, as torch's own.
 
         Raises:
             ValueError: the file is damaged.
@@ -65,12 +66,12 @@ class Checksums:
         )
 
     def check_metadata(self, path: Path, content: bytes) -> None:
-        """Raise ValueError, unless `.metadata` is what was written."""
+        """Raise ValueError unless `content`, of `.metadata`, is what was written."""
         if (len(content), zlib.crc32(content)) != self.metadata:
             raise ValueError(f"{path} is damaged: its checksum is wrong")
 
     def check_chunks(self, folder: Path, places: Iterable[tuple[Place, str]]) -> None:
-        """Read these chunks, each with the name of what is in it, and compare.
+        """Read these chunks, each with the name of its tensor or value, and compare.
 
         Raises:
             ValueError: one is not what was written.
@@ -80,7 +81,7 @@ class Checksums:
         for place, what in places:
             by_file.setdefault(place[0], {})[place] = what
         for name, wanted in by_file.items():
-            crcs = crc_of_file(folder / name, [(at, size) for _, at, size in wanted])
+            crcs = compute_crcs(folder / name, [(at, size) for _, at, size in wanted])
             for (place, what), crc in zip(wanted.items(), crcs, strict=True):
                 if crc != self.chunks.get(place):
                     _, at, size = place
@@ -91,7 +92,7 @@ class Checksums:
                     )
 
 
-def crc_of_file(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | None]:
+def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | None]:
     """The CRC-32 of each part of a file, given as offset and length; None where the file is short.
 
     Raises:

@@ -1,4 +1,7 @@
-"""First values of what no file has: buffers that are not persistent, missing parameters."""
+"""First values of tensors that no file has: buffers that are not persistent, missing parameters.
+
+They are made by the init function of the module that holds them.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from partita.layout import Fix, LayoutError
 from partita.parallel.parameters import HeldParameter, allocate_tensor, find_parameters_and_buffers
 from partita.tensor.tensor_state import count_writes, was_written_since
 
-__all__ = ["initialize_rest"]
+__all__ = ["initialize_missing"]
 
 
-def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
-    """Give what of a loaded model is still on the meta device memory, and its first value.
+def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
+    """Allocate and initialize what of a loaded model is still on the meta device.
 
-    By the function of the module that holds it (see `load_safetensors`). What of that module was
-    loaded keeps its value.
+    By the init function of the module that holds it (see `load_safetensors`). Other tensors of that
+    module keep their loaded values.
 
     Raises:
-        LayoutError: naming what has no value now.
+        LayoutError: naming the tensors that still have no value.
     """
     rest = [
         held for kind in find_parameters_and_buffers(model) for held in kind if held.tensor.is_meta
@@ -52,13 +55,13 @@ def initialize_rest(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None
 def _initialize_module(
     module: nn.Module, above: list[nn.Module], init_fn: Any, rest: dict[int, int]
 ) -> None:
-    """Run one module's initializer; its tensors that have a value keep it."""
+    """Run one module's initializer; its loaded tensors keep their values."""
     initialize = init_fn
     for name in ("reset_parameters", "_reset_parameters"):
         own = getattr(module, name, None)
         if initialize is None and callable(own):
             initialize = _called_without(own)
-    for outer in above:  # as transformers' models have it
+    for outer in above:  # as in models of transformers
         own = getattr(outer, "_init_weights", None)
         if initialize is None and callable(own):
             initialize = own

@@ -1,10 +1,10 @@
 """Checkpoint folders: one becomes a checkpoint all at once, or not at all.
 
-Everything is written to a folder beside it, `.NAME.saving-*`, and brought to the disk; then that
-folder takes the name. A checkpoint that has the name already steps aside to `.NAME.previous` in
-between, where `standing` finds it if the process is killed at that very moment. Jobs that save to
-one name do so one after the other (`.NAME.lock`), and a name changes hands while nobody reads what
-had it (`.NAME.reading`).
+Everything is written to a folder beside it, `.NAME.saving-*`, and flushed to the disk; then that
+folder is renamed. A checkpoint that has the name already is first renamed to `.NAME.previous`,
+where `find_checkpoint` finds it if the process is killed at that very moment. Jobs that save to one
+name do so one after the other (`.NAME.lock`), and a name changes hands while nobody reads
+(`.NAME.reading`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ from pathlib import Path
 
 from .locks import Lock
 
-__all__ = ["Replacement", "begin", "is_checkpoint", "reading", "standing"]
+__all__ = [
+    "Replacement",
+    "begin_replacement",
+    "find_checkpoint",
+    "is_checkpoint",
+    "lock_for_reading",
+]
 
 
 class Replacement:
-    """A file or folder that is being written, and will take the name `home`.
+    """A file or folder that is being written, and will be renamed to `home`.
 
-    Made by one rank, which waits until no other job saves to that name.
+    One rank makes it, and waits until no other job saves to that name. What killed saves have left
+    is removed.
 
     Attributes:
-        written: where to write it. What killed saves have left there is removed.
+        written: where to write it.
     """
 
     def __init__(self, home: Path):
@@ -46,7 +53,7 @@ class Replacement:
         self.written = _make_sibling_path(home, f"saving-{uuid.uuid4().hex[:8]}")
 
     def publish(self) -> None:
-        """Give what was written, and brought to the disk, its name."""
+        """Rename what was written, and flushed to the disk, to `home`."""
         written, home = self.written, self.home
         with _without_readers(home):
             if written.is_dir():
@@ -59,13 +66,13 @@ class Replacement:
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove what was written, where there was an error; nothing after `publish`."""
+        """Remove what was written, after an error; does nothing after `publish`."""
         _remove_path(self.written)
         self._lock.release()
 
 
-def begin(home: Path) -> Replacement:
-    """An empty folder to write the checkpoint `home` into.
+def begin_replacement(home: Path) -> Replacement:
+    """Make an empty folder to write the checkpoint `home` into.
 
     Raises:
         ValueError: there is something at `home` that is no checkpoint.
@@ -89,19 +96,19 @@ def begin(home: Path) -> Replacement:
 
 
 @contextlib.contextmanager
-def reading(home: Path) -> Iterator[None]:
-    """Within, what has the name `home` keeps it."""
+def lock_for_reading(home: Path) -> Iterator[None]:
+    """Within, what has the name `home` is not replaced."""
     with Lock(_make_sibling_path(home, "reading"), shared=True):
         yield
 
 
-def standing(home: Path) -> Path:
-    """Where the checkpoint `home` is: there, or beside it if a save was killed between two names.
+def find_checkpoint(home: Path) -> Path:
+    """The folder of the checkpoint `home`: `home`, or beside it if a save was killed as it renamed.
 
     Raises:
         ValueError: there is none.
     """
-    # Once more at home: it may have come there after the first look, and nobody locks to look.
+    # `home` once more: without a lock, it may have been renamed there after the first look.
     for place in (home, _path_of_previous(home), home):
         if (place / ".metadata").is_file():
             return place
@@ -109,9 +116,9 @@ def standing(home: Path) -> Path:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether `load` would find a checkpoint at `path`: for a run that goes on if it can."""
+    """Would `load` find a checkpoint at `path`? For a run that goes on if it can."""
     try:
-        standing(Path(os.path.abspath(path)))
+        find_checkpoint(Path(os.path.abspath(path)))
     except ValueError:
         return False
     return True
@@ -141,7 +148,7 @@ def _is_empty(place: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk, where the system can."""
+    """Flush the names in `folder` to the disk, where the system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
 """Full state dicts: whole values of a model and its optimizer as plain tensors, and back.
 
-For whatever knows no layouts: files of other programs, a copy on one device. One tensor is gathered
-after the other, so that no rank holds more of the model than it is asked to return.
+For programs that know no layouts: files of other programs, a copy on one device. Tensors are
+gathered one after the other, so that no rank holds more of the model than it is asked to return.
 """
 
 from __future__ import annotations
@@ -27,18 +27,26 @@ from partita.tensor.mixed_operands import admit
 from partita.tensor.parameter import refuse_lazy
 from partita.tensor.pieces import destination
 
-from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
-from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
-from .state import Leaf, OpenedState, Path, opened
+from .mismatches import (
+    NO_TENSOR,
+    Loaded,
+    Mismatches,
+    agree_on_mismatches,
+    describe_tensor,
+    find_mismatches,
+)
+from .named_optimizer import name_parameters, open_optimizer, strip_wrapper_names
+from .state import Leaf, OpenedState, Path, open_state
 
 __all__ = [
-    "WholeCopies",
+    "FullCopies",
+    "allocate_meta_tensors",
+    "collect_model_tensors",
+    "find_tied_names",
     "full_state_dict",
-    "give_memory",
+    "gather_full_value",
     "load_full_state_dict",
-    "tensors_of_model",
-    "tied_names",
-    "without_ties",
+    "remove_tied_names",
 ]
 
 
@@ -69,22 +77,23 @@ def full_state_dict(
     """
     refuse_lazy(model, "full_state_dict")
     keeps = not rank0_only or control_plane().rank == 0
-    copies = WholeCopies(keeps, device)
-    state = {name: copies.of(value, name) for name, value in tensors_of_model(model).items()}
+    copies = FullCopies(keeps, device)
+    state = {name: copies.of(value, name) for name, value in collect_model_tensors(model).items()}
     if optimizer is None:
         return state if keeps else {}
-    names = named_parameters_of(optimizer, [((), model)])
-    of_optimizer = copies.of(opened_optimizer(optimizer, names, (), None)[0], "optimizer")
+    names = name_parameters(optimizer, [((), model)])
+    of_optimizer = copies.of(open_optimizer(optimizer, names, (), None)[0], "optimizer")
     return (state, of_optimizer) if keeps else ({}, {})
 
 
 @dataclass
-class WholeCopies:
-    """Whole copies of tensors: of the same tensor the same copy. Every rank makes them.
+class FullCopies:
+    """Whole copies of tensors, one of each tensor. Every rank makes them together.
 
     Attributes:
-        keeps: whether this rank gets them; else it helps to gather them.
-        device: where they lie; None: where the tensors do.
+        keeps: this rank gets them; otherwise it only takes part in gathering.
+        device: of the copies; None: that of each tensor.
+        made: the copies so far, by the ids of the tensors.
     """
 
     keeps: bool
@@ -110,14 +119,14 @@ class WholeCopies:
                 place=user_line(),
                 fixes=(Fix("pt.materialize(model)"), Fix("pt.load_safetensors(model, path)")),
             )
-        whole = _gather_full_value(x)
+        whole = gather_full_value(x)
         out = whole.to(self.device or whole.device, copy=True) if self.keeps else None
-        self.made[id(x)] = out  # on all ranks, which gather what has two names once
+        self.made[id(x)] = out  # on all ranks: a tensor with two names is gathered once
         return out
 
 
-def _gather_full_value(x: torch.Tensor) -> torch.Tensor:
-    """The value of `x` on every rank, which may share its memory."""
+def gather_full_value(x: torch.Tensor) -> torch.Tensor:
+    """The whole value of `x` on every rank; it may share the memory of `x`."""
     with torch.no_grad():
         x = x.detach()
         return x.full_tensor() if isinstance(x, DTensor) else x
@@ -155,7 +164,7 @@ def load_full_state_dict(
     """
     ranks, line = control_plane(), user_line()
     before = dict(model.named_parameters(remove_duplicate=False))
-    give_memory(model)
+    allocate_meta_tensors(model)
     if optimizer is not None:
         _exchange_parameters(
             optimizer, before, dict(model.named_parameters(remove_duplicate=False))
@@ -175,57 +184,60 @@ def load_full_state_dict(
     try:
         if isinstance(told, Exception):
             raise told
-        target = opened(_join_states(model, optimizer), told)  # type: ignore[arg-type]
+        target = open_state(_join_states(model, optimizer), told)  # type: ignore[arg-type]
         held = {name: leaf.value for name, leaf in target.leaves.items()}
         there = told.texts()
-        found: Misfits | Exception = without_ties(
-            misfits(held, there, strict), _tensors_by_name(model), there
+        found: Mismatches | Exception = remove_tied_names(
+            find_mismatches(held, there, strict), _tensors_by_name(model), there
         )
     except Exception as error:
         found = error
-    passed_over = agreed(ranks, found, "of whole values", line)
+    passed_over = agree_on_mismatches(ranks, found, "of whole values", line)
     assert isinstance(told, _Description)
     if not rank0_only:
         _refuse_different(given, ranks, line)
     failed: Exception | None = None
     try:
-        send = _Sender(model) if rank0_only else None
+        send = _TensorSender(model) if rank0_only else None
         for name, leaf in target.leaves.items():
             if name in there:
                 value = given[name].value if name in given else told.values.get(name)
                 if send is not None and isinstance(leaf.value, torch.Tensor):
                     value = send(value, told.state_dict_metadata[name])
                 _write_leaf(leaf, value)
-        for close in target.closing:
-            close()
+        for load_back in target.load_back:
+            load_back()
     except Exception as error:
         failed = error
     ranks.decide(failed, lambda brought: [None] * len(brought))
     return Loaded(
-        *(_of_model(names) for names in (passed_over.missing_keys, passed_over.unexpected_keys))
+        *(
+            _strip_model_prefix(names)
+            for names in (passed_over.missing_keys, passed_over.unexpected_keys)
+        )
     )
 
 
 @message
 @dataclass(frozen=True)
-class _Size:
-    """A tensor's size and dtype; neither, where it is a value. As a checkpoint's metadata."""
+class _TensorInfo:
+    """A tensor's size and dtype, as a checkpoint's metadata has them; both None for a value."""
 
     size: torch.Size | None = None
     dtype: torch.dtype | None = None
 
     @property
-    def properties(self) -> _Size:
+    def properties(self) -> _TensorInfo:
         return self
 
 
 @message
 @dataclass(frozen=True)
 class _Description:
-    """What there is to load, without the tensors, as `opened` asks a checkpoint for it."""
+    """What there is to load, without the tensors, in the form of a checkpoint's metadata."""
 
     planner_data: dict[str, Path]
-    state_dict_metadata: dict[str, _Size]
+    state_dict_metadata: dict[str, _TensorInfo]
     values: dict[str, Any]
 
     @staticmethod
@@ -234,17 +246,17 @@ class _Description:
         for name, leaf in given.items():
             x = leaf.value
             if isinstance(x, torch.Tensor):
-                sizes[name] = _Size(torch.Size(x.shape), x.dtype)
+                sizes[name] = _TensorInfo(torch.Size(x.shape), x.dtype)
             else:
-                sizes[name], values[name] = _Size(), x
+                sizes[name], values[name] = _TensorInfo(), x
         return _Description({n: leaf.path for n, leaf in given.items()}, sizes, values)
 
     def texts(self) -> dict[str, str]:
-        """By name, `described_tensor` or NO_TENSOR."""
+        """By name, `describe_tensor` or NO_TENSOR."""
         return {
             name: NO_TENSOR
             if one.size is None or one.dtype is None
-            else described_tensor(one.size, one.dtype)
+            else describe_tensor(one.size, one.dtype)
             for name, one in self.state_dict_metadata.items()
         }
 
@@ -254,23 +266,23 @@ def _join_states(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Leaf]:
-    """All leaves of what is to be loaded, by the names that a checkpoint would give them.
+    """All leaves of `state`, by the names that a checkpoint would give them.
 
     Raises:
-        ValueError: it is no state dict, or with an optimizer no pair of them.
+        ValueError: `state` is no state dict, or with an optimizer no pair of them.
     """
     if optimizer is None:
-        return opened({"model": _check_state_dict(state)}).leaves
+        return open_state({"model": _check_state_dict(state)}).leaves
     if not isinstance(state, tuple) or len(state) != 2:
         raise ValueError(
             "with an optimizer, load_full_state_dict takes a pair, as full_state_dict returns it: "
             f"the model's state dict and the optimizer's. This is a {type(state).__name__}"
         )
-    return opened(_join_states(*map(_check_state_dict, state))).leaves
+    return open_state(_join_states(*map(_check_state_dict, state))).leaves
 
 
 def _tensors_by_name(model: nn.Module) -> dict[str, Any]:
-    return {f"model.{name}": x for name, x in tensors_of_model(model).items()}
+    return {f"model.{name}": x for name, x in collect_model_tensors(model).items()}
 
 
 def _check_state_dict(state: Any) -> Mapping[str, Any]:
@@ -282,33 +294,35 @@ def _check_state_dict(state: Any) -> Mapping[str, Any]:
     return dict(state)
 
 
-def _of_model(names: tuple[str, ...]) -> tuple[str, ...]:
+def _strip_model_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.removeprefix("model.") for name in names)
 
 
-def without_ties(found: Misfits, tensors: Mapping[str, Any], there: Mapping[str, str]) -> Misfits:
-    """`found`, but for names that are missing of tensors that have another name, which is there."""
-    tied = set(tied_names(tensors, there))
+def remove_tied_names(
+    found: Mismatches, tensors: Mapping[str, Any], there: Mapping[str, str]
+) -> Mismatches:
+    """`found` without missing names of tensors that are there under another name."""
+    tied = set(find_tied_names(tensors, there))
     keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
     passed = found.passed_over
     missing = tuple(name for name in passed.missing_keys if name not in tied)
     return replace(found, keys=tuple(keys), passed_over=Loaded(missing, passed.unexpected_keys))
 
 
-def tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """The names that are not `there` of `tensors` that have another name, which is."""
+def find_tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """The names that are not `there` of `tensors` that are there under another name."""
     found = {id(x) for name, x in tensors.items() if name in there and isinstance(x, torch.Tensor)}
     return [name for name, x in tensors.items() if name not in there and id(x) in found]
 
 
-def tensors_of_model(model: nn.Module) -> dict[str, Any]:
-    """What its state dict holds, by name, as the objects that the model has."""
+def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
+    """The entries of the model's state dict, by name, as the model's own objects."""
     state = model.state_dict(keep_vars=True)
-    return {without_wrapper(name): value for name, value in state.items()}
+    return {strip_wrapper_names(name): value for name, value in state.items()}
 
 
 def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) -> None:
-    """Values are taken for whole, so all ranks must bring the same."""
+    """Raise unless all ranks bring the same values, of which each keeps its piece."""
     sums = {
         name: checksum(leaf.value)
         for name, leaf in given.items()
@@ -330,11 +344,11 @@ def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) ->
     ranks.decide(sums, compare_fingerprints)
 
 
-class _Sender:
+class _TensorSender:
     """Sends whole tensors from rank 0, one after the other, over the model's own mesh."""
 
     def __init__(self, model: nn.Module):
-        spread = [x for x in tensors_of_model(model).values() if isinstance(x, DTensor)]
+        spread = [x for x in collect_model_tensors(model).values() if isinstance(x, DTensor)]
         self._wire = spread[0]._spec.wire if spread else None
         here = None if self._wire is None else self._wire.rank
         self._src, size = control_plane().decide(
@@ -348,7 +362,7 @@ class _Sender:
                 fixes=(Fix("rank0_only=False", "with the values on every rank"),),
             )
 
-    def __call__(self, value: torch.Tensor | None, size: _Size) -> torch.Tensor:
+    def __call__(self, value: torch.Tensor | None, size: _TensorInfo) -> torch.Tensor:
         assert size.size is not None
         if self._wire is None:
             assert value is not None
@@ -360,7 +374,7 @@ class _Sender:
 
 
 def _write_leaf(leaf: Leaf, value: Any) -> None:
-    """Into a tensor its piece of `value`, in place; into a dict or list the value."""
+    """Write into a tensor its piece of `value`, in place; into a dict or list the value."""
     if not isinstance(leaf.value, torch.Tensor):
         leaf.value = value
         return
@@ -376,15 +390,15 @@ def _exchange_parameters(
     before: Mapping[str, nn.Parameter],
     now: Mapping[str, nn.Parameter],
 ) -> None:
-    """Have an optimizer that was made of a model's parameters hold those of these names now."""
+    """Replace an optimizer's parameters by those that have the same names in the model now."""
     new = {id(p): now[name] for name, p in before.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
 
-def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:
-    """Memory for what of a model's state dict is on the meta device, or of it for these `names`."""
-    known = tensors_of_model(model)
+def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Allocate the tensors of a model's state dict (or those of `names`) on the meta device."""
+    known = collect_model_tensors(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
     for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
         if held.tensor.is_meta and id(held.tensor) in named:
@@ -395,13 +409,13 @@ def give_memory(model: nn.Module, names: Container[str] | None = None) -> None:
 
 
 class _SpreadTensors:
-    """As `partita.comm.SpreadTensors` asks."""
+    """Implements `comm.torch_state_dicts.SpreadTensors`."""
 
     def is_spread(self, x: Any) -> bool:
         return isinstance(x, DTensor)
 
     def whole(self, x: DTensor) -> torch.Tensor:
-        return _gather_full_value(x)
+        return gather_full_value(x)
 
     def piece_like(self, x: DTensor, whole: torch.Tensor) -> torch.Tensor:
         whole = whole.detach()
@@ -420,8 +434,8 @@ class _SpreadTensors:
         return copied
 
     def give_memory(self, model: nn.Module) -> None:
-        if any(isinstance(x, DTensor) and x.is_meta for x in tensors_of_model(model).values()):
-            give_memory(model)
+        if any(isinstance(x, DTensor) and x.is_meta for x in collect_model_tensors(model).values()):
+            allocate_meta_tensors(model)
 
 
 patch_state_dicts(_SpreadTensors())

@@ -1,8 +1,8 @@
-"""Loading a checkpoint into a state that may live on another mesh, in other layouts.
+"""Loading of a checkpoint into a state that may live on another mesh, in other layouts.
 
-Each rank reads what it holds, in place. What does not fit is found from the metadata, and what is
-damaged by the checksums, before anything is changed, and raised as one error, the same on every
-rank. Where there are no checksums, in checkpoints of torch's own, each chunk is read twice.
+Each rank reads what it holds, in place. Before anything is changed, mismatches are found from the
+metadata and damage by the checksums, and raised as one error, the same on every rank. Checkpoints
+of torch's own have no checksums: there each chunk is read twice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
 from .checksums import NAME, Checksums
-from .fitting import NO_TENSOR, Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import reading, standing
-from .state import OpenedState, opened
+from .folder import find_checkpoint, lock_for_reading
+from .mismatches import (
+    NO_TENSOR,
+    Loaded,
+    Mismatches,
+    agree_on_mismatches,
+    describe_tensor,
+    find_mismatches,
+)
+from .state import OpenedState, open_state
 
 if TYPE_CHECKING:
     from partita.comm.dcp_reading import Metadata
@@ -64,24 +71,24 @@ def load(
     all_ranks = control_plane()
     all_ranks.wait()
     line, home = user_line(), Path(os.path.abspath(path))
-    with reading(home):
-        read = _Load(state, home, strict, weights_only)
-        passed_over = agreed(all_ranks, read.check(), os.fspath(path), line)
+    with lock_for_reading(home):
+        read = _LoadJob(state, home, strict, weights_only)
+        passed_over = agree_on_mismatches(all_ranks, read.check(), os.fspath(path), line)
         all_ranks.decide(read.finish(), lambda brought: brought)
     return passed_over
 
 
-class _Load:
-    """One load, as one rank sees it: all is looked at before anything of the state changes."""
+class _LoadJob:
+    """One rank's part of a load: everything is checked before anything of the state changes."""
 
     def __init__(self, state: Mapping[str, Any], home: Path, strict: bool, weights_only: bool):
         self._state, self._home = state, home
         self._strict, self._weights_only = strict, weights_only
 
-    def check(self) -> Misfits | Exception:
-        """What does not fit, or is not as it was written."""
+    def check(self) -> Mismatches | Exception:
+        """The mismatches, or the error of a damaged checkpoint."""
         try:
-            folder = standing(self._home)
+            folder = find_checkpoint(self._home)
             self._open_folder(folder)
             found = self._find_misfits()
             if not found.wrong:
@@ -100,8 +107,8 @@ class _Load:
             self._reader.read(self._tensors, self._planner)
             for name, value in self._planner.values.items():
                 self._inside.leaves[name].value = value
-            for close in self._inside.closing:
-                close()
+            for load_back in self._inside.load_back:
+                load_back()
         except Exception as error:
             return error
         return None
@@ -118,17 +125,16 @@ class _Load:
             raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
         self._which = f"{zlib.crc32(content):08x}"
 
-    def _find_misfits(self) -> Misfits:
+    def _find_misfits(self) -> Mismatches:
         metadata = self._reader.metadata
-        self._inside = opened(self._state, metadata)
+        self._inside = open_state(self._state, metadata)
         held = {name: leaf.value for name, leaf in self._inside.leaves.items()}
         there = {name: _describe_stored(one) for name, one in metadata.state_dict_metadata.items()}
-        return misfits(held, there, self._strict, self._which)
+        return find_mismatches(held, there, self._strict, self._which)
 
     def _check_chunks(self, folder: Path) -> None:
-        """Raise ValueError where what is to be read is not there, or not what was written.
-
-        The values are read already: they are not in the state yet.
+        """Raise ValueError where a chunk is missing or damaged. Reads the values, but does not put
+        them into the state yet.
         """
         from partita.comm.dcp_reading import LoadPieces
 
@@ -147,7 +153,7 @@ class _Load:
 def _find_destinations(
     state: OpenedState, metadata: Metadata
 ) -> tuple[dict[str, Piece], list[str], list[torch.Tensor]]:
-    """The memory to read tensors into, the names of the values to read, and the memory to empty."""
+    """(The pieces to read tensors into, the names of values to read, the tensors to zero.)"""
     pieces, values, emptied = {}, [], []
     for name, leaf in state.leaves.items():
         if name not in metadata.state_dict_metadata:
@@ -157,7 +163,7 @@ def _find_destinations(
             values.append(name)
         elif not isinstance(x, DTensor) or not x._spec.is_pending:
             pieces[name] = piece_held(x)
-        else:  # of a pending sum the first rank takes the value, and the others hold nothing
+        else:  # of a partial sum the first rank takes the value, and the others zeros
             spec = x._spec
             mesh, at = spec.wire.mesh, spec.wire.at
             with Local(), torch.no_grad():
@@ -173,5 +179,5 @@ def _describe_stored(stored: Any) -> str:
     from partita.comm.dcp_reading import TensorStorageMetadata
 
     if isinstance(stored, TensorStorageMetadata):
-        return described_tensor(stored.size, stored.properties.dtype)
+        return describe_tensor(stored.size, stored.properties.dtype)
     return NO_TENSOR

@@ -1,7 +1,7 @@
-"""Locks of a checkpoint's name: between jobs that save to it, and those that read it.
+"""Locks on a checkpoint's name, between jobs that save to it and those that read it.
 
-A lock is that of the operating system on a file beside the checkpoint: it ends with its process,
-however that ends. The file is removed by the last who lets go of it.
+A lock is the operating system's, on a file beside the checkpoint: it ends with its process, however
+that ends. The last process that releases it removes the file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Lock"]
 
 
 class Lock:
-    """A lock on a name, taken by `acquire` or by `with`, which waits for whoever has it.
+    """A lock on a file. `acquire`, or `with`, waits until no other process has it.
 
     Args:
         path: of the lock's file.
-        shared: with others that share it.
+        shared: a lock that several processes may share.
 
     Attributes:
-        held: whether it is; False too where files cannot be locked, or the folder not be written.
+        held: this process has it; False where files cannot be locked or the folder not be written.
     """
 
     def __init__(self, path: Path, *, shared: bool = False):
@@ -39,7 +39,7 @@ class Lock:
         return self._handle >= 0
 
     def acquire(self) -> None:
-        """Wait until it is ours. Where there are no locks, go on without."""
+        """Wait for the lock. Where files cannot be locked, return without it."""
         while fcntl is not None and not self.held:
             try:
                 handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -54,20 +54,20 @@ class Lock:
                 raise
             if self._is_current(handle):
                 self._handle = handle
-            else:  # who had it has removed its file: others lock a new one
+            else:  # the last owner has removed the file: others lock a new one
                 os.close(handle)
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lock, and remove the file unless others share it."""
         if not self.held:
             return
         handle, self._handle = self._handle, -1
         with suppress(OSError):
-            if self._shared:  # who shares it may remove its file only if nobody else has it
+            if self._shared:  # the file may be removed only if nobody else shares the lock
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._is_current(handle):
                 os.unlink(self._path)
-        # Not by closing alone: a process that was forked meanwhile has the file open too.
+        # Closing is not enough: a process that was forked meanwhile has the file open too.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

@@ -1,10 +1,9 @@
-"""Named optimizer state.
+"""Named optimizer state, which loads into another mesh, order of parameters and process.
 
-How is an optimizer's state saved so that it loads into another mesh, order and process?
+Parameters have the names that a module in the same state gives them, in the form of
+torch.distributed.checkpoint.state_dict, and numbers as in torch.optim where no module does:
 
-By the names of its parameters, which a module in the same state gives, in the form of
-torch.distributed.checkpoint.state_dict: `{"state": {name: {...}}, "param_groups": [{"params":
-[name, ...], "lr": ...}]}`. Without names by number, as torch.optim does.
+    {"state": {name: {...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from partita.tensor.spec import spec_of
 if TYPE_CHECKING:
     from partita.comm.dcp_reading import Metadata
 
-__all__ = ["named_parameters_of", "opened_optimizer", "without_wrapper"]
+__all__ = ["name_parameters", "open_optimizer", "strip_wrapper_names"]
 
 Path = tuple[str | int, ...]
 Names = dict[int, str]
 """For the id of each parameter of an optimizer, its name."""
 
 
-def without_wrapper(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it."""
+def strip_wrapper_names(name: str) -> str:
+    """A parameter's name without the parts that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
-def named_parameters_of(
+def name_parameters(
     optimizer: torch.optim.Optimizer, modules: Sequence[tuple[Path, torch.nn.Module]]
 ) -> Names:
-    """A name for each parameter: as in its module; after the module's path where there are several.
+    """A name for each parameter: that in its module, after the module's path if there are several.
 
-    Where a parameter is in no module: the names that the optimizer was made with
+    Where some parameter is in no module: the names that the optimizer was made with
     (`AdamW(model.named_parameters())`), else the numbers that torch.optim gives.
     """
     found: dict[int, tuple[Path, str]] = {}
-    for path, module in reversed(modules):  # the first module that has it names it
+    for path, module in reversed(modules):  # the first module that has a parameter names it
         for name, p in module.named_parameters():
-            found[id(p)] = (path, without_wrapper(name))
+            found[id(p)] = (path, strip_wrapper_names(name))
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(id(p) in found for p in params):
         given = [n for g in optimizer.param_groups for n in g.get("param_names", ())]
@@ -61,10 +60,10 @@ def named_parameters_of(
     return names
 
 
-def opened_optimizer(
+def open_optimizer(
     optimizer: torch.optim.Optimizer, names: Names, path: Path, stored: Metadata | None
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Its state by name, over its own tensors, and what puts it back after it has been loaded."""
+    """(Its state by name, over its own tensors; a function that loads this into the optimizer.)"""
     raw = optimizer.state_dict()
     params: dict[Any, torch.Tensor] = {}  # by torch's numbers
     for group, packed in zip(optimizer.param_groups, raw["param_groups"], strict=True):
@@ -115,7 +114,7 @@ def _group_of(names: list[str], groups: list[dict[str, Any]], path: Path) -> dic
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[int, dict[str, Any]]) -> None:
-    """torch casts loaded state to the parameter's dtype; what was saved as fp32 must stay so."""
+    """Restore the dtype of loaded state, which torch casts to the parameter's dtype."""
     for p, values in optimizer.state.items():
         for key, value in loaded.get(id(p), {}).items():
             held = values.get(key)
@@ -127,7 +126,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[int, dict[str, An
 
 
 def _stored_by_parameter(stored: Metadata, path: Path) -> dict[Any, dict[Any, Any]]:
-    """For each parameter's name what the checkpoint has below `path`, by key."""
+    """For each parameter's name, the checkpoint's metadata of its state, by key."""
     found: dict[Any, dict[Any, Any]] = {}
     for name, at in (stored.planner_data or {}).items():
         if len(at) == len(path) + 2 and at[: len(path)] == path:
@@ -136,7 +135,7 @@ def _stored_by_parameter(stored: Metadata, path: Path) -> dict[Any, dict[Any, An
 
 
 def _allocate_state(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
-    """Memory for the state `key` of `p`, laid out as its optimizer would have done."""
+    """Memory for the state `key` of `p`, laid out as its optimizer would lay it out."""
     size = getattr(metadata, "size", None)
     if size is None:  # a value and no tensor: it comes whole
         return None
@@ -145,7 +144,7 @@ def _allocate_state(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | 
         return torch.empty(size, dtype=dtype)
     if not isinstance(p, DTensor):
         return torch.empty(size, dtype=dtype, device=p.device)
-    # An element's own history lies where the element is updated; anything else is whole.
+    # State of the parameter's shape lies where each element is updated; other state is whole.
     spec = update_spec(p)
     if size != spec.shape:
         spec = spec_of(Layout(tuple(size)), spec.wire)

@@ -1,8 +1,8 @@
 """Models that save themselves: `save_pretrained` of transformers, diffusers, peft and hub mixins.
 
-These libraries write what lies behind the addresses of a model's tensors, and know no layouts. So
-all ranks call the method, and gather the values tensor by tensor; one rank holds them, in place of
-its pieces, while the library's own method runs there, and the others wait until it has.
+These libraries write the memory of a model's tensors, and know no layouts. So all ranks call the
+method, and the values are gathered tensor by tensor; on one rank they stand in the model in place
+of its pieces while the library's own method runs, and the others wait until it has.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from partita.parallel.parameters import find_parameters_and_buffers
 from partita.tensor import DTensor
 from partita.tensor.parameter import stand_for
 
-from .full_state import WholeCopies, tensors_of_model
+from .full_state import FullCopies, collect_model_tensors
 
 __all__: list[str] = []
 
-_DOORS = {
+_PATCHED_CLASSES = {
     "transformers.modeling_utils": "PreTrainedModel",
     "diffusers.models.modeling_utils": "ModelMixin",
     "peft.peft_model": "PeftModel",
     "huggingface_hub.hub_mixin": "ModelHubMixin",
 }
-"""By module, the class whose `save_pretrained` the models of a library have."""
+"""By module, the class whose `save_pretrained` the models of a library inherit."""
 _NAME = "save_pretrained"
 
 
 def _patch_save_pretrained(kind: type) -> None:
-    """Let `kind.save_pretrained` write a model on a mesh whole, and write it once."""
+    """Patch `kind.save_pretrained` to write whole values of a model on a mesh, on one rank."""
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)
 
@@ -57,7 +57,7 @@ def _argument_of_call(call: inspect.BoundArguments, name: str, default: Any = No
 
 
 def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DTensor]:
-    """What there is to gather, by ids: of the model, or of the state dict that is to be saved."""
+    """The DTensors of the model, or of the state dict that is to be saved, by id."""
     if not isinstance(model, nn.Module):
         return {}
     if state is None:
@@ -67,13 +67,13 @@ def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DT
             for x in [h.tensor for h in kind]
         }
     else:
-        known = tensors_of_model(model)
-        found = {_id_of(name, x, known): x for name, x in state.items()}
+        known = collect_model_tensors(model)
+        found = {_find_tensor_id(name, x, known): x for name, x in state.items()}
     return {key: x for key, x in found.items() if isinstance(x, DTensor)}
 
 
-def _id_of(name: str, x: Any, known: Mapping[str, Any]) -> int:
-    """A state dict has a new object for each name: tied tensors are one by the model's own."""
+def _find_tensor_id(name: str, x: Any, known: Mapping[str, Any]) -> int:
+    """The id of the model's own tensor of that name, which is one for tied names, or of `x`."""
     return id(known.get(name, x))
 
 
@@ -92,7 +92,7 @@ def _save_once(
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
     writes = _is_writer(wire, bool(_argument_of_call(call, "is_main_process", True)))
-    copies = WholeCopies(writes, HOST)
+    copies = FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
     result, failed = None, None
     if writes:
@@ -102,7 +102,7 @@ def _save_once(
                 result = plain(*call.args, **call.kwargs)
         except Exception as error:
             failed = error
-    # Whoever reads the files afterwards, on any rank, finds them.
+    # All ranks wait, so that any of them finds the files afterwards.
     told = wire.exchange(f"has saved a model ({_NAME})", pack(failed))
     if failed is not None:
         raise failed
@@ -124,8 +124,8 @@ def _put_whole_state(
     state = _argument_of_call(call, "state_dict")
     if state is None:
         return
-    known = tensors_of_model(model)
-    new = {name: whole.get(_id_of(name, x, known), x) for name, x in state.items()}
+    known = collect_model_tensors(model)
+    new = {name: whole.get(_find_tensor_id(name, x, known), x) for name, x in state.items()}
     if "state_dict" in call.arguments:
         call.arguments["state_dict"] = new
     else:
@@ -136,7 +136,8 @@ def _put_whole_state(
 
 @contextmanager
 def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within, modules hold the whole values, which are given by the ids of their tensors."""
+    """Within, modules hold the values of `whole`, by the ids of their tensors, in place of
+    these."""
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
         value = whole.get(id(held.tensor))
@@ -158,7 +159,7 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
             table[key] = tensor
 
 
-for _module, _class in _DOORS.items():
+for _module, _class in _PATCHED_CLASSES.items():
     after_import(
         _module,
         lambda module, _class=_class: _patch_save_pretrained(  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Random state: what must a run save to draw the same random numbers after it is resumed?"""
+"""Random state: torch's generators as something that a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RandomState:
 
         state = {"model": model, "optimizer": optimizer, "random": pt.RandomState()}
 
-    DTensors draw from these generators, which all ranks seed alike. Those of Python and numpy are
-    not in it: where a program uses them, ranks often differ.
+    DTensors draw from these generators, which all ranks seed alike. The generators of Python and
+    NumPy are not included: programs often seed them differently on each rank.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Safetensors files: a whole model into one, and one or several into the shards of a model.
 
-The file is eight bytes with the length of a header, the header (JSON: of each name the dtype, the
+A file is eight bytes with the length of a header, the header (JSON: of each name the dtype, the
 shape and the place of its bytes) and the bytes (https://github.com/huggingface/safetensors). It is
 written tensor by tensor, which the safetensors package does not offer, and read with the package.
-What is written here has checksums in its header's metadata: a CRC-32 of each tensor, and one of the
-header, all in hexadecimal digits.
+Files written here have checksums in the header's metadata: a CRC-32 of each tensor, and one of the
+header, in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from torch import nn
 
 from partita.comm import ControlPlane, Piece, control_plane, user_line
 from partita.comm.device import HOST
-from partita.tensor import DTensor
 from partita.tensor.pieces import piece_held
 
-from .checksums import crc_of_file
-from .first_values import initialize_rest
-from .fitting import Loaded, Misfits, agreed, described_tensor, misfits
-from .folder import Replacement, reading
-from .full_state import give_memory, tensors_of_model, without_ties
-from .staging import bytes_of
-from .state import opened, opened_module
+from .checksums import compute_crcs
+from .first_values import initialize_missing
+from .folder import Replacement, lock_for_reading
+from .full_state import (
+    allocate_meta_tensors,
+    collect_model_tensors,
+    gather_full_value,
+    remove_tied_names,
+)
+from .mismatches import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
+from .staging import view_bytes
+from .state import open_module, open_state
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -76,11 +80,11 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
 
     new: list[Replacement] = []  # on rank 0
 
-    def begin_replacement(brought: list[None]) -> list[None]:
+    def start_replacement(brought: list[None]) -> list[None]:
         new.append(Replacement(home))
         return brought
 
-    ranks.decide(ValueError(problem) if problem else None, begin_replacement)
+    ranks.decide(ValueError(problem) if problem else None, start_replacement)
     try:
         # Wide elements first: each tensor then lies at a multiple of its own element's size.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -89,7 +93,7 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         file.write(header)
         crcs = []
         for name in order:
-            content = bytes_of(_copy_full_to_cpu(tensors[name]))
+            content = view_bytes(_copy_full_to_cpu(tensors[name]))
             file.write(content)
             if new:
                 crcs.append(zlib.crc32(content))
@@ -143,7 +147,7 @@ def load_safetensors(
     with contextlib.ExitStack() as held:
         passed_over = _load_files(model, Path(os.path.abspath(path)), strict, held)
     if isinstance(model, nn.Module):
-        initialize_rest(model, init_fn)
+        initialize_missing(model, init_fn)
     return passed_over
 
 
@@ -157,16 +161,18 @@ def _load_files(
     try:
         there = files.open(path, held, ranks)
         objects = (
-            tensors_of_model(model) if isinstance(model, nn.Module) else _tensors_by_name(model)
+            collect_model_tensors(model)
+            if isinstance(model, nn.Module)
+            else _tensors_by_name(model)
         )
-        fits = misfits(objects, there, strict, gives_memory=isinstance(model, nn.Module))
-        found: Misfits | Exception = without_ties(fits, objects, there)
+        fits = find_mismatches(objects, there, strict, gives_memory=isinstance(model, nn.Module))
+        found: Mismatches | Exception = remove_tied_names(fits, objects, there)
     except Exception as error:
         found = error
-    passed_over = agreed(ranks, found, os.fspath(path), line)
+    passed_over = agree_on_mismatches(ranks, found, os.fspath(path), line)
     try:
         if isinstance(model, nn.Module):
-            give_memory(model, there)
+            allocate_meta_tensors(model, there)
         for name, x in _tensors_by_name(model).items():
             if name in there:
                 files.read(name, piece_held(x))
@@ -183,10 +189,10 @@ class _Files:
         self._of: dict[str, Any] = {}
 
     def open(self, path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> dict[str, str]:
-        """What there is: by name, `described_tensor`. The ranks share the checking.
+        """By name, `describe_tensor` of each tensor. The ranks divide the checking of checksums.
 
         Args:
-            held: until it is closed, nobody may replace the files.
+            held: holds the locks that keep the files from being replaced.
 
         Raises:
             OSError: there is nothing; the index names a file that is not there.
@@ -197,7 +203,7 @@ class _Files:
         there = {}
         for one, names in _listed_files(path):
             if os.access(one.parent, os.W_OK):  # else there is no one who could replace it
-                held.enter_context(reading(one))
+                held.enter_context(lock_for_reading(one))
             try:
                 file = safe_open(os.fspath(one), framework="pt")
             except SafetensorError as error:
@@ -213,7 +219,7 @@ class _Files:
         return there
 
     def read(self, name: str, piece: Piece) -> None:
-        """Of the tensor `name` what `piece` holds, into its memory."""
+        """Read the region of `piece` of the tensor `name` into its memory."""
         file = self._of[name]
         with torch.no_grad():
             if not piece.shape:
@@ -224,7 +230,7 @@ class _Files:
 
 
 def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files at `path`, each with the names that are sought in it; None: all that it has."""
+    """The files at `path`, each with the names to read of it; None: all that it has."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         files = sorted(path.glob("*.safetensors"))
@@ -251,9 +257,9 @@ def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 class _File:
-    """A file that writes no more after an error, so that this rank goes on and can tell the others.
+    """A file that notes the first error and writes no more, so that this rank can tell the others.
 
-    On the ranks that do not write, `path` is None.
+    On ranks that do not write, `path` is None.
     """
 
     def __init__(self, path: Path | None):
@@ -275,7 +281,7 @@ class _File:
             self._try_write(lambda: file.write(data))
 
     def close(self) -> None:
-        """Bring it to the disk."""
+        """Flush the file to the disk, and close it."""
         if self._file is not None:
             file = self._file
             self._try_write(file.flush)
@@ -307,7 +313,7 @@ def _make_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
-    """The header with what stands where it was left blank, and is not in its own checksum."""
+    """The header with checksums in the place of its blank; its own is taken with zeros there."""
     blank = b"0" * 8 * (len(crcs) + 1)
     digits = b"".join(b"%08x" % crc for crc in crcs)
     digits += b"%08x" % zlib.crc32(header.replace(blank, digits + b"0" * 8, 1))
@@ -315,7 +321,8 @@ def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
 
 
 def _check_file(path: Path, turn: int, turns: int) -> None:
-    """Compare the file with its checksums, if it has any: the header, and every so many-eth tensor.
+    """Compare a file with its checksums, if it has any: the header, and every `turns`-th tensor
+    from `turn` on.
 
     Raises:
         ValueError: it is damaged.
@@ -326,7 +333,7 @@ def _check_file(path: Path, turn: int, turns: int) -> None:
     names = json.loads(header[8:])
     about = names.pop("__metadata__", {})
     key = next((k for k in about if "partita" in k or "crc32" in k), None)
-    if key is None:  # of others
+    if key is None:  # of another program
         return
     digits = about[key].encode()
     last = len(digits) - 8
@@ -339,7 +346,7 @@ def _check_file(path: Path, turn: int, turns: int) -> None:
         raise ValueError(f"{path} is damaged: the checksum of its header is wrong")
     mine = [one for i, one in enumerate(enumerate(names)) if i % turns == turn]
     spans = [names[name]["data_offsets"] for _, name in mine]
-    found = crc_of_file(path, [(len(header) + at, end - at) for at, end in spans])
+    found = compute_crcs(path, [(len(header) + at, end - at) for at, end in spans])
     for (i, name), crc in zip(mine, found, strict=True):
         if crc is None or b"%08x" % crc != digits[8 * i : 8 * i + 8]:
             raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
@@ -349,7 +356,7 @@ def _describe_stored(there: Any) -> str:
     dtype = _DTYPES.get(there.get_dtype())
     if dtype is None:
         return f"{there.get_dtype()} {tuple(there.get_shape())}"
-    return described_tensor(there.get_shape(), dtype)
+    return describe_tensor(there.get_shape(), dtype)
 
 
 # -- the tensors -----------------------------------------------------------------------------------
@@ -357,8 +364,8 @@ def _describe_stored(there: Any) -> str:
 
 def _tensors_by_name(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, nn.Module):
-        return opened_module(model)[0]
-    return {name: leaf.value for name, leaf in opened(model).leaves.items()}
+        return open_module(model)[0]
+    return {name: leaf.value for name, leaf in open_state(model).leaves.items()}
 
 
 def _find_problem(name: str, x: Any) -> str | None:
@@ -372,8 +379,4 @@ def _find_problem(name: str, x: Any) -> str | None:
 
 
 def _copy_full_to_cpu(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        x = x.detach()
-        if isinstance(x, DTensor):
-            x = x.full_tensor()
-        return x.to(HOST).contiguous()
+    return gather_full_value(x).to(HOST).contiguous()

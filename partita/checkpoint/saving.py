@@ -1,6 +1,7 @@
-"""Saving.
+"""Saving: all ranks write a state to a folder together, while training waits or goes on.
 
-How is a state written to a folder, by all ranks together, while training goes on or not?
+Each rank offers items; rank 0 divides them, so that each is written once, and gives the folder its
+name when all have written theirs. Both steps go through the control plane.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from weakref import WeakKeyDictionary
 from partita.comm import BackgroundResult, Decide, control_plane
 from partita.layout import Fix, LayoutError
 
-from .checksums import NAME, Checksums, crc_of_file
-from .folder import Replacement, begin
-from .staging import Memory, Staged, staged
-from .state import opened
+from .checksums import NAME, Checksums, compute_crcs
+from .folder import Replacement, begin_replacement
+from .staging import Memory, StagedState, stage_state
+from .state import open_state
 
 __all__ = ["async_save", "save"]
 
@@ -49,9 +50,9 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks = control_plane()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
-    _Save(all_ranks.rank, all_ranks.size, _stage_state(state, None), _make_absolute(path)).run(
-        all_ranks.decide
-    )
+    _SaveJob(
+        all_ranks.rank, all_ranks.size, _try_stage_state(state, None), _make_absolute(path)
+    ).run(all_ranks.decide)
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
@@ -67,27 +68,27 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
     """
     all_ranks = control_plane()
     all_ranks.wait()
-    brought = _stage_state(state, _memory.setdefault(all_ranks, {}))
+    brought = _try_stage_state(state, _memory.setdefault(all_ranks, {}))
     return all_ranks.run_in_background(
-        _Save(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run
+        _SaveJob(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run
     )
 
 
 def _make_absolute(path: str | os.PathLike[str]) -> Path:
-    return Path(os.path.abspath(path))  # and not resolved: a link that is replaced is the link
+    return Path(os.path.abspath(path))  # not resolved: a symbolic link is itself replaced
 
 
-def _stage_state(state: Mapping[str, Any], memory: Memory | None) -> Staged | Exception:
+def _try_stage_state(state: Mapping[str, Any], memory: Memory | None) -> StagedState | Exception:
     try:
-        return staged(opened(state), memory)
+        return stage_state(open_state(state), memory)
     except Exception as error:
-        return error  # all ranks will raise it, where they next meet
+        return error  # all ranks will raise it at the next `decide`
 
 
-class _Save:
-    """One save, as one rank sees it."""
+class _SaveJob:
+    """One rank's part of a save."""
 
-    def __init__(self, rank: int, ranks: int, brought: Staged | Exception, home: Path):
+    def __init__(self, rank: int, ranks: int, brought: StagedState | Exception, home: Path):
         self._rank, self._ranks, self._brought, self._home = rank, ranks, brought, home
         self._new: Replacement | None = None  # on rank 0
 
@@ -115,7 +116,7 @@ class _Save:
     def _write_items(self, kept: list[int], folder: Path) -> Any:
         from partita.comm.dcp_writing import Writer, results_to_rows
 
-        assert isinstance(self._brought, Staged)
+        assert isinstance(self._brought, StagedState)
         try:
             rows: list[Any] = []
             if kept:
@@ -134,7 +135,7 @@ class _Save:
     # -- on rank 0, for all ----------------------------------------------------------------------
 
     def _divide_items(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
-        """For each rank, which of the items that it offered it is to write, and where."""
+        """For each rank, the indices of the items that it is to write, and the folder."""
         from partita.comm.dcp_writing import plan_from_rows
 
         homes = sorted({str(home) for _, _, home in brought})
@@ -142,7 +143,7 @@ class _Save:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
         offered = [plan_from_rows(rows, paths) for rows, paths, _ in brought]
         plans, self._metadata = self._planner.create_global_plan(offered)
-        self._new = begin(self._home)
+        self._new = begin_replacement(self._home)
         kept = [{item.index for item in plan.items} for plan in plans]
         return [
             ([i for i, item in enumerate(plan.items) if item.index in its], self._new.written)
@@ -163,11 +164,11 @@ class _Save:
 
 
 def _compute_checksums(folder: Path, rows: list[list[Any]]) -> list[int]:
-    """The checksum of what each row says where it is, read from the one file that this rank has."""
+    """The checksum of each row's chunk, read from the one file that this rank has written."""
     if not rows:
         return []
     (name,) = {name for *_, name, _, _ in rows}
-    found = crc_of_file(folder / name, [(at, size) for *_, at, size in rows])
+    found = compute_crcs(folder / name, [(at, size) for *_, at, size in rows])
     if None in found:
         raise OSError(f"{folder / name} is shorter than what was written to it")
     return found  # type: ignore[return-value]

@@ -1,8 +1,9 @@
-"""Staging: what does this rank write of a state, and what is copied so that training may go on?
+"""Staging: what a rank writes of a state, and the copy of it with which training may go on.
 
-Of equal pieces one is written: ranks know from the layouts alone, without asking each other, whose
-turn it is. Only what a rank writes is copied. Training waits for `staged` and for nothing else:
-what can be done later, of what no program can change any more, is left to `Staged.finish`.
+Of pieces that several ranks hold, one is written: ranks compute from the layouts alone, without
+asking each other, whose turn it is. Only what a rank writes is copied. Training waits for
+`stage_state` and for nothing else: work on values that no program can change any more is left to
+`StagedState.finish`.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from partita.tensor.spec import Spec
 
 from .state import OpenedState, Path
 
-__all__ = ["Memory", "Staged", "bytes_of", "staged"]
+__all__ = ["Memory", "StagedState", "stage_state", "view_bytes"]
 
 Memory = dict[str, torch.Tensor]
-"""Copies by name, kept for the next save: new memory costs five times the copy itself."""
+"""Buffers by name, kept for the next save: new memory costs five times the copy itself."""
 
 
 @dataclass
-class Staged:
+class StagedState:
     """What one rank brings to a save.
 
     Attributes:
-        pieces: by name, the tensors that this rank writes, or offers to where they are plain.
+        pieces: by name, the tensors that this rank writes, or offers to write where they are plain.
         values: by name, everything else, as torch.save writes it.
         paths: by name, the keys on the way to it.
         plain: names of the tensors that every rank has whole.
         texts: by name, a value as text that is equal if the values are.
-        copies: values of Python's own types, copied, which `finish` writes.
-        marks: by name and place, of what several ranks are said to hold alike, what tells whether
-            they do. Taken at once, since those that do not write it keep no copy.
+        copies: values of Python's own types, copied, which `finish` serializes.
+        marks: by name and place, a fingerprint of each piece that several ranks hold. Taken at
+            once, since ranks that do not write the piece keep no copy.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -58,12 +59,12 @@ class Staged:
     marks: dict[str, str] = field(default_factory=dict)
 
     def finish(self) -> None:
-        """Have all values written and told as text, also in another thread."""
+        """Serialize the copied values; may run in another thread."""
         while self.copies:
             self.write(*self.copies.popitem())
 
     def write(self, name: str, value: Any) -> None:
-        """Have this value written and told as text.
+        """Serialize one value, and note its text.
 
         Raises:
             ValueError: it does not pickle.
@@ -74,27 +75,27 @@ class Staged:
             self.texts[name] = text
 
     def fingerprints(self) -> dict[str, str]:
-        """By name, what must be equal on all ranks that have it, since one of them writes it."""
+        """By name, the fingerprints that must be equal on all ranks that have the name."""
         found = {name: _hash_tensor(self.pieces[name].local) for name in self.plain}
         return (found | self.marks) | {
             n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()
         }
 
 
-def staged(state: OpenedState, memory: Memory | None) -> Staged:
+def stage_state(state: OpenedState, memory: Memory | None) -> StagedState:
     """What this rank writes of `state`. Ranks that share tensors on a mesh must call it together.
 
     Pending tensors are reduced first: one collective each, noted in the ledger as explicit.
 
     Args:
-        memory: to copy tensors into, and to keep; None: they are written from where they are.
+        memory: buffers to copy tensors into; None: tensors are written from where they are.
 
     Raises:
         ValueError: a tensor on the meta device; a value that does not pickle.
     """
-    out = Staged()
-    written: dict[Any, list[int]] = {}  # bytes so far, by the place among the holders
-    known: dict[Spec, tuple[Any, int]] = {}  # of a model's many tensors few are spread differently
+    out = StagedState()
+    written: dict[Any, list[int]] = {}  # bytes that each holder of a piece writes so far
+    known: dict[Spec, tuple[Any, int]] = {}  # a model's many tensors have few specs
     for name, leaf in state.leaves.items():
         value = leaf.value
         out.paths[name] = leaf.path
@@ -111,7 +112,7 @@ def staged(state: OpenedState, memory: Memory | None) -> Staged:
             out.plain.append(name)
             continue
         if value._spec.is_pending:
-            value = settled(value)
+            value = reduce_partial(value)
         spec = value._spec
         if spec not in known:
             axes, mine, count = holders(value._spec)
@@ -130,11 +131,11 @@ def staged(state: OpenedState, memory: Memory | None) -> Staged:
 
 
 _SAMPLED = 1 << 18
-"""Elements of a tensor that are compared while training waits for a copy only."""
+"""Elements of a tensor that are compared where training waits only for a copy."""
 
 
 def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
-    """What differs where a value does; `sampled`, of a large one where it does on the whole."""
+    """A checksum of `x`; `sampled`: of a large tensor, of a sample of its elements."""
     with Local(), torch.no_grad():
         local = x.detach()
         if sampled and local.numel() > _SAMPLED:
@@ -142,14 +143,14 @@ def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
         return " ".join(f"{n:x}" for n in checksum(local))
 
 
-def settled(x: DTensor) -> DTensor:
-    """`x` with its pending axes reduced."""
+def reduce_partial(x: DTensor) -> DTensor:
+    """`x` reduced over its partial axes."""
     return x.detach().redistribute(  # type: ignore[attr-defined]
         placements=[Replicate() if p.is_partial() else p for p in x.placements]
     )
 
 
-def _copy_to_buffers(out: Staged, memory: Memory) -> None:
+def _copy_to_buffers(out: StagedState, memory: Memory) -> None:
     kept = {}
     with Local(), torch.no_grad():
         for name, piece in out.pieces.items():
@@ -182,7 +183,7 @@ _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 
 def _is_of_python(value: Any) -> bool:
-    """May it be copied now and pickled later, without running anybody's code?"""
+    """Does `value` consist of Python's own types, whose copies and pickles run no other code?"""
     kind = type(value)
     if kind in _ATOMS:
         return True
@@ -209,15 +210,15 @@ def _canonicalize_value(value: Any) -> str | None:
 
 
 def _hash_tensor(x: torch.Tensor) -> str:
-    # The lock of the interpreter is not held meanwhile: training goes on.
-    return hashlib.sha1(bytes_of(x.detach().to(HOST).contiguous())).hexdigest()
+    # hashlib releases the interpreter lock: training goes on.
+    return hashlib.sha1(view_bytes(x.detach().to(HOST).contiguous())).hexdigest()
 
 
-def bytes_of(x: torch.Tensor) -> memoryview:
+def view_bytes(x: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     size = x.numel() * x.element_size()
     if size == 0:
         return memoryview(b"")
     memory = (ctypes.c_char * size).from_address(x.data_ptr())
-    memory.owner = x  # type: ignore[attr-defined]  # the view keeps the array, and that the tensor
+    memory.owner = x  # type: ignore[attr-defined]  # the view keeps the array alive, and that the tensor
     return memoryview(memory).cast("B")

@@ -1,8 +1,8 @@
-"""What is in a state: which named tensors and values, and where do they go back to?
+"""States: the named tensors and values in nested dicts and lists, and where they go back to.
 
-A state is nested dicts and lists. Anything in it that has `state_dict` and `load_state_dict` (a
-module, an optimizer, a scheduler, a data loader) stands for its state dict. Names and paths are
-those that torch.distributed.checkpoint gives: `{"a": {"b": [x]}}` has x under "a.b.0".
+An object with `state_dict` and `load_state_dict` (a module, an optimizer, a scheduler, a data
+loader) stands for its state dict. Names and paths are those of torch.distributed.checkpoint:
+`{"a": {"b": [x]}}` has x as "a.b.0".
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from partita.tensor import DTensor
 
-from .named_optimizer import named_parameters_of, opened_optimizer, without_wrapper
+from .named_optimizer import name_parameters, open_optimizer, strip_wrapper_names
 
 if TYPE_CHECKING:
     from partita.comm.dcp_reading import Metadata
 
-__all__ = ["Leaf", "OpenedState", "Path", "opened", "opened_module"]
+__all__ = ["Leaf", "OpenedState", "Path", "open_module", "open_state"]
 
 Path = tuple[str | int, ...]
 
@@ -30,9 +30,8 @@ class Leaf:
     """A tensor or value in a state.
 
     Attributes:
-        path: the keys on the way to it, as text, and the places in lists.
-        holder: the dict or list that has it.
-        key: under this key.
+        path: the keys on the way to it, as text, and indices in lists.
+        holder, key: it is `holder[key]`, of a dict or list.
     """
 
     path: Path
@@ -50,26 +49,26 @@ class Leaf:
 
 @dataclass
 class OpenedState:
-    """A state whose objects have been opened.
+    """A state whose objects have been replaced by their state dicts.
 
     Attributes:
         leaves: by name, such as "optimizer.state.0.weight.exp_avg".
-        closing: puts what was loaded into the leaves back into the objects, in order.
+        load_back: functions that load the leaves into the objects, to be called in order.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    closing: list[Callable[[], None]] = field(default_factory=list)
+    load_back: list[Callable[[], None]] = field(default_factory=list)
 
 
-def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedState:
-    """All that is in `state`.
+def open_state(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedState:
+    """The leaves of `state`.
 
     Args:
-        stored: the checkpoint that will be read into it: an optimizer that has not stepped yet
-            gets the tensors that the checkpoint has for it.
+        stored: the metadata of the checkpoint that will be read into it: an optimizer that has not
+            stepped yet gets the tensors that the checkpoint has for it.
 
     Raises:
-        ValueError: two things of one name; a DTensor in a tuple or set; `state` is no dict.
+        ValueError: two leaves have one name; a DTensor in a tuple or set; `state` is no dict.
     """
     if not isinstance(state, Mapping):
         raise ValueError(
@@ -77,19 +76,19 @@ def opened(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedSt
             'write {"model": model, "optimizer": optimizer, "step": step}'
         )
     out = OpenedState()
-    modules = list(_modules(state, ()))
+    modules = list(_find_modules(state, ()))
 
     def open_value(value: Any, path: Path, holder: Any, key: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
-            names = named_parameters_of(value, modules)
-            value, close = opened_optimizer(value, names, path, stored)
-            out.closing.append(close)
+            names = name_parameters(value, modules)
+            value, load_back = open_optimizer(value, names, path, stored)
+            out.load_back.append(load_back)
         elif isinstance(value, torch.nn.Module):
-            value, close = opened_module(value)
-            out.closing.append(close)
+            value, load_back = open_module(value)
+            out.load_back.append(load_back)
         elif _is_stateful(value):
             owner, value = value, value.state_dict()
-            out.closing.append(lambda: owner.load_state_dict(value))
+            out.load_back.append(lambda: owner.load_state_dict(value))
         if isinstance(value, Mapping):
             for k, v in value.items():
                 open_value(v, (*path, str(k)), value, k)
@@ -118,7 +117,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _is_one_value(value: Any) -> bool:
-    """A list is taken apart if it has in it what must be; else it is a value like any other."""
+    """Is a list one value? Not if it holds tensors, dicts or objects with a state dict."""
     if isinstance(value, list):
         return all(_is_one_value(v) for v in value)
     return not (isinstance(value, (torch.Tensor, Mapping)) or _is_stateful(value))
@@ -130,21 +129,21 @@ def _hides_a_dtensor(value: Any) -> bool:
     return False
 
 
-def _modules(value: Any, path: Path) -> Iterator[tuple[Path, torch.nn.Module]]:
+def _find_modules(value: Any, path: Path) -> Iterator[tuple[Path, torch.nn.Module]]:
     if isinstance(value, torch.nn.Module):
         yield path, value
     elif isinstance(value, Mapping):
         for k, v in value.items():
-            yield from _modules(v, (*path, str(k)))
+            yield from _find_modules(v, (*path, str(k)))
     elif isinstance(value, list):
         for i, v in enumerate(value):
-            yield from _modules(v, (*path, i))
+            yield from _find_modules(v, (*path, i))
 
 
-def opened_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Its state dict, under the names that it has without torch.compile."""
+def open_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
+    """(Its state dict, by names without torch.compile's parts; a function that loads this back.)"""
     own = module.state_dict()
-    names = {name: without_wrapper(name) for name in own}
+    names = {name: strip_wrapper_names(name) for name in own}
     held = {names[name]: value for name, value in own.items()}
 
     def load_into_module() -> None:

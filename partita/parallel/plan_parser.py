@@ -76,7 +76,7 @@ class ParsedPlan:
                     if all(fits):
                         boundaries[pattern] = list(each)
         self._read_parameters(places)
-        self._read_doors(boundaries)
+        self._read_boundaries(boundaries)
 
     def raise_problems(self) -> None:
         """Raise LayoutError with all that is wrong, if anything is."""
@@ -169,7 +169,7 @@ class ParsedPlan:
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def _read_doors(self, plan: dict[str, list[Inputs | Outputs]]) -> None:
+    def _read_boundaries(self, plan: dict[str, list[Inputs | Outputs]]) -> None:
         names: dict[nn.Module, list[str]] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(plain_name(name))

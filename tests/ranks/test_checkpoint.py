@@ -365,7 +365,7 @@ def test_a_checkpoint_that_has_just_stepped_aside_is_found_and_put_back(saved):
     pt.load(state, saved, strict=False)
     assert state["step"] == 7
     (saved.parent / f".{saved.name}.saving-dead").mkdir()
-    new = folder.begin(saved)
+    new = folder.begin_replacement(saved)
     assert (saved / ".metadata").is_file()
     new.discard()
     assert [f.name for f in saved.parent.iterdir()] == [saved.name]

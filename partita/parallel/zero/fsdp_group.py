@@ -320,7 +320,7 @@ class FsdpGroup:
         wholes, given = [], []
         for i, t, spec in zip(self._order, plain, self._specs, strict=True):
             whole, p = tagged(t, spec), self._shards[i]
-            # Of which version: remat compares it with that of the next time (remat/reads.py).
+            # Of which version: remat compares it with that of the next time (remat/calls.py).
             own_state(whole).gathered_from = (p, self.versions[i])
             wholes.append(whole)
             given.append(stand_for(whole, p))

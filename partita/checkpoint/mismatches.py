@@ -1,8 +1,6 @@
-"""The fit of a checkpoint.
+"""Mismatches: what of a checkpoint does not fit the state that it is to be loaded into.
 
-What of a checkpoint does not fit the state that it is to be loaded into?
-
-Found before anything is read, and raised as one error, the same on every rank.
+They are found before anything is read, and raised as one error, the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +14,14 @@ import torch
 from partita.comm import ControlPlane, message
 from partita.layout import Fix, LayoutError
 
-__all__ = ["NO_TENSOR", "Loaded", "Misfits", "agreed", "described_tensor", "misfits"]
+__all__ = [
+    "NO_TENSOR",
+    "Loaded",
+    "Mismatches",
+    "agree_on_mismatches",
+    "describe_tensor",
+    "find_mismatches",
+]
 
 NO_TENSOR = "no tensor"
 
@@ -37,15 +42,14 @@ class Loaded:
 
 @message
 @dataclass(frozen=True)
-class Misfits:
-    """What one rank found.
+class Mismatches:
+    """The mismatches that one rank found.
 
     Attributes:
-        values: tensors of another shape or dtype, tensors for values, a line each.
-        keys: names that only one side has, where that is an error, a line each.
-        passed_over: the same names, where it is none.
-        which: tells one checkpoint from another that had its name before.
-        gives_memory: what is on the meta device gets memory before it is loaded.
+        values: tensors of another shape or dtype, tensors in place of values, a line each.
+        keys: names that only one side has, a line each; empty unless that is an error.
+        passed_over: the same names.
+        which: distinguishes a checkpoint from another that had its name before.
     """
 
     values: tuple[str, ...]
@@ -55,36 +59,37 @@ class Misfits:
 
     @property
     def wrong(self) -> bool:
-        """Whether it is an error."""
+        """Are there any that are errors?"""
         return bool(self.values or self.keys)
 
 
-def described_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
+def describe_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
     """`float32 (8, 16)`."""
     return f"{str(dtype).removeprefix('torch.')} {tuple(size)}"
 
 
-def misfits(
+def find_mismatches(
     held: Mapping[str, Any],
     there: Mapping[str, str],
     strict: bool,
     which: str = "",
     gives_memory: bool = False,
-) -> Misfits:
-    """Compare what is held with what is there.
+) -> Mismatches:
+    """Compare a state with a checkpoint.
 
     Args:
         held: by name, the tensors and values of the state.
-        there: by name, `described_tensor` of what the checkpoint has, or NO_TENSOR.
-        which: tells one checkpoint from another that had its name before.
-        gives_memory: what is on the meta device gets memory before it is loaded.
+        there: by name, `describe_tensor` of what the checkpoint has, or NO_TENSOR.
+        strict: names that only one side has are errors.
+        which: distinguishes the checkpoint from another that had its name before.
+        gives_memory: tensors on the meta device will get memory before they are loaded.
     """
     values = []
     for name, value in held.items():
         if name not in there:
             continue
         is_tensor = isinstance(value, torch.Tensor)
-        here = described_tensor(value.shape, value.dtype) if is_tensor else NO_TENSOR
+        here = describe_tensor(value.shape, value.dtype) if is_tensor else NO_TENSOR
         if here != there[name]:
             values.append(f"{name}: {there[name]} in the checkpoint, {here} in the state")
         elif is_tensor and value.is_meta and not gives_memory:
@@ -93,18 +98,20 @@ def misfits(
     extra = tuple(name for name in there if name not in held)
     keys = [f"{name}: in the state, not in the checkpoint" for name in missing]
     keys += [f"{name}: in the checkpoint, not in the state" for name in extra]
-    return Misfits(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
+    return Mismatches(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
 
 
-def agreed(ranks: ControlPlane, found: Misfits | Exception, path: str, line: str) -> Loaded:
-    """What this rank passes over, if all ranks can load.
+def agree_on_mismatches(
+    ranks: ControlPlane, found: Mismatches | Exception, path: str, line: str
+) -> Loaded:
+    """The names that this rank passes over, if all ranks can load.
 
     Raises:
-        LayoutError: what does not fit on any rank; on every rank.
-        ValueError: ranks have read different checkpoints by the name.
+        LayoutError: the mismatches of all ranks; on every rank.
+        ValueError: ranks have read different checkpoints of that name.
     """
 
-    def merge_misfits(brought: list[Misfits]) -> list[Loaded]:
+    def merge_misfits(brought: list[Mismatches]) -> list[Loaded]:
         values = tuple(dict.fromkeys(one for rank in brought for one in rank.values))
         keys = tuple(dict.fromkeys(one for rank in brought for one in rank.keys))
         fixes = []

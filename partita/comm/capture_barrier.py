@@ -84,7 +84,7 @@ def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError 
     if (told := verdict_of_others()) is not None:
         return told
     ranks = dist.get_process_group_ranks(group)
-    with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
+    with contextlib.suppress(Exception):  # the store ends with the rank that holds it
         me, store = dist.get_rank(), group.get_group_store()
         number = _calls.get(group, 0) + 1
         for r in ranks:

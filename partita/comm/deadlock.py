@@ -1,9 +1,13 @@
-"""Deadlocks: ranks that wait for one another for ever are found, through the job's store.
+"""Deadlocks: ranks that wait for one another for ever, found through the job's store.
 
-A rank that waits leaves in the store a post: what it waits for, and what it has begun. Where all
-that it depends on wait too, and for different things, nobody can go on: the first that finds it
-leaves a verdict, which each of them raises. A rank that computes leaves nothing, so nobody is
-called lost that is only slow. Who waits, and when it looks, is in `waiting`.
+A rank that waits writes a post to the store: what it waits for, and which collectives it has begun.
+Where all ranks that it depends on wait too, and for different things, none can go on: the first
+rank that finds this writes a verdict, which each of them raises as an error. A rank that computes
+writes no post, so a rank that is only slow is never taken for lost.
+
+    {"text": "waits in all_reduce over dp ...", "ranks": [0, 1], "group": "2", "number": 7, ...}
+
+Which ranks wait, and when they look, is in `waiting`.
 """
 
 from __future__ import annotations
@@ -49,11 +53,11 @@ __all__ = [
 ]
 
 LOOK = 0.5
-"""Seconds between two looks of a rank at what the others have told."""
+"""Seconds between two looks of a rank at the others' posts."""
 LEAVING = threading.Event()
 """Is this process about to end?"""
 Post = dict[str, Any]
-"""What a rank that waits has told the others, as `make_post` has it."""
+"""What a waiting rank writes to the store, made by `make_post`."""
 _VERDICT = "partita/waits/verdict"
 _ONE_WAY = (
     Fix("the same calls on every rank, in the same order"),
@@ -66,12 +70,12 @@ class Need:
     """What a rank waits for.
 
     Attributes:
-        text: what it does, for the other ranks: "reads a value (item) at train.py:10".
-        ranks: whom it needs, numbers in the job.
-        group: over which it waits, of which each rank counts what it has begun.
-        meets: it comes to compare or to read, where a rank that stays away is an error.
-        count: for a meeting that no group serves, its name and how many there have been.
-        number: of the collective among those of its group, from 1; 0 where that is not known.
+        text: what it does, for errors: "reads a value (item) at train.py:10". ranks: the ranks that
+            it needs, by their numbers in the job. group: the process group that it waits in; ranks
+            count the collectives that they began in it. meets: it compares or reads a value, where
+            a rank that stays away is an error. count: without a group: the name of the meeting, and
+            how many there have been. number: of the collective among those of its group, from 1; 0
+            where that is not known.
     """
 
     text: str
@@ -82,29 +86,29 @@ class Need:
     number: int = 0
 
 
-# -- what ranks tell one another -------------------------------------------------------------------
+# -- posts -------------------------------------------------------------------
 
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
-"""By its name, how many collectives of a group that torch does not list this rank has begun."""
+"""How many collectives this rank has begun, by the name of a group that torch does not list."""
 _NUMBERS: dict[str, int] = {}
-"""By a group's name, how many collectives this rank has begun that it is going to wait for."""
+"""How many collectives this rank has begun and will wait for, by the group's name."""
 _ASKED: dict[str, deque[tuple[int, Request]]] = {}
-"""By a group's name, the collectives that this rank has begun last, by their numbers."""
+"""The last collectives that this rank has begun, as (number, request), by the group's name."""
 _ASKS_KEPT = 32
 _THREADS: set[int] = set()
-"""Those that have begun one. What one waits for is all that a rank does where it is the main one
-alone: another might be about to begin what other ranks wait for."""
+"""The threads that have begun collectives. A post may give its number only where that is the main
+thread alone: another thread might be about to begin what other ranks wait for."""
 _announces_exit = False
 _telling = threading.Lock()
 _told: dict[int, Post] = {}
-"""What threads of this rank wait for, by their numbers; the others see the last."""
+"""The posts of this rank's waiting threads, by id; the last of them stands in the store."""
 
 
 def note_begun(group: str, request: Request) -> int:
-    """This rank has begun a collective of the group of this name: its number, from 1.
+    """Note that this rank has begun a collective in the group of this name; its number, from 1.
 
-    Not torch's number, which counts what a user sends through the group, too.
+    Not torch's sequence number, which counts the user's own collectives, too.
     """
     number = _NUMBERS[group] = _NUMBERS.get(group, 0) + 1
     asked = _ASKED.get(group) or _ASKED.setdefault(group, deque(maxlen=_ASKS_KEPT))
@@ -114,7 +118,7 @@ def note_begun(group: str, request: Request) -> int:
 
 
 def find_store() -> Any:
-    """The job's store, which hears from now on when this rank ends."""
+    """The job's store. From the first call on, this rank writes a post there when it ends."""
     global _announces_exit
     if not _announces_exit:
         _announces_exit = True
@@ -123,9 +127,9 @@ def find_store() -> Any:
 
 
 def _announce_exit() -> None:
-    """Say that this rank has ended."""
+    """Write the post that this rank has ended, which is its last."""
     LEAVING.set()
-    is_last = _telling.acquire(timeout=LOOK)  # of a thread that is about to tell something else
+    is_last = _telling.acquire(timeout=LOOK)  # another thread may be writing a post
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             me = dist.get_rank()
@@ -136,12 +140,12 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """What a rank that waits for `need` tells the others."""
+    """The post of a rank that waits for `need`."""
     return {
         "text": need.text,
         "id": next(_post_numbers),
         "ranks": list(need.ranks),
-        # Of a graph no group: it may be waiting for any.
+        # "" for a graph, which may be waiting in any group.
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
         "number": need.number if {threading.main_thread().ident} == _THREADS else 0,
@@ -150,7 +154,7 @@ def make_post(need: Need) -> Post:
             name: {str(n): str(request.move or request.kind) for n, request in asks}
             for name, asks in _ASKED.items()
         },
-        # Private torch: how many collectives of its groups a rank has begun, by the group's name.
+        # Private torch: the sequence number of each group, by its name.
         "begun": BEGUN
         | dict([need.count])
         | {
@@ -162,17 +166,18 @@ def make_post(need: Need) -> Post:
 
 
 def put_post(store: Any, rank: int, post: Post) -> None:
-    """Tell the others what this rank waits for."""
+    """Write the post of a thread that begins to wait."""
     with _telling:
         _told[post["id"]] = post
         _replace_post(store, rank, post)
 
 
 def withdraw_post(store: Any, rank: int, post: Post) -> None:
-    """Say that this rank does not wait for that any more; but for what another of its threads does.
+    """Withdraw the post of a thread that goes on; the post of another waiting thread takes its
+    place.
 
-    What it has told is replaced and never deleted: whoever has just seen that it is there reads it,
-    and reading what is gone waits for as long as the store does.
+    The key is overwritten, never deleted: a rank that has just seen it would read it, and a read of
+    a missing key blocks for the timeout of the store.
     """
     with _telling:
         _told.pop(post["id"], None)
@@ -180,7 +185,7 @@ def withdraw_post(store: Any, rank: int, post: Post) -> None:
 
 
 def _replace_post(store: Any, rank: int, post: Post | None) -> None:
-    if not LEAVING.is_set():  # that it has ended is the last that a rank says
+    if not LEAVING.is_set():  # that it has ended is a rank's last post
         store.set(_key_of_rank(rank), json.dumps(post))
 
 
@@ -196,8 +201,7 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """What all those wait for on whom this rank depends, directly or not; of one that does not wait
-    None."""
+    """The posts of all ranks that this rank depends on, directly or not; None of one without."""
     found: dict[int, Post | None] = {me: mine}
     ahead = list(mine["ranks"])
     while ahead:
@@ -222,7 +226,8 @@ def has_begun(post: Post | None, mine: Post) -> bool:
 
 
 def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
-    """The fact, where all wait and each for one that has not begun the same; "" otherwise."""
+    """The headline of the deadlock, where each rank waits for one that has not begun the same
+    collective; "" where there is none."""
     if any(post is None for post in posts.values()):
         return ""
     waiting = {r: p for r, p in posts.items() if p is not None and "begun" in p}
@@ -230,13 +235,13 @@ def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
         return "ranks ask for different things"
     known = all(p["number"] for p in waiting.values())
     if not known and not any(p["meets"] for p in waiting.values()):
-        return ""  # nobody is where ranks agree or read: the process groups' own limits hold
+        return ""  # all exchange tensors: the timeouts of the process groups apply
     for post in waiting.values():
         if not post["group"]:
             if not _waits_in_graph(post, posts):
                 return ""  # it computes
         elif all(has_begun(posts[r], post) for r in post["ranks"] if r in posts):
-            return ""  # it has all that it needs, which is on its way
+            return ""  # all ranks have begun what it waits for
     ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
     if ended:
         who = me if me not in ended else "?"
@@ -245,14 +250,15 @@ def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
 
 
 def _asks_otherwise(post: Post, other: Post) -> bool:
-    """Was another collective begun there, in place of the one that is waited for here?"""
+    """Has the rank of `other` begun another collective in place of the one that `post` waits
+    for?"""
     number = str(post["number"] or None)
     ours, theirs = (p["asked"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
 
 
 def agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int) -> LayoutError:
-    """The error that all of these ranks raise, of whichever of them finds it first."""
+    """Write the verdict, unless another rank has; the error of the verdict that stands."""
     lines = [
         f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
         for r, p in sorted(posts.items())
@@ -264,14 +270,14 @@ def agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int
     others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
     store.set(f"{_VERDICT}/{me}", "heard")
     until = time.monotonic() + 4 * LOOK + 1
-    # Whoever holds the store must not end before the others have read what it says.
+    # The rank that holds the store must not end before the others have read the verdict.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
         time.sleep(0.05)
     return _make_deadlock_error(json.loads(said))
 
 
 def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
-    """One line for each thing that ranks wait for, of the first that does."""
+    """The lines without those whose post has the same text as an earlier one; at most eight."""
     seen: dict[str, str] = {}
     for line, (_, post) in zip(lines, sorted(posts.items()), strict=True):
         seen.setdefault("" if post is None else post["text"], line)
@@ -279,7 +285,7 @@ def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
 
 
 def read_verdict(store: Any, me: int) -> LayoutError | None:
-    """What another rank has found of which this one is a part."""
+    """The error of a verdict of another rank that names this one; None without one."""
     if not store.check([_VERDICT]):
         return None
     said = json.loads(store.get(_VERDICT))
@@ -301,7 +307,8 @@ def _make_deadlock_error(said: dict[str, Any]) -> LayoutError:
 
 
 def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
-    """Has this rank begun a collective that one which waits elsewhere has not?"""
+    """Has the rank of `post`, which runs a graph, begun a collective that another waiting rank has
+    not?"""
     others = [p for r in post["ranks"] if (p := posts.get(r)) is not None and p is not post]
     return any(
         count > other["begun"].get(group, count)
@@ -312,7 +319,7 @@ def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
 
 
 def verdict_of_others() -> LayoutError | None:
-    """What other ranks have found, where a collective of this rank failed."""
+    """The verdict of other ranks, after a collective of this rank has failed; None without one."""
     with contextlib.suppress(Exception):
         store, me = find_store(), dist.get_rank()
         for _ in range(3):

@@ -1,9 +1,9 @@
-"""Waits that end: a rank waits for others, tells them what for, and hears if they wait for it.
+"""Waits that end: a rank that waits for others writes what it waits for, and raises in a deadlock.
 
-A rank that has waited for `SLICE` seconds tells the others what it waits for, and looks whether
-all wait for one another (`deadlock`): then each of them raises one error. Whoever waits for a rank
-that computes waits until a deadline where ranks agree or read a value, and where it exchanges
-tensors for as long as the process group does.
+After `SLICE` seconds the rank writes a post to the job's store and looks from then on whether all
+ranks wait for one another (`deadlock`); if so, each raises one error. A wait for a rank that
+computes lasts until a deadline where ranks compare or read a value; where they exchange tensors, it
+lasts as long as the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ __all__ = [
 ]
 
 SLICE = 2.0
-"""Seconds that a rank waits before it tells the others."""
+"""Seconds that a rank waits before it writes a post."""
 STUCK = 4.0
-"""Seconds for which nothing may have changed before ranks are said to wait for ever."""
+"""Seconds without a change of posts after which waiting ranks count as deadlocked."""
 WARN = 20.0
-"""Seconds after which a rank that waits for others to come says so."""
+"""Seconds after which a rank that waits for others warns."""
 _slice = timedelta(seconds=SLICE)
 
 
 class WatchedWork:
-    """A collective that is under way: its wait ends where ranks wait for ever.
+    """A collective under way, whose wait raises in a deadlock.
 
-    Only of a backend whose waits block the processor anyhow.
+    Only for backends whose waits block the processor anyhow.
     """
 
     __slots__ = ("_group", "_number", "_request", "_work")
@@ -89,12 +89,12 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | None = None) -> None:
-    """Go on waiting for `work` of such a backend, whose wait of `SLICE` seconds raised `error`.
+    """Go on waiting for `work`, whose wait of `SLICE` seconds raised `error`.
 
     Raises:
         LayoutError: as `wait_with_others`.
         RankGoneError: a rank has ended.
-        RuntimeError: what else the collective failed of.
+        RuntimeError: the collective failed for another reason.
     """
 
     def is_work_done(seconds: float) -> bool:
@@ -123,15 +123,15 @@ def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | No
 def wait_with_others(
     over: Callable[[float], bool], need: Need, deadline: float | None = None
 ) -> None:
-    """Wait on, as one who has waited for `SLICE` seconds: tell the others, and see what they say.
+    """Go on waiting after `SLICE` seconds: write a post, and look at those of the others.
 
     Args:
-        over: waits for so many seconds and says whether what is needed has come.
-        deadline: seconds that one who needs ranks to come waits for some of which nothing is known.
+        over: waits for so many seconds, and returns whether the wait is over.
+        deadline: seconds to wait, where `need.meets`, for ranks of which nothing is known.
 
     Raises:
         LayoutError: the ranks wait for one another, or the deadline has passed.
-        RankGoneError: so has the time limit of the process groups.
+        RankGoneError: the time limit of the process groups has passed.
     """
     me, store = dist.get_rank(), find_store()
     mine = make_post(need)
@@ -166,7 +166,7 @@ def wait_with_others(
             raise
         raise late from failure
     finally:
-        with contextlib.suppress(Exception):  # whoever has ended may have taken the store along
+        with contextlib.suppress(Exception):  # the store ends with the rank that holds it
             withdraw_post(store, me, mine)
 
 
@@ -175,20 +175,20 @@ def timeout_of_job() -> timedelta:
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
-# -- graphs, whose collectives wait where no Python of ours does -----------------------------------
+# -- graphs, whose collectives are not waited for by Python -----------------------------------
 
 _now: tuple[str, Sequence[int], float, FrameType] | None = None
 _watcher: threading.Thread | None = None
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """From now on this thread runs a graph with collectives among `ranks`.
+    """Note that this thread runs a graph with collectives among `ranks` from now on.
 
-    One that takes longer than `SLICE` is told to the other ranks by a thread that looks once in a
-    second. Whether it waits or computes they find by how many collectives each rank has begun.
+    If it takes longer than `SLICE`, a thread that looks once in a second writes a post. Whether the
+    graph waits or computes, other ranks find by how many collectives each rank has begun.
     """
     global _now, _watcher
-    # Its frame, since that of the graph's own code says nothing to a user.
+    # The caller's frame: the graph's own code means nothing to a user.
     _now = title, ranks, time.monotonic(), sys._getframe(1)
     if _watcher is None or not _watcher.is_alive():
         _watcher = threading.Thread(target=_watch_for_deadlock, name="partita watch", daemon=True)
@@ -223,5 +223,5 @@ def _watch_for_deadlock() -> None:
             if (told := read_verdict(store, me)) is not None:
                 warnings.warn(str(told), RuntimeWarning, stacklevel=1)
                 return
-        except Exception:  # the groups are gone, or whoever holds the store
+        except Exception:  # the groups are gone, or the rank that holds the store
             return

@@ -36,8 +36,8 @@ class DryWire(Wire):
             `bandwidth` (bytes per second).
     """
 
-    moved = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
-    reduced = moved
+    moved_dtypes = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
+    reduced_dtypes = moved_dtypes
     has_peers = False
 
     def __init__(

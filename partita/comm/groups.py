@@ -44,8 +44,8 @@ class GroupWire(Wire):
     that joins them, by its members only, who are all at that move; so no other rank has to know.
     """
 
-    moved = _COMMON
-    reduced = _COMMON
+    moved_dtypes = _COMMON
+    reduced_dtypes = _COMMON
     gathers_in_place = True
 
     device_mesh: DeviceMesh

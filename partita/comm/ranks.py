@@ -35,8 +35,8 @@ def running_wire() -> RankWire | None:
 class RankWire(Wire):
     """The wire of one rank of a `World`."""
 
-    moved = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
-    reduced = frozenset(
+    moved_dtypes = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
+    reduced_dtypes = frozenset(
         (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         + (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     )

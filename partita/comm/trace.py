@@ -80,7 +80,7 @@ class TraceWire(PaddedTransport, Wire):
         self.zeros = False
         self._paddings: dict[Any, torch.Tensor] = {}
         self._instead: dict[int, tuple[Move, tuple[Move, ...]]] = {}
-        self.moved, self.reduced = real.moved, real.reduced
+        self.moved_dtypes, self.reduced_dtypes = real.moved_dtypes, real.reduced_dtypes
         self.device, self.device_mesh = real.device, real.device_mesh
 
     def forget(self) -> None:

@@ -42,9 +42,9 @@ class Transport:
         at: this rank's coordinate.
     """
 
-    moved: frozenset[torch.dtype] = frozenset()
+    moved_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes that the backend moves as they are; others travel as bytes."""
-    reduced: frozenset[torch.dtype] = frozenset()
+    reduced_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes that the backend reduces as they are; others are widened."""
     backend = Backend()
     """How its collectives are done, which passes over graphs ask."""
@@ -97,7 +97,7 @@ class Transport:
     def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
         """Fill `out` with the group's `x`, in group order. Both contiguous."""
         x = without_lazy_bits(x)
-        if x.dtype in self.moved:
+        if x.dtype in self.moved_dtypes:
             self._all_gather(out, x, axes, request)
         else:
             self._all_gather(_view_as_bytes(out), _view_as_bytes(x), axes, request)
@@ -113,7 +113,7 @@ class Transport:
     ) -> None:
         """Send member i its segment of `x`, and get from it what fills its segment of `out`."""
         x = without_lazy_bits(x)
-        if x.dtype in self.moved:
+        if x.dtype in self.moved_dtypes:
             self._all_to_all(out.view(-1), x.view(-1), axes, get, send, request)
         else:
             n = x.element_size()
@@ -126,7 +126,7 @@ class Transport:
     ) -> torch.Tensor:
         """The reduction of the group's `x`, in the memory of `x` where the backend can."""
         x = without_lazy_bits(x)
-        if x.dtype in self.reduced:
+        if x.dtype in self.reduced_dtypes:
             self._all_reduce(x, axes, reduce_op, request)
             return x
         wide = self._widen_for_reduction(x, reduce_op).clone()
@@ -138,7 +138,7 @@ class Transport:
     ) -> None:
         """Fill `out` with this rank's piece of the reduction of the group's `x`."""
         x = without_lazy_bits(x)
-        if x.dtype in self.reduced:
+        if x.dtype in self.reduced_dtypes:
             self._reduce_scatter(out, x, axes, reduce_op, request)
             return
         wide = self._widen_for_reduction(x, reduce_op)

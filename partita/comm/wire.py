@@ -245,7 +245,7 @@ class Wire(Transport):
                     self.check(f"from_first of {tuple(x.shape)} {x.dtype} at {user_line()}")
                 root = members.index(self.mesh.coordinates()[src])
                 flat = out.view(-1)
-                if out.dtype not in self.moved:
+                if out.dtype not in self.moved_dtypes:
                     flat = flat.view(torch.uint8)
                 self._broadcast(flat, axes, root, Request(f"from_first(src={src})", None, ""))
             return out

@@ -217,7 +217,7 @@ def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
     return (
         node.target is ALL_REDUCE
         and node.args[1] == "sum"
-        and value.dtype in wire.reduced
+        and value.dtype in wire.reduced_dtypes
         and wire.backend.way_of_sum(value, wire.mesh_size(axes)) == "own"
         and all(user.target is WAIT for user in node.users)
     )

@@ -90,17 +90,19 @@ class _SavedView:
             return _restore_tensor_class(self.flat.make_view(*self.place), self.spec)
 
 
-_VIEWS = tuple(
+_VIEW_NODES = tuple(
     f"{name}Backward"
     for name in "Alias T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze".split()
 )
+"""Autograd nodes of views that keep the dtype, as kernels make them of a weight. By name, since a
+node does not tell its operator."""
 
 
 def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
     """The number of the gathered parameter that `t` is a cast of, or a view of a cast; None where
     it is neither. Autocast makes such."""
     node: Any = t.grad_fn
-    while node is not None and node.name().startswith(_VIEWS):
+    while node is not None and node.name().startswith(_VIEW_NODES):
         node = node.next_functions[0][0]
     if node is None or not node.name().startswith("ToCopyBackward"):
         return None

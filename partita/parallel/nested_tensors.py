@@ -23,10 +23,13 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return type(value)((k, map_tensors(change, v)) for k, v in value.items())
+        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
+        for k, v in value.items():
+            new[k] = map_tensors(change, v)
+        return new
     if isinstance(value, (tuple, list)):
-        new = [map_tensors(change, v) for v in value]
-        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+        each = [map_tensors(change, v) for v in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if f.init]
         new_values = {n: map_tensors(change, getattr(value, n)) for n in names}

@@ -6,6 +6,7 @@ and every parameter agree after each step, and nothing stays gathered.
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import weakref
@@ -949,6 +950,34 @@ def test_a_buffer_that_modules_share_stays_one(put, way):
         second(first(pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])))
         assert first.count is second.count is second.again
         assert first.count.full_tensor().tolist() == [2.0] * 4
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+class GivesDefaults(nn.Module):
+    """Takes and gives dictionaries that are not made of their items alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given):
+        assert given["missing"] == []
+        found = collections.defaultdict(list)
+        found["y"] = self.linear(given["x"])
+        return found
+
+
+def test_dictionaries_with_defaults_are_cast_at_the_border_of_a_module():
+    def run(mesh):
+        precision = pt.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
+        model = pt.zero(GivesDefaults(), mesh, stage=3, precision=precision)
+        given = collections.defaultdict(list)
+        given["x"] = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
+        found = model(given)
+        assert type(found) is collections.defaultdict and found["more"] == []
+        assert found["y"].dtype == torch.float32
 
     with pt.ranks(dp=2) as world:
         world.run(run)

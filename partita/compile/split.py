@@ -119,10 +119,10 @@ def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
 def _is_cheap(node: fx.Node) -> bool:
     if node.target is _CAST:
         return _from_input(node)
-    return _shows_all(node)
+    return _is_whole_view(node)
 
 
-def _shows_all(node: fx.Node) -> bool:
+def _is_whole_view(node: fx.Node) -> bool:
     """Is it a view of a whole tensor? (Of a part, saving the part keeps less memory.)"""
     if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is WAIT:
         return False
@@ -132,7 +132,7 @@ def _shows_all(node: fx.Node) -> bool:
 
 
 def _from_input(node: fx.Node) -> bool:
-    while node.target is _CAST or _shows_all(node):
+    while node.target is _CAST or _is_whole_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 

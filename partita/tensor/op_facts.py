@@ -45,9 +45,11 @@ class OpFacts:
         fills: it draws, and what it draws is all that its first operand holds afterwards.
         checks: it gives nothing, and raises where what it is given is not as it must be.
         shows_unsaid: its results show memory of its one operand, and its schema does not say so.
-        shows_all: it gives its operand under another name.
+        is_alias: it gives its operand under another name, and is a view of all of it.
         lifts: it makes a tensor of what Python holds.
-        by_strides: it speaks of memory, and not of what its operand shows of it.
+        by_storage: it depends on the whole storage of an operand, and not only on the elements that
+            the operand shows of it.
+        changes_metadata: it changes the shape, the strides or the storage of an operand in place.
         workspace: what its kernel on a CPU takes while it runs: "casts", its operands in the dtype
             in which it computes; "measured", what can only be found by running it; "", nothing.
         stands_alone: no compiler makes one kernel of it and of its neighbours.
@@ -63,9 +65,10 @@ class OpFacts:
     fills: bool = False
     checks: bool = False
     shows_unsaid: bool = False
-    shows_all: bool = False
+    is_alias: bool = False
     lifts: bool = False
-    by_strides: bool = False
+    by_storage: bool = False
+    changes_metadata: bool = False
     workspace: str = ""
     stands_alone: bool = False
 
@@ -101,9 +104,10 @@ def facts_of(target: Any) -> OpFacts:
         fills=target._opname in _FILLS,
         checks=not schema.returns and not writes and is_torchs,
         shows_unsaid=shows_unsaid,
-        shows_all=is_torchs and full_name in ("detach.default", "alias.default"),
+        is_alias=is_torchs and full_name in ("detach.default", "alias.default"),
         lifts=name in ("lift", "lift_fresh"),
-        by_strides=name in ("as_strided", "as_strided_scatter"),
+        by_storage=is_torchs and name in _BY_STORAGE,
+        changes_metadata=torch.Tag.inplace_view in target.tags or full_name in _RESIZES_UNSAID,
         workspace=_find_workspace(target),
         stands_alone=not is_torchs or target._opname in _STAND_ALONE,
     )
@@ -139,6 +143,9 @@ _COPYING = frozenset(
 _FILLS = frozenset(
     "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
 )
+_BY_STORAGE = frozenset("as_strided as_strided_ as_strided_scatter set_ resize_".split())
+_RESIZES_UNSAID = frozenset(("resize_as_sparse_.default", "set_data.default"))
+"""They change metadata in place, though they have not the tag that says so."""
 _STAND_ALONE = frozenset(
     """embedding_dense_backward sort topk cumsum scatter scatter_add index_put gather
     native_dropout max_pool2d_with_indices unique nonzero""".split()

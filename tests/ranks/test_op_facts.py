@@ -25,6 +25,10 @@ def _memory(t):
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None
 
 
+def _metadata(t):
+    return tuple(t.shape), t.stride(), t.storage_offset(), _memory(t)
+
+
 def _bits(t):
     flat = t.resolve_conj().resolve_neg().reshape(-1)
     return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)  # a clone may keep a stride of 0
@@ -42,7 +46,7 @@ class _Checking(TorchDispatchMode):
         given = _tensors((args, kwargs))
         if any(t.layout is not torch.strided for t in given):
             return func(*args, **kwargs)
-        before = [_bits(t) for t in given]
+        before, laid = [_bits(t) for t in given], [*map(_metadata, given)]
         state = torch.random.get_rng_state()
         out = func(*args, **kwargs)
         made = _tensors(out)
@@ -52,6 +56,8 @@ class _Checking(TorchDispatchMode):
         facts, had = facts_of(func), {_memory(t) for t in given} - {None}
         for told in self._told(func, facts, args, kwargs, given, before, made, had):
             self.wrong.add((str(func), told))
+        if not facts.changes_metadata and laid != [*map(_metadata, given)]:
+            self.wrong.add((str(func), "changes metadata"))
         if not torch.equal(state, torch.random.get_rng_state()) and not facts.draws:
             self.wrong.add((str(func), "draws"))
         return out
@@ -144,4 +150,10 @@ def test_what_no_schema_says_is_in_the_table():
     assert facts_of(_aten._to_copy.default).casts and not facts_of(_aten._to_copy.default).moves
     assert facts_of(_aten.mm.default).makes_new and not facts_of(_aten.mm.default).moves
     assert facts_of(_aten._linalg_check_errors.default).checks
+    assert facts_of(_aten.squeeze_.dim).changes_metadata
+    assert facts_of(_aten.resize_.default).changes_metadata
+    assert not facts_of(_aten.add_.Tensor).changes_metadata
+    assert facts_of(_aten.set_.default).by_storage
+    assert facts_of(_aten.as_strided.default).by_storage
+    assert facts_of(_aten.detach.default).is_alias
     assert facts_of(print) == facts_of(len)

@@ -34,6 +34,7 @@ from ..node_metadata import NOTE, Note, Recorder, note_of
 from .block_follower import BlockFollower, stand_in
 from .block_tape import BlockTape, NotABlock, VaryingFloatRead
 from .differentiate import differentiate
+from .functional_memory import lie_alike
 from .symbolic import is_symbolic
 from .traced_tensors import node_of
 
@@ -200,7 +201,7 @@ class _Copying:
             for node in nodes:
                 if node in copy.of:
                     continue
-                if _shows_all(node):
+                if _is_alias(node):
                     shown: Any = node.args[0]
                     copy.of[node] = copy.of.get(shown, shown)
                     continue
@@ -225,14 +226,13 @@ class _Copying:
         )
 
 
-def _shows_all(node: fx.Node) -> bool:
-    """Is it an alias of its operand, of the same shape and strides?"""
-    if node.target is torch.ops.aten.detach.default:
+def _is_alias(node: fx.Node) -> bool:
+    """Does it give its operand as it is: an alias, or a view of the same shape and strides?"""
+    if facts_of(node.target).is_alias:
         return True
     if node.target is not torch.ops.aten.view.default:
         return False
-    made, shown = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-    return bool(made.shape == shown.shape and made.stride() == shown.stride())
+    return lie_alike(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
 
 
 # -- tracing ---------------------------------------------------------------------------------------

@@ -17,12 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from partita.comm.graph_collectives import WAIT
+from partita.tensor.op_facts import facts_of
 
 __all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
-
-_aten = torch.ops.aten
-_BY_MEMORY = ("as_strided", "as_strided_", "as_strided_scatter", "set_", "resize_")
-"""Ops that depend on the whole storage of an operand: not decided by the key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +47,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     mode = _mode_of((args, kwargs, like))
     if mode is None:
         return _call_and_describe(target, args, kwargs, None)
-    name = getattr(target, "_opname", None)
-    key = None if name in _BY_MEMORY else key_of(target, args, kwargs)
+    # The key has the shapes and strides of operands, and not their storages.
+    key = None if facts_of(target).by_storage else key_of(target, args, kwargs)
     if key is None:
         return _call_and_describe(target, args, kwargs, mode)
     known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)

@@ -44,8 +44,7 @@ def is_write(target: Any) -> bool:
 
 def is_plain_write(target: Any) -> bool:
     """Does an op that writes change values only, and no shape, stride or storage?"""
-    shows = torch.Tag.inplace_view in target.tags or target._opname in ("set_", "resize_")
-    return target.namespace == "aten" and not shows
+    return target.namespace == "aten" and not facts_of(target).changes_metadata
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -193,7 +192,7 @@ def view_of(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
-    if facts_of(node.target).by_strides:
+    if facts_of(node.target).by_storage:
         return None
     (source, *others) = node.all_input_nodes or (None,)
     alias = schema.returns[0].alias_info

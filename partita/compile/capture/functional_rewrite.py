@@ -146,7 +146,7 @@ class _Rewrite:
             if isinstance(whole, (list, tuple)):
                 self.of[node] = whole[node.args[1]]  # type: ignore[index]
                 return
-        elif facts_of(target).shows_all:
+        elif facts_of(target).is_alias:
             self.of[node] = self.current_value(node.args[0])  # type: ignore[arg-type]
             return
         elif getattr(target, "_opname", "").startswith("_foreach_"):
@@ -213,7 +213,7 @@ class _Rewrite:
         if old is not None and self.other_strides.isdisjoint(new.all_input_nodes):
             new.meta["val"] = old.meta.get("val")
             return new
-        if facts_of(target).by_strides:
+        if facts_of(target).by_storage:
             raise UnsureOfWrites
         given = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         try:

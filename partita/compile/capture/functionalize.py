@@ -76,7 +76,7 @@ def functionalize_graph(
 def _remove_redundant_nodes(graph: fx.Graph) -> None:
     """Drop aliases, copies into new memory, and a profiler's marks; then what nobody uses."""
     for node in list(graph.nodes):
-        if facts_of(node.target).shows_all:
+        if facts_of(node.target).is_alias:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is _aten.copy.default:

@@ -28,7 +28,6 @@ from .traced_tensors import known_node_of, node_of_number, set_node_of, tensors_
 
 __all__ = ["RepeatedCalls", "is_over_lists"]
 
-_aten = torch.ops.aten
 _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -170,14 +169,14 @@ def _makes_one(func: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _writes_one(func: Any) -> bool:
     """Does an op write its first operand alone, and return it?"""
-    writes = facts_of(func).writes
+    facts = facts_of(func)
+    writes = facts.writes
     return (
         _is_plain(func)
         and len(writes) == 1
         and writes[0].place == 0
         and not writes[0].is_list
-        and torch.Tag.inplace_view not in func.tags
-        and not func._opname.startswith(("resize", "set_"))
+        and not facts.changes_metadata
     )
 
 

@@ -156,7 +156,7 @@ def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
     if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
         raise _make_view_error(calls[0])
     for call in calls:
-        if facts_of(call.target).shows_all:
+        if facts_of(call.target).is_alias:
             continue
         if call.all_input_nodes != [_find_viewed_operand(call)]:
             raise _make_view_error(call)

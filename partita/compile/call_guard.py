@@ -23,7 +23,7 @@ from .captured_program import CapturedProgram
 from .conditions import Condition, Conditions
 from .guards.content_keys import argument_key
 from .guards.modes import modes
-from .guards.tensor_kinds import kind_of_tensor
+from .guards.signature import kind_of_tensor
 from .guards.tensors import TensorGuard
 
 __all__ = ["CallGuard"]

@@ -28,9 +28,9 @@ from partita.tensor.tensor_state import state_of
 
 from ..errors import CaptureError, not_captured
 from ..guards import ReadRecord, Write
+from ..guards.attributes_and_hooks import attributes_of, hooks_of
 from ..guards.codes import line_of_write
 from ..guards.expected import MISSING, brief
-from ..guards.marks import attributes_of, hooks_of
 from ..guards.places import entry
 from ..program import Input
 from .differentiate import asks_gradient, has_history

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from partita.tensor import tensor_state
 
 from ..arguments import flatten_call
-from ..guards.marks import marks_of
+from ..guards.attributes_and_hooks import marks_of
 from ..guards.places import Place
 from .state_slots import Slot
 

@@ -29,7 +29,7 @@ from partita.layout import Fix
 from ..capture.capture_context import profiled_by
 from ..errors import CaptureError, not_captured, of_anomalies
 from .codes import is_of_users, is_recorded
-from .outside import is_of_world, is_pythons, user_of
+from .external_state import is_of_world, is_pythons, user_of
 from .settings import (
     finds_object,
     is_called_as_setting,

@@ -10,6 +10,7 @@ import dataclasses
 import struct
 from typing import Any
 
+from .c_objects import content_of, is_held_in_c
 from .expected import (
     BY_EQUALITY,
     METHODS,
@@ -19,7 +20,6 @@ from .expected import (
     is_container,
     items_of,
 )
-from .in_c import content_of, is_held_in_c
 
 __all__ = ["ByIdentity", "argument_key", "content_key", "text_of"]
 

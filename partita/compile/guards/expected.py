@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .in_c import content_of, dict_under, is_held_in_c
+from .c_objects import content_of, dict_under, is_held_in_c
 
 __all__ = [
     "BY_EQUALITY",

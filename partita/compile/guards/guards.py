@@ -16,9 +16,9 @@ from operator import is_
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+from .attributes_and_hooks import Marks, is_mark
 from .expected import MISSING, AnyTensor, Contents, Expected, Identity, Many, OnlyType, as_expected
 from .instrument import own_attributes
-from .marks import Marks, is_mark
 from .places import Place, item
 
 __all__ = ["Guards"]

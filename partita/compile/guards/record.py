@@ -25,7 +25,6 @@ from ..errors import CaptureError
 from . import places
 from .calls import Calls, unguarded
 from .codes import is_recorded
-from .containers import has_tensor_keys
 from .expected import MISSING
 from .functions import Functions
 from .guards import Guards
@@ -44,7 +43,7 @@ from .objects import (
     slots_of,
 )
 from .places import Place
-from .reached_objects import reach_by_kind
+from .reached_objects import has_tensor_keys, reach_by_kind
 from .writes import Snapshots
 
 __all__ = ["ReadRecord"]

@@ -11,14 +11,17 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from ..arguments import flatten_call
-from .content_keys import argument_key
+from .attributes_and_hooks import OF_TENSORS, attributes_of, hooks_of
+from .content_keys import argument_key, content_key
 from .modes import modes
-from .tensor_kinds import kind_of_tensor
 
 if TYPE_CHECKING:
     from ..capture.state import State
 
-__all__ = ["signature_of"]
+__all__ = ["kind_of_tensor", "signature_of"]
+
+_base: Any = torch._C.TensorBase
+_dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 
 
 def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
@@ -52,3 +55,25 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
             for i, t in enumerate(tensors)
             if isinstance(t, torch.Tensor) and t.layout == torch.strided
         ]
+
+
+def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a graph is made for, of a tensor, beside its strides."""
+    with Local():
+        return _key_of_tensor(t)
+
+
+def _key_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    attributes = t.__dict__
+    spec = attributes.get("_spec")
+    own: tuple[Any, ...] = ()
+    if attributes and not OF_TENSORS.issuperset(attributes):
+        own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
+    trained = _requires_grad(t)
+    hooks = hooks_of(t) if trained else ()
+    shown = t.is_conj(), t.is_neg()
+    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
+
+
+def _attribute_key(value: Any) -> Any:
+    return torch.Tensor if isinstance(value, torch.Tensor) else content_key(value)

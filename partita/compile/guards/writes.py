@@ -16,8 +16,8 @@ import torch
 
 from ..arguments import is_taken_apart
 from . import places
+from .c_objects import content_of, copier
 from .expected import MISSING, is_container, items_of, same_bits
-from .in_c import content_of, copier
 from .objects import dict_of, slots_of
 from .places import Place
 

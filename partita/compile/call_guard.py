@@ -22,7 +22,7 @@ from .capture.state_slots import Slot
 from .captured_program import CapturedProgram
 from .conditions import Condition, Conditions
 from .guards.content_keys import argument_key
-from .guards.modes import modes
+from .guards.modes import active_modes
 from .guards.signature import kind_of_tensor
 from .guards.tensors import TensorGuard
 
@@ -77,7 +77,7 @@ class CallGuard:
                 return
         self._tensors = TensorGuard(slots, self._held)
         self._arguments = [_kind_of(a) for a in arguments]
-        self._modes = modes()
+        self._modes = active_modes()
         self._modules = [vars(m) for m, _ in state.parts]
         self._training = [held.get("training") for held in self._modules]
         self._state = state
@@ -114,7 +114,7 @@ class CallGuard:
             arguments, structure = flatten_call((args, kwargs))
             if structure != self._structure:
                 return None
-        if modes() != self._modes:
+        if active_modes() != self._modes:
             return None
         try:
             if not self._as_before():

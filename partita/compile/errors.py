@@ -19,7 +19,7 @@ class Holding(Protocol):
     def hold(self) -> bool:
         """Is everything as it was?"""
 
-    def as_now(self) -> Holding:
+    def as_of_now(self) -> Holding:
         """The same guards with the values of now."""
 
 
@@ -55,7 +55,7 @@ class RefusedCall:
     def note_run(self) -> None:
         """The step has run eagerly."""
         if self._guards is not None and not self._guards.hold():
-            self._guards = self._guards.as_now()
+            self._guards = self._guards.as_of_now()
 
 
 _MOST_TRIES = 16  # captures of one kind of call, for other values of Python

@@ -40,7 +40,7 @@ from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
 from .capture.state_search import state_of
 from .captured_program import CapturedProgram
 from .errors import CaptureError, RefusedCall
-from .guards import History, described, signature_of
+from .guards import History, describe_call, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
 from .last_program import LastProgram
@@ -384,7 +384,7 @@ class CompiledStep(LastProgram):
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1
         key = signature_of(state, tensors, (args, kwargs)), self._made
-        what = described(state, tensors, names, (args, kwargs))
+        what = describe_call(state, tensors, names, (args, kwargs))
         self._history.note_capture(why or reason, key, what, program.guards, self.keep)
         while len(self._programs) >= self.keep:
             self._history.note_drop(self._programs.popitem(last=False)[0])
@@ -443,7 +443,7 @@ class CompiledStep(LastProgram):
         tensors = tensors_of_call(slots, args, kwargs)
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
-        why = why or self._history.reason(described(state, tensors, names, (args, kwargs)))
+        why = why or self._history.reason(describe_call(state, tensors, names, (args, kwargs)))
         for wire in wires:
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")

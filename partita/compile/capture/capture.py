@@ -134,7 +134,7 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
     try:
         return run.program()
     finally:
-        run.record.put_back()
+        run.record.restore_floats()
         run.numbers.env.stop_asking()
         for wire in run.wires.values():
             wire.forget()

@@ -27,7 +27,7 @@ from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gra
 from ..errors import not_captured
 from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..guards import Guards, ReadRecord, Write
-from ..guards.instrument import exclusive
+from ..guards.instrument import exclusive_access
 from ..node_metadata import Recorder
 from ..program import Input
 from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
@@ -207,7 +207,7 @@ class CaptureRun:
             stack.enter_context(calls.intercepting(mode.tracer))
             self.record.before_backward = calls.check_results
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(exclusive(self._find_tensor_holders()))
+            stack.enter_context(exclusive_access(self._find_tensor_holders()))
             stack.enter_context(self.attributes.restored())
             self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
             stack.enter_context(
@@ -218,8 +218,8 @@ class CaptureRun:
             stack.enter_context(self._undo_writes_on_error())
             stack.enter_context(HERE.breaking_off())  # hooks hear of no NotABlock
             for optimizer in self.state.optimizers.values():
-                self.record.watch(optimizer.param_groups, "param_groups")
-            self.record.watch((args, kwargs), "argument")
+                self.record.watch_new(optimizer.param_groups, "param_groups")
+            self.record.watch_new((args, kwargs), "argument")
             functions = StepFunctionMode(self.inputs, self.tensor_facts)
             try:
                 with functions, self.record.recording(self.step, self._list_plain_arguments()):
@@ -316,7 +316,7 @@ class CaptureRun:
         try:
             yield
         except BaseException:
-            for write in [*self.record.snapshots.writes()]:
+            for write in [*self.record.snapshots.find_writes()]:
                 write.undo()
             raise
         for write in self._tensor_writes:
@@ -335,7 +335,7 @@ class CaptureRun:
         def is_number_input(home: Any, key: Any) -> bool:
             return (id(home), key) in number_places
 
-        return self.record.guards(
+        return self.record.make_guards(
             is_number_input, self._slot_identities, self.state.guarded_places()
         )
 
@@ -356,7 +356,7 @@ class CaptureRun:
             *(slot for slot, _ in self._number_slots),
         ]
         slots = {slot.identity for slot in seen}
-        for write in self.record.snapshots.writes():
+        for write in self.record.snapshots.find_writes():
             if write.identity in slots:
                 continue
             if is_filled(write.after):
@@ -367,7 +367,7 @@ class CaptureRun:
                         raise self.attributes.make_left_error(write.home, write.name, write.after)
             elif holds_made(write.after, self.inputs.identities):
                 raise make_left_error(write.name)
-            elif not write.again or self._is_argument(write):
+            elif not write.is_repeatable or self._is_argument(write):
                 raise self.make_unrepeated_write_error(write)
             else:
                 self.writes.append(write)

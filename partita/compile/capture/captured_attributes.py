@@ -28,10 +28,10 @@ from partita.tensor.tensor_state import state_of
 
 from ..errors import CaptureError, not_captured
 from ..guards import ReadRecord, Write
-from ..guards.attributes_and_hooks import attributes_of, hooks_of
+from ..guards.attributes_and_hooks import user_attributes_of, user_hooks_of
 from ..guards.codes import line_of_write
 from ..guards.expected import MISSING, brief
-from ..guards.places import entry
+from ..guards.places import place_of_entry
 from ..program import Input
 from .differentiate import asks_gradient, has_history
 from .state import State
@@ -146,8 +146,8 @@ class InputAttributes:
     def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
         """Give `fake`, which stands for an input, the input's attributes."""
         held = given.tensor.__dict__
-        for name in attributes_of(given.tensor):
-            self._record.read_at(entry(f"{given.name}.{name}", held, name), held[name])
+        for name in user_attributes_of(given.tensor):
+            self._record.read_place(place_of_entry(f"{given.name}.{name}", held, name), held[name])
             fake.__dict__[name] = stand_in(held[name])
         before = {name: fake.__dict__[name] for name in attributes_given_to(fake)}
         self._before.append((given, fake, before))
@@ -282,7 +282,7 @@ _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 
 def attributes_given_to(fake: torch.Tensor) -> list[str]:
     """The names of attributes set on a tensor, without what a fake caches, as of `.item()`."""
-    return [name for name in attributes_of(fake) if not name.endswith(_MEMO)]
+    return [name for name in user_attributes_of(fake) if not name.endswith(_MEMO)]
 
 
 def left_gradient(made: torch.Tensor) -> torch.Tensor | None:
@@ -304,7 +304,7 @@ def check_no_marks(made: torch.Tensor) -> None:
     """Raise CaptureError if the step sets a hook or an attribute on a tensor that it makes."""
     given = [name for name in attributes_given_to(made) if name not in _OF_FAKES]
     marks = [f"the attribute {name}" for name in given]
-    if asks_gradient(made) and hooks_of(made):
+    if asks_gradient(made) and user_hooks_of(made):
         marks.append("a hook")
     if marks:
         raise not_captured(

@@ -23,7 +23,7 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 
 from ..errors import not_captured
-from ..guards.codes import is_of_users
+from ..guards.codes import is_user_module
 from ..program import Input
 from .fakes import device_at_capture, fake_mode, hang_hooks, local_of
 from .state import names_of_call, tensors_of_call
@@ -187,7 +187,7 @@ class GraphInputs:
 def _check_class(t: torch.Tensor, name: str) -> None:
     """Raise CaptureError if `t` is of a class of the user's, which a fake cannot be."""
     kind = type(t)
-    if is_of_users(kind.__module__) and not isinstance(t, torch.nn.Parameter):
+    if is_user_module(kind.__module__) and not isinstance(t, torch.nn.Parameter):
         raise not_captured(
             f"the step takes {name}, which is of a class of its own ({kind.__name__})",
             "what stands for a tensor in a graph has not its methods, nor its __torch_function__",

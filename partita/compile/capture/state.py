@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from partita.tensor import tensor_state
 
 from ..arguments import flatten_call
-from ..guards.attributes_and_hooks import marks_of
+from ..guards.attributes_and_hooks import places_of_attributes_and_hooks
 from ..guards.places import Place
 from .state_slots import Slot
 
@@ -150,7 +150,7 @@ class State:
                     t, _ = rest  # a gathered tensor is another object in each step
                 if id(t) not in seen:
                     seen.add(id(t))
-                    yield from marks_of(slot.name, t)
+                    yield from places_of_attributes_and_hooks(slot.name, t)
 
 
 class ReachedMore(Exception):

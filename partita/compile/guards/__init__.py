@@ -16,9 +16,9 @@ In reading order:
 """
 
 from .guards import Guards
-from .reasons import History, described
+from .reasons import History, describe_call
 from .record import ReadRecord
 from .signature import signature_of
 from .writes import Write
 
-__all__ = ["Guards", "History", "ReadRecord", "Write", "described", "signature_of"]
+__all__ = ["Guards", "History", "ReadRecord", "Write", "describe_call", "signature_of"]

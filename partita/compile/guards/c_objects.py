@@ -1,7 +1,8 @@
-"""Objects that are made in C: what is read of them past every attribute, and how it is compared.
+"""Objects implemented in C, whose content is read without reading an attribute.
 
-Arrays and buffers are compared by their bytes, files in memory by what they hold, a view of a
-dictionary by the dictionary.
+An instrumented `__getattribute__` does not see such reads, so these are guarded by their content:
+arrays and buffers by their bytes, files in memory by their text and position, a view of a
+dictionary (`d.items()`) by the dictionary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import io
 import sys
 from typing import Any
 
-__all__ = ["content_of", "copier", "dict_under", "is_held_in_c", "is_shared_memory"]
+__all__ = [
+    "dict_of_view",
+    "has_raw_content",
+    "is_shared_memory",
+    "make_restorer",
+    "read_raw_content",
+]
 
 _BUFFERS = (bytearray, memoryview)
 _FILES = (io.StringIO, io.BytesIO)
@@ -25,8 +32,9 @@ _VIEWS = tuple(
 )
 
 
-def is_held_in_c(value: Any) -> bool:
-    """Is it memory, or what holds it, that may be written without another object's being there?"""
+def has_raw_content(value: Any) -> bool:
+    """Is it an array, a buffer, a file in memory or a decimal context: content that changes in
+    place?"""
     if isinstance(value, (*_BUFFERS, *_FILES, decimal.Context)):
         return True
     numpy = sys.modules.get("numpy")
@@ -41,13 +49,13 @@ def is_held_in_c(value: Any) -> bool:
 
 
 def is_shared_memory(value: Any) -> bool:
-    """Is it memory that others may write, or a pointer into such?"""
+    """Is it memory that other programs may write (`mmap`), or a pointer of ctypes?"""
     kinds = [(base.__module__, base.__name__) for base in type(value).__mro__]
     return ("mmap", "mmap") in kinds or ("_ctypes", "_Pointer") in kinds
 
 
-def content_of(value: Any) -> Any:
-    """What it holds now, to be compared with `==`."""
+def read_raw_content(value: Any) -> Any:
+    """The content of an object now, to be compared with `==`."""
     if isinstance(value, _FILES):
         return "closed" if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, decimal.Context):
@@ -61,15 +69,15 @@ def content_of(value: Any) -> Any:
     return view.shape, view.format, view.tobytes()
 
 
-def copier(value: Any) -> Any:
-    """What puts back what it holds now."""
+def make_restorer(value: Any) -> Any:
+    """A function that restores the content that an object has now."""
     if isinstance(value, _FILES) and value.closed:
         return lambda: None
     if isinstance(value, _FILES):
         text, at = value.getvalue(), value.tell()
 
         def restore_stream() -> None:
-            if value.closed:  # for good
+            if value.closed:  # it cannot be opened again
                 return
             value.seek(0)
             value.truncate()
@@ -111,8 +119,8 @@ def copier(value: Any) -> Any:
     return restore_bytes
 
 
-def dict_under(value: Any) -> Any:
-    """The dictionary that a view of one shows; None of what is none."""
+def dict_of_view(value: Any) -> Any:
+    """The dictionary of a dictionary view; None for other objects."""
     if not isinstance(value, _VIEWS):
         return None
     found = gc.get_referents(value)

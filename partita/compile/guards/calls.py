@@ -1,8 +1,10 @@
-"""Calls that a captured step makes: which functions of the user's run, and what no graph can hold.
+"""Calls that a captured step makes, watched by a profile function of this thread.
 
-A profile function hears of each call of this thread, of Python's functions and of those made in C.
-Numbers that are random, clocks and seeds are refused where the user asks for them. What is printed
-and logged is printed and logged while a step is captured, and that is said once.
+`Calls` sees each call, of Python functions and of functions of C, classified once per code object
+(`_kind_of`). The user's functions are entered by the record (`Functions.enter_frame`), settings
+that they ask for are guarded, and calls that no guard can cover raise a CaptureError: random
+numbers, clocks, seeds, files and locks. `print` and logging run at capture alone, of which a
+warning tells.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from partita.layout import Fix
 
 from ..capture.capture_context import profiled_by
 from ..errors import CaptureError, not_captured, of_anomalies
-from .codes import is_of_users, is_recorded
-from .external_state import is_of_world, is_pythons, user_of
+from .codes import is_recorded, is_user_module
+from .external_state import find_user_frame, is_stdlib_file, name_of_external_function
 from .settings import (
-    finds_object,
+    finds_process_object,
     is_called_as_setting,
-    read_answer,
+    is_setting_of_c,
     read_environment,
-    read_found,
-    says_setting,
+    read_process_object,
+    read_setting,
 )
 
 if TYPE_CHECKING:
@@ -44,28 +46,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Calls", "unguarded"]
 
-_OF_SEEDS = {
+_FUNCTIONS_OF_SEEDS = {  # of torch, by code
     inspect.unwrap(function).__code__: f"torch.{name}"
     for module in (torch.random, torch.cuda.random)
     for name, function in vars(module).items()
     if not name.startswith("_") and ("seed" in name or "rng" in name)
 }
-_SEEDS_ASKED = {code for code, name in _OF_SEEDS.items() if name == "torch.initial_seed"}
-_SEEDS = {
+_SEED_GETTERS = {code for code, name in _FUNCTIONS_OF_SEEDS.items() if name == "torch.initial_seed"}
+_SEED_SETTERS = {
     code: name
-    for code, name in _OF_SEEDS.items()
+    for code, name in _FUNCTIONS_OF_SEEDS.items()
     if not name.startswith(("torch.initial_", "torch.get_"))
 }
-# Decorators, through which what the user calls comes to what it names.
-_BETWEEN = (
+# Files of decorators and base classes that stand between the user's call and the function called.
+_FORWARDING_FILES = (
     "contextlib.py",
     "torch/_compile.py",
     "torch/_dynamo/eval_frame.py",
     "_collections_abc.py",
     "<frozen _collections_abc>",
 )
-# What other threads, or other programs, see of a step and a step of them.
-_SHARED = {
+_FILE_FUNCTIONS: list[Any] = [  # of torch: load, save
+    f
+    for name in torch.serialization.__all__
+    if inspect.isfunction(f := vars(torch.serialization)[name])
+    and "f" in inspect.signature(f).parameters
+]
+# Functions by which a step reads or writes what other threads or programs do.
+_SHARED_STATE = {
     f.__code__: f"{f.__module__}.{f.__qualname__}"
     for f in (
         threading.Thread.start,
@@ -77,15 +85,16 @@ _SHARED = {
         queue.Queue.get,
         queue.Queue.qsize,
         concurrent.futures.ThreadPoolExecutor.submit,
-        torch.load,
-        torch.save,
+        *_FILE_FUNCTIONS,
     )
 }
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SEEDS_OF_C = frozenset("manual_seed seed set_state initial_seed get_state".split())
+_GENERATOR_METHODS = {
+    name for name in vars(torch._C.Generator) if "seed" in name or "_state" in name
+}
 _RANDOM_CODES = {
     f.__code__
     for f in vars(random.Random).values()
@@ -94,37 +103,42 @@ _RANDOM_CODES = {
 
 
 def _kind_of(frame: FrameType) -> str:
+    """How calls of a frame's code are handled.
+
+    "recorded" is the user's code; "special" may have to be refused; "setting" reads how torch or
+    the process is set; "stdlib" is Python's own library; "library" is not looked at.
+    """
     code = frame.f_code
     if is_recorded(code.co_filename) and not _is_made_by_library(frame):
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
-    special = logs or code in _SEEDS or code in _RANDOM_CODES or code in _SHARED
+    special = logs or code in _SEED_SETTERS or code in _RANDOM_CODES or code in _SHARED_STATE
     if special or code in _ENVIRONMENT or code in _BACKWARD:
         return "special"
-    if code is _SETTING or code in _SEEDS_ASKED or finds_object(code) or _is_setting(code):
+    if code is _SETTING or code in _SEED_GETTERS or finds_process_object(code) or _is_setting(code):
         return "setting"
-    return "pythons" if is_pythons(code.co_filename) else "library"
+    return "stdlib" if is_stdlib_file(code.co_filename) else "library"
 
 
 def _is_setting(code: CodeType) -> bool:
-    """Is it a function of torch that says how something is set?"""
+    """Is it a function of torch without arguments that returns a setting, by its name?"""
     of_torch = code.co_argcount == 0 and code.co_filename.startswith(_TORCH)
     return of_torch and is_called_as_setting(code.co_name)
 
 
 def _is_made_by_library(frame: FrameType) -> bool:
-    """Is it of no file, as what `dataclass` makes, in a module of a library's?"""
+    """Is it generated code (as `dataclass` makes) in a module of a library?"""
     made = frame.f_code.co_filename.startswith("<")
-    return made and not is_of_users(frame.f_globals.get("__name__"))
+    return made and not is_user_module(frame.f_globals.get("__name__"))
 
 
-def _is_between(code: CodeType, called: CodeType) -> bool:
-    """Is it code through which what the user calls comes to `called`?"""
-    return code.co_filename == called.co_filename or code.co_filename.endswith(_BETWEEN)
+def _forwards_call(code: CodeType, called: CodeType) -> bool:
+    """Does `code` only forward the user's call to the code `called`?"""
+    return code.co_filename == called.co_filename or code.co_filename.endswith(_FORWARDING_FILES)
 
 
 def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
-    """The state of each generator that a program has by itself, and what sets it."""
+    """The state of each global generator, of Python and of numpy, and the function that sets it."""
     found: dict[str, tuple[Any, Callable[[Any], None]]] = {
         "random": (random.getstate(), random.setstate)
     }
@@ -142,23 +156,27 @@ def unguarded(fact: str, reason: str, name: str = "", fix: Fix | None = None) ->
 
 
 class Calls:
-    """What a step calls while it is captured."""
+    """Watches what a step calls while it is captured, for a record.
+
+    Args:
+        record: is told of functions that run and of settings that are read, and raises refusals.
+    """
 
     def __init__(self, record: StateReader):
         self._record = record
         self._kinds: dict[int, str] = {}
         self._codes: dict[int, CodeType] = {}
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
         self._collecting = False
 
     @contextmanager
-    def heard(self, listen: bool) -> Iterator[None]:
-        """Within, `entered` of the record is told of calls; nothing where not `listen`."""
-        if not listen:
+    def listening(self, enabled: bool) -> Iterator[None]:
+        """Within, calls of this thread are handled; nothing is where not `enabled`."""
+        if not enabled:
             yield
             return
         states = _find_generator_states()
-        with self._collections_unheard(), profiled_by(self._handle_event):
+        with self._ignoring_garbage_collection(), profiled_by(self._handle_event):
             yield
         for name, (state, put) in states.items():
             if _find_generator_states()[name][0] != state and self._record.error is None:
@@ -166,10 +184,10 @@ class Calls:
                 self._refuse_random_draw(name)
 
     @contextmanager
-    def _collections_unheard(self) -> Iterator[None]:
-        """Within, what a collection of garbage runs (finalizers, callbacks) is none of the step's.
+    def _ignoring_garbage_collection(self) -> Iterator[None]:
+        """Within, calls made by the garbage collector (finalizers, callbacks) are not handled.
 
-        It comes at any time, in whichever thread allocates.
+        It runs at any time, in whichever thread allocates, and is no part of the step.
         """
         thread = threading.get_ident()
 
@@ -201,19 +219,19 @@ class Calls:
             self._codes[id(code)] = code
         if what == "call":
             if kind == "recorded":
-                self._record.functions.entered(frame)
-            elif kind == "setting":  # torch itself asks for these all the time
+                self._record.functions.enter_frame(frame)
+            elif kind == "setting":  # of interest only where the user asks: torch does all the time
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
-                    self._of_setting(frame.f_code, frame)
+                    self._handle_setting(frame.f_code, frame)
             elif kind == "special":
-                self._of_library(frame.f_code, frame)
+                self._handle_library_call(frame.f_code, frame)
         elif what == "c_call" and kind == "recorded":
-            self._of_c(argument, frame)
-        elif what == "c_call" and kind == "pythons":
-            self._of_pythons(argument, frame)
+            self._handle_c_call(argument, frame)
+        elif what == "c_call" and kind == "stdlib":
+            self._handle_stdlib_call(argument, frame)
 
-    def _of_library(self, code: CodeType, frame: FrameType) -> None:
+    def _handle_library_call(self, code: CodeType, frame: FrameType) -> None:
         if code in _BACKWARD:
             if torch.is_anomaly_enabled():
                 self._record.error = self._record.error or of_anomalies()
@@ -221,70 +239,70 @@ class Calls:
             self._record.before_backward(frame.f_locals.get("inputs"))
             return
         caller = frame.f_back
-        while caller is not None and _is_between(caller.f_code, code):
+        while caller is not None and _forwards_call(caller.f_code, code):
             caller = caller.f_back
         if code in _ENVIRONMENT:
-            caller = user_of(caller)  # Python's own library may ask for the step
+            caller = find_user_frame(caller)  # the step may ask through Python's library
         if caller is None or not is_recorded(caller.f_code.co_filename):
-            return  # of torch's own
+            return  # torch calls it for itself
         if code.co_name == "_log":
-            self._tell("logging", caller)
+            self._warn_not_repeated("logging", caller)
             return
         if code in _ENVIRONMENT:
             read_environment(self._record, frame.f_locals.get("key"))
-        elif code in _SHARED:
-            self._refuse_shared_state(_SHARED[code])
-        elif code in _SEEDS:
-            self._refuse_seeding(_SEEDS[code])
+        elif code in _SHARED_STATE:
+            self._refuse_shared_state(_SHARED_STATE[code])
+        elif code in _SEED_SETTERS:
+            self._refuse_seeding(_SEED_SETTERS[code])
         else:
             self._refuse_random_draw(f"random.{code.co_name}")
 
-    def _of_setting(self, code: CodeType, frame: FrameType) -> None:
+    def _handle_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _SETTING:
             function: Any = frame.f_locals["self"].getter
-            read_answer(self._record, getattr(function, "__name__", "a setting"), function)
+            read_setting(self._record, getattr(function, "__name__", "a setting"), function)
             return
-        if finds_object(code):
-            read_found(self._record, frame)
+        if finds_process_object(code):
+            read_process_object(self._record, frame)
             return
         function = frame.f_globals.get(code.co_name)
         if getattr(function, "__code__", None) is code:
-            read_answer(self._record, f"{function.__module__}.{code.co_name}()", function)
+            read_setting(self._record, f"{function.__module__}.{code.co_name}()", function)
 
-    def _of_c(self, function: Any, frame: FrameType) -> None:
+    def _handle_c_call(self, function: Any, frame: FrameType) -> None:
         if function is print:
-            self._tell("print", frame)
+            self._warn_not_repeated("print", frame)
             return
-        if name := is_of_world(function):
-            self._of_world(function, name, frame)
+        if name := name_of_external_function(function):
+            self._refuse_external(function, name, frame)
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
         if function is globals:
             self._record.functions.reach_globals(frame.f_globals)
-        if says_setting(function):
-            read_answer(self._record, f"{name}()", function)
+        if is_setting_of_c(function):
+            read_setting(self._record, f"{name}()", function)
         if owner is None:
             return
-        if isinstance(owner, torch._C.Generator) and name in _SEEDS_OF_C:
+        if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
             self._refuse_seeding(f"torch.Generator.{name}")
         if isinstance(owner, random.Random):
             self._refuse_random_draw(f"random.{name}")
         if type(owner).__module__.startswith("numpy.random"):
             self._refuse_random_draw(f"numpy.random.{name}")
 
-    def _of_pythons(self, function: Any, frame: FrameType) -> None:
-        """Python's own library calls a function of C, perhaps since the step asks it to."""
-        name, asked = is_of_world(function), says_setting(function)
-        if not (name or asked) or (caller := user_of(frame)) is None:
+    def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
+        """Handle a function of C that Python's library calls, if it does so for the user."""
+        name, is_setting = name_of_external_function(function), is_setting_of_c(function)
+        if not (name or is_setting) or (caller := find_user_frame(frame)) is None:
             return
         if name:
-            self._of_world(function, name, caller)
+            self._refuse_external(function, name, caller)
         else:
-            read_answer(self._record, f"{function.__name__}()", function)
+            read_setting(self._record, f"{function.__name__}()", function)
 
-    def _of_world(self, function: Any, name: str, frame: FrameType) -> None:
+    def _refuse_external(self, function: Any, name: str, frame: FrameType) -> None:
         if getattr(function, "__self__", None) in (sys.stdout, sys.stderr):
-            self._tell("print", frame)
+            self._warn_not_repeated("print", frame)
         elif name.startswith(("time.", "datetime.")):
             self._record.refuse(
                 f"the step reads the clock ({name})",
@@ -294,7 +312,7 @@ class Calls:
             self._refuse_shared_state(name.removeprefix("io."))
 
     def refuse_if_random(self, value: Any, name: str) -> None:
-        """`value` is reached, of which the calls may not be heard."""
+        """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
         if isinstance(value, torch._C.Generator):
             self._record.refuse(
                 f"the step reads {name}, a torch.Generator",
@@ -331,9 +349,9 @@ class Calls:
             "what it reads",
         )
 
-    def _tell(self, name: str, frame: FrameType) -> None:
-        if name not in self._told:
-            self._told.add(name)
+    def _warn_not_repeated(self, name: str, frame: FrameType) -> None:
+        if name not in self._warned_of:
+            self._warned_of.add(name)
             warnings.warn(
                 f"{name} at {user_line(frame)} runs while the step is captured, not in later calls",
                 stacklevel=2,

@@ -1,7 +1,10 @@
-"""Keys of contents: what arguments that are no tensors are in a call's signature.
+"""Keys of values: how arguments that are no tensors stand in a call's signature.
 
-Keys are equal where a program reads the same of both: the same contents, and the same object in the
-same places.
+A key is a hashable tuple, equal for values of which a program reads the same: equal contents, with
+the same objects shared in the same places. Containers and dataclasses are keyed by what they hold,
+other objects by identity.
+
+    {"a": 1.0}    (dict, (str, "a"), (float, b"...1.0"))
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import dataclasses
 import struct
 from typing import Any
 
-from .c_objects import content_of, is_held_in_c
+from .c_objects import has_raw_content, read_raw_content
 from .expected import (
     BY_EQUALITY,
     METHODS,
@@ -28,7 +31,7 @@ _MET = "met before"
 
 
 class ByIdentity:
-    """An object as a part of a signature: equal to itself alone."""
+    """An object as a part of a key: equal only to a `ByIdentity` of the same object."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -44,17 +47,18 @@ class ByIdentity:
 
 
 def argument_key(value: Any) -> Any:
-    """What a graph is made for, of an argument that is no tensor: equal for alike ones."""
-    if isinstance(value, float):  # an input of the graph: conditions see to it
+    """The key of an argument that is no tensor; of a float only its type, for it is a graph
+    input."""
+    if isinstance(value, float):  # what the step asks of it is in the program's conditions
         return (type(value),)
     return content_key(value)
 
 
 def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
-    """What a value that is no input is, to be compared by what a program can read of it.
+    """The key of a value that is no graph input.
 
     Args:
-        known: the containers that were met before, by id, and how many there were before each.
+        known: by id, the number of each container that was met before.
     """
     kind = type(value)
     if kind is float:
@@ -65,8 +69,8 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
         return (kind, *map(content_key, ends_of(value)))
     if kind in BY_EQUALITY:
         return (kind, value)
-    if is_held_in_c(value):
-        return (kind, content_of(value))
+    if has_raw_content(value):
+        return (kind, read_raw_content(value))
     inside = _values_in(value)
     if inside is not None:
         known = {} if known is None else known
@@ -82,7 +86,7 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
 
 
 def _values_in(value: Any) -> list[Any] | None:
-    """What a dataclass or a container holds, keys first; None of anything else."""
+    """What a dataclass or a container holds, keys first; None for other values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, f.name, MISSING) for f in dataclasses.fields(value)]
     if is_container(value):
@@ -92,12 +96,12 @@ def _values_in(value: Any) -> list[Any] | None:
 
 
 def text_of(value: Any) -> str:
-    """What a person would write for an argument."""
+    """The text of an argument, for messages."""
     if isinstance(value, str):
         return repr(value)
     if _values_in(value) is None:
         return str(value)
-    # Where objects know one another, what Python writes names each once a path.
+    # Python's text of objects that refer to one another grows with the number of paths.
     key = content_key(value)
     return str(key) if _is_met(key) else str(value)
 

@@ -1,9 +1,12 @@
-"""Expected values: what a Python value was at capture, and how another differs from it.
+"""Expected values: what a Python value was at capture, and how a later value differs from it.
 
-A value is compared by what a program can read of it. Numbers and strings are, by type and bits (0.0
-is not -0.0, True not 1, NaN is NaN). Lists, dictionaries, sets and their like are compared by their
-contents; modules, functions, classes and other objects by identity, since what is read of these is
-guarded by itself. A tensor is an input of the graph: it has only to be a tensor.
+`as_expected` makes an `Expected` of a value; `Expected.difference` compares another with it, by
+what a program can read. Numbers and strings are compared by type and bits (0.0 is not -0.0, True is
+not 1, NaN is NaN); lists, dictionaries and sets by their contents; modules, functions, classes and
+other objects by identity, since what the step reads of these has guards of its own. A tensor is an
+input of the graph: it only has to be a tensor.
+
+    as_expected([1, 2]).difference([1, 3])    ("[1]", "2", "3")
 """
 
 from __future__ import annotations
@@ -20,17 +23,17 @@ from typing import Any
 
 import torch
 
-from .c_objects import content_of, dict_under, is_held_in_c
+from .c_objects import dict_of_view, has_raw_content, read_raw_content
 
 __all__ = [
     "BY_EQUALITY",
     "METHODS",
     "MISSING",
-    "Contents",
+    "ContainerContents",
     "Difference",
     "Expected",
+    "HugeContainer",
     "Identity",
-    "Many",
     "as_expected",
     "brief",
     "compares_by_value",
@@ -48,10 +51,10 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""What is where nothing is."""
+"""The value of a place where nothing stands."""
 
 Difference = tuple[str, str, str]
-"""Where within a value, as "['k'][0]"; what was there; what is there now."""
+"""The path within a value, as "['k'][0]"; the text of what was there, and of what is there now."""
 
 BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
 _PLAIN = (*BY_EQUALITY, float, complex)
@@ -63,7 +66,7 @@ _SHOWN = 60  # characters of a value
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Are two plain values the same to every program?"""
+    """Have two plain values the same type and bits?"""
     kind = type(a)
     if kind is not type(b):
         return False
@@ -81,20 +84,21 @@ def ends_of(value: slice) -> tuple[Any, Any, Any]:
 
 
 class Expected:
-    """What a value was."""
+    """What a value was at capture."""
 
     def difference(self, now: Any) -> Difference | None:
-        """How `now` differs; None where it is as it was."""
+        """How the value `now` differs; None where a program reads the same of it."""
         raise NotImplementedError
 
     def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
-        """What is within and has to be looked at each time, beside what is now there."""
+        """The parts whose contents may change in place: for each what it was, and what it is
+        now."""
         return iter(())
 
 
 @dataclass(frozen=True, eq=False)
 class Identity(Expected):
-    """An object that must be the very one."""
+    """An object that must be the same object."""
 
     value: Any
 
@@ -103,8 +107,8 @@ class Identity(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class Bits(Expected):
-    """A plain value, which another that is alike may stand for."""
+class PlainValue(Expected):
+    """A plain value, compared by type and bits."""
 
     value: Any
 
@@ -116,7 +120,7 @@ class Bits(Expected):
 
 @dataclass(frozen=True, eq=False)
 class OnlyType(Expected):
-    """A value of which only the type is part of a program: a number that the graph takes."""
+    """A number that is an input of the graph: only its type must stay."""
 
     value: Any
 
@@ -127,7 +131,7 @@ class OnlyType(Expected):
 
 
 class AnyTensor(Expected):
-    """A tensor, whose shape and layout the call's signature has."""
+    """A tensor; its shape and layout are in the call's signature."""
 
     def difference(self, now: Any) -> Difference | None:
         return None if isinstance(now, torch.Tensor) else ("", "a tensor", brief(now))
@@ -135,10 +139,10 @@ class AnyTensor(Expected):
 
 @dataclass(frozen=True, eq=False)
 class BoundMethod(Expected):
-    """A method of an object. Each time that it is read it is another object.
+    """A bound method, which Python makes anew at each read.
 
     Attributes:
-        inner: what that object was, if it is a container: its methods read what it holds.
+        inner: what its owner was, if that is a container, whose methods read its contents.
     """
 
     kind: type[Any]
@@ -160,8 +164,8 @@ class BoundMethod(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class Content(Expected):
-    """An array, a buffer, a file in memory: what it holds is compared each time."""
+class RawContent(Expected):
+    """An array, a buffer or a file in memory, compared by its content."""
 
     kind: type
     content: Any
@@ -169,7 +173,7 @@ class Content(Expected):
     def difference(self, now: Any) -> Difference | None:
         if type(now) is not self.kind:
             return ("", _name(self.kind), brief(now))
-        same = content_of(now) == self.content
+        same = read_raw_content(now) == self.content
         return None if same else ("", _name(self.kind), "another content")
 
     def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
@@ -177,8 +181,8 @@ class Content(Expected):
 
 
 @dataclass(frozen=True, eq=False)
-class View(Expected):
-    """A view of a dictionary, which shows what that holds."""
+class DictView(Expected):
+    """A view of a dictionary (`d.items()`), compared by the dictionary."""
 
     view: Any
     inner: Expected
@@ -186,21 +190,21 @@ class View(Expected):
     def difference(self, now: Any) -> Difference | None:
         if now is not self.view:
             return ("", brief(self.view), brief(now, self.view))
-        return self.inner.difference(dict_under(now))
+        return self.inner.difference(dict_of_view(now))
 
     def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
-        yield from self.inner.parts(dict_under(now))
+        yield from self.inner.parts(dict_of_view(now))
 
 
 @dataclass(eq=False)
-class Contents(Expected):
-    """A container.
+class ContainerContents(Expected):
+    """A container, compared by type, keys and items.
 
     Attributes:
         kind: its type.
-        keys: of what has keys; else None.
-        values: what was at each place.
-        value: the container itself, so that another has not its identity.
+        value: the container itself, kept alive so that its id stays its own.
+        keys: its keys; None for lists and tuples.
+        values: what each item was.
     """
 
     kind: type
@@ -212,7 +216,7 @@ class Contents(Expected):
     def difference(self, now: Any) -> Difference | None:
         if type(now) is not self.kind:
             return ("", brief(self.value), brief(now))
-        if self._busy:  # it holds itself
+        if self._busy:  # the container holds itself
             return None
         keys, values = items_of(now)
         if self.keys is not None:
@@ -242,11 +246,11 @@ class Contents(Expected):
 
 
 @dataclass(eq=False)
-class Many(Expected):
-    """A container of very many entries, which are compared one by one but not looked into.
+class HugeContainer(Expected):
+    """A container of very many entries, which are compared by identity or bits, not by content.
 
     Attributes:
-        name: what it is called.
+        name: the container's, in messages.
         value: the container itself.
     """
 
@@ -305,7 +309,7 @@ def _same_entry(a: Any, b: Any) -> bool:
 
 
 def holds_no_more(value: Any) -> bool:
-    """Is there nothing in an entry that could change while it stands where it is?"""
+    """Is an entry immutable, all that it holds included? (Tensors count: they are inputs.)"""
     if type(value) is tuple:
         return all(map(holds_no_more, value))
     return type(value) in _PLAIN or isinstance(value, (torch.Tensor, enum.Enum))
@@ -332,13 +336,13 @@ def _same_key(a: Any, b: Any) -> bool:
 
 
 def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
-    """Keys, where it has any, and values of a container."""
+    """The keys of a container, None where it has none, and its values."""
     if isinstance(value, dict):
         return list(value), list(dict.values(value))
     if isinstance(value, types.MappingProxyType):
         return list(value), list(value.values())
     if isinstance(value, _SETS):
-        # Keys compare as a set does; a set of equal members may have another order.
+        # Sets of equal members may iterate in different orders.
         return sorted(value, key=_sort_key_of_member), []
     if isinstance(value, functools.partial):
         held = vars(value)
@@ -358,7 +362,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_container(value: Any) -> bool:
-    """Is it compared by its contents?"""
+    """Is it a container, compared by its contents?"""
     kinds = (*_LISTS, *_DICTS, *_SETS, functools.partial, types.SimpleNamespace)
     return isinstance(value, kinds) and not isinstance(value, (torch.Tensor, torch.nn.Module))
 
@@ -366,46 +370,47 @@ def is_container(value: Any) -> bool:
 def as_expected(
     value: Any,
     known: dict[int, Expected] | None = None,
-    number: Callable[[Any, Any], bool] = lambda home, key: False,
+    is_number_input: Callable[[Any, Any], bool] = lambda home, key: False,
 ) -> Expected:
-    """What `value` is now, to be compared with what stands there later.
+    """What `value` is now, to compare later values with.
 
     Args:
-        known: what was met before, by identity.
-        number: whether what stands at a place of a container is a number that the graph takes.
+        known: by id, what was made of containers that were met before.
+        is_number_input: given a container and a key, whether the number there is a graph input.
     """
     if isinstance(value, torch.Tensor):
         return AnyTensor()
     if type(value) in (*BY_EQUALITY, float, complex):
-        return Bits(value)
+        return PlainValue(value)
     known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
     if is_container(value):
         keys, values = items_of(value)
-        found = known[id(value)] = Contents(type(value), value, keys)
+        found = known[id(value)] = ContainerContents(type(value), value, keys)
         places = range(len(values)) if keys is None else keys
         for key, v in zip(places, values, strict=False):
-            taken = number(value, key)
-            found.values.append(OnlyType(v) if taken else as_expected(v, known, number))
+            is_input = is_number_input(value, key)
+            found.values.append(OnlyType(v) if is_input else as_expected(v, known, is_number_input))
         return found
-    if is_held_in_c(value):
-        return Content(type(value), content_of(value))
-    if (under := dict_under(value)) is not None:
-        return View(value, as_expected(under, known, number))
+    if has_raw_content(value):
+        return RawContent(type(value), read_raw_content(value))
+    if (under := dict_of_view(value)) is not None:
+        return DictView(value, as_expected(under, known, is_number_input))
     if isinstance(value, METHODS) and value.__self__ is not None:
         function = getattr(value, "__func__", None)
         owner = value.__self__
-        held = is_container(owner) or is_held_in_c(owner)
-        inner = as_expected(owner, known, number) if held else None
+        held = is_container(owner) or has_raw_content(owner)
+        inner = as_expected(owner, known, is_number_input) if held else None
         return BoundMethod(type(value), value.__name__, function, owner, inner)
     if compares_by_value(value):
-        return Bits(value)
+        return PlainValue(value)
     return Identity(value)
 
 
 def compares_by_value(value: Any) -> bool:
-    """Is it a value of numpy's, or a path, a fraction, a date: immutable, with an equality?"""
+    """Is it an immutable value with `==` of a library: of numpy, a path, a fraction, a date, a
+    UUID?"""
     kind = type(value)
     root = kind.__module__.split(".")[0]
     if root == "numpy":
@@ -418,7 +423,7 @@ def _name(kind: type) -> str:
 
 
 def brief(value: Any, beside: Any = None) -> str:
-    """`value` in a few characters; an object that looks as `beside` does is another of its kind."""
+    """The text of a value in at most 60 characters; "another X" where it reads like `beside`."""
     if value is MISSING:
         return "nothing"
     if isinstance(value, torch.Tensor):

@@ -1,8 +1,9 @@
-"""Instrumented classes, whose attributes are seen to be read while a step is captured.
+"""Instrumented classes: a `__getattribute__` that tells the record of this thread what is read.
 
-`__getattribute__` of nn.Module, of optimizers and schedulers, and of each class of the user's that
-is reached tells the capture of this thread what is read. To other threads the classes are as ever;
-but one that reads an object whose tensors are exchanged at the moment waits until they are back.
+While a step is captured it is installed in nn.Module, optimizers, schedulers and each class of the
+user's that is reached. Threads without a record read as ever; but a thread that reads a module
+whose parameters are exchanged for fakes at the moment waits until they are back
+(`exclusive_access`).
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ if TYPE_CHECKING:
     from .reader import StateReader
 
 __all__ = [
-    "exclusive",
+    "count_own_attributes",
+    "exclusive_access",
+    "has_own_getattribute",
     "instrument",
-    "own_attributes",
-    "reads_by_itself",
     "recorded_by",
-    "release",
+    "uninstrument",
 ]
 
 _RECORDS: dict[int, StateReader] = {}  # by thread
 _LOCK = threading.RLock()
 _FREED = threading.Condition(_LOCK)
-_EXCHANGED: dict[int, int] = {}  # the thread that has exchanged the tensors of an object, by its id
-_INSTALLED: dict[type, int] = {}  # how many captures read a class
-_PATIENCE = 5.0  # seconds in which a thread has left the reading of an attribute
+_EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has exchanged its tensors
+_INSTALLED: dict[type, int] = {}  # by class: how many captures have it instrumented
+_PATIENCE = 5.0  # seconds to wait for threads that are within a read of an attribute
 
 
 def instrument(kind: type) -> bool:
-    """Have instances of a class tell what is read of them; `release` undoes it.
+    """Have a class tell what is read of its instances; `uninstrument` undoes it.
 
     Returns:
-        Whether that is possible: not of classes that are made in C.
+        Whether that is possible: not for classes implemented in C.
     """
     with _LOCK:
         if kind not in _INSTALLED:
@@ -55,7 +56,7 @@ def instrument(kind: type) -> bool:
         return True
 
 
-def release(kinds: Iterable[type]) -> None:
+def uninstrument(kinds: Iterable[type]) -> None:
     """Undo `instrument` of these classes, once each."""
     with _LOCK:
         for kind in kinds:
@@ -65,7 +66,7 @@ def release(kinds: Iterable[type]) -> None:
             del _INSTALLED[kind]
             installed = kind.__dict__.get("__getattribute__")
             if installed is None or not hasattr(installed, "_partita_own"):
-                continue  # the program has put another there
+                continue  # the program has replaced it
             if installed._partita_own is None:
                 del kind.__getattribute__
             else:
@@ -75,13 +76,13 @@ def release(kinds: Iterable[type]) -> None:
 def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
     own = kind.__dict__.get("__getattribute__")
     usual: Any = own or kind.__getattribute__
-    while hasattr(usual, "_partita_usual"):  # of a base that is instrumented, too
+    while hasattr(usual, "_partita_usual"):  # a base is instrumented, too
         usual = usual._partita_usual
 
     def __getattribute__(self: Any, name: str) -> Any:
         record = _RECORDS.get(get_ident())
         if record is not None:
-            record.read(self, name)
+            record.read_attribute(self, name)
         elif _EXCHANGED and id(self) in _EXCHANGED:
             _wait_for((id(self),))
         return usual(self, name)
@@ -91,15 +92,15 @@ def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
     return __getattribute__
 
 
-def own_attributes(kind: type) -> int:
-    """How many attributes a class has, without what `instrument` has put there."""
+def count_own_attributes(kind: type) -> int:
+    """The number of attributes of a class, without what `instrument` has added."""
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added
 
 
-def reads_by_itself(kind: type) -> bool:
-    """Has a class, or one of its bases, a `__getattribute__` of its own, written in Python?"""
+def has_own_getattribute(kind: type) -> bool:
+    """Has a class, or a base of it, its own `__getattribute__` in Python?"""
     usual = kind.__getattribute__
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
 
@@ -109,7 +110,7 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 
 @contextmanager
 def recorded_by(record: StateReader) -> Iterator[None]:
-    """Within, what this thread reads is told to `record`."""
+    """Within, `record` is told what this thread reads."""
     thread = get_ident()
     before = _RECORDS.get(thread)
     _RECORDS[thread] = record
@@ -123,11 +124,10 @@ def recorded_by(record: StateReader) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive(objects: Iterable[Any]) -> Iterator[None]:
-    """Within, other threads wait before they read attributes of `objects` or capture with them.
+def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
+    """Within, other threads wait before they read attributes of these modules or capture with them.
 
-    Args:
-        objects: modules.
+    The capture meanwhile exchanges their parameters for fake tensors.
     """
     ids = [id(o) for o in objects]
     thread = get_ident()
@@ -138,7 +138,7 @@ def exclusive(objects: Iterable[Any]) -> Iterator[None]:
         _EXCHANGED.update(dict.fromkeys(mine, thread))
     instrument(nn.Module)
     try:
-        # One that has looked already has its parameter when it has left.
+        # A thread that is within a read now still gets the real parameter: wait until it is out.
         until = time.monotonic() + _PATIENCE
         while _others_read() and time.monotonic() < until:
             threading.Event().wait(0.001)
@@ -148,11 +148,11 @@ def exclusive(objects: Iterable[Any]) -> Iterator[None]:
             for i in mine:
                 _EXCHANGED.pop(i, None)
             _FREED.notify_all()
-        release([nn.Module])
+        uninstrument([nn.Module])
 
 
 def _others_read() -> bool:
-    """Is another thread within the reading of an attribute of a module, and does not wait there?"""
+    """Is another thread within a read of a module's attribute, and not waiting there?"""
     me = get_ident()
     return any(t != me and _is_reading(frame) for t, frame in sys._current_frames().items())
 

@@ -1,4 +1,7 @@
-"""Modes of torch: what of them is part of a program."""
+"""Torch modes that are part of a program: gradients, autocast, determinism, function modes.
+
+A call under other modes than a program was captured with is captured again.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ from torch.overrides import _pop_mode_temporarily
 
 from partita.comm import read_autocast_state
 
-from .codes import is_of_users
+from .codes import is_user_module
 from .content_keys import ByIdentity
 
-__all__ = ["function_modes", "kernel_settings", "modes", "without_function_modes"]
+__all__ = ["active_modes", "function_modes", "kernel_settings", "without_function_modes"]
 
-# Private torch: the mode by which new tensors are put on a device.
+# Private torch: the mode of `with torch.device(...)`.
 _Device = torch.utils._device.DeviceContext
 
 
-def modes() -> tuple[Any, ...]:
-    """What of torch's modes is part of a program."""
+def active_modes() -> tuple[Any, ...]:
+    """The torch modes of now, as a hashable value."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
         read_autocast_state(),
         *kernel_settings(),
-        # What kernels are chosen by, when a graph is made or compiled.
+        # By these kernels are chosen when a graph is captured or compiled.
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
@@ -37,7 +40,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def kernel_settings() -> tuple[Any, ...]:
-    """The settings that kernels ask for when they run: those of a graph get its caller's."""
+    """The settings that kernels read when they run; a graph's kernels read those of its caller."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -47,20 +50,17 @@ def kernel_settings() -> tuple[Any, ...]:
 
 
 def function_modes() -> list[Any]:
-    """The user's modes that take the calls of torch's functions, the outermost first.
-
-    What they make of these is in the graph.
-    """
+    """The user's active TorchFunctionModes, the outermost first: their effect is in the graph."""
     count = torch._C._len_torch_function_stack()
     if not count:
         return []
     found = map(torch._C._get_function_stack_at, range(count))
-    return [m for m in found if isinstance(m, _Device) or is_of_users(type(m).__module__)]
+    return [m for m in found if isinstance(m, _Device) or is_user_module(type(m).__module__)]
 
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Within, no mode takes the calls of torch's functions. Private torch: what pops them."""
+    """Within, no TorchFunctionMode is active. Private torch: `_pop_mode_temporarily`."""
     with ExitStack() as stack:
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())

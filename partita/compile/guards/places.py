@@ -1,4 +1,10 @@
-"""Places: where a value that a step reads stands, how it is read again, and what it is called."""
+"""Places: where a value that a step reads stands, with the means to read and write it again.
+
+A place has a home and a key, which identify it, and a name for messages. There is a constructor for
+each kind: entries of dictionaries, items, cells, slots, attributes of classes, settings.
+
+    place_of_entry("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
+"""
 
 from __future__ import annotations
 
@@ -18,21 +24,21 @@ from .expected import MISSING
 
 __all__ = [
     "Place",
-    "answer",
-    "attribute_of_class",
-    "cell",
-    "context",
-    "entry",
-    "function_part",
-    "item",
-    "level",
-    "of_tensor",
-    "slot",
+    "place_of_answer",
+    "place_of_cell",
+    "place_of_class_attribute",
+    "place_of_context_variable",
+    "place_of_entry",
+    "place_of_function_part",
+    "place_of_item",
+    "place_of_log_level",
+    "place_of_slot",
+    "place_of_tensor_attribute",
 ]
 
 
 def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Whose methods change it, whatever a class of the user's makes of them: an order is kept."""
+    """The builtin class whose methods write a dictionary, past overrides of the user's class."""
     return collections.OrderedDict if isinstance(home, collections.OrderedDict) else dict
 
 
@@ -41,10 +47,10 @@ class Place:
     """Where a value stands.
 
     Attributes:
-        name: as a person would say it: "cfg.scale".
-        home, key: what identifies it; of an entry of a dictionary `home[key]` is the value.
-        get: gives the value, or MISSING. None of entries, which are read many at a time.
-        put: writes it; None where that cannot be.
+        name: in messages: "cfg.scale".
+        home, key: identify the place; for an entry of a dictionary, `home[key]` is the value.
+        get: returns the value, or MISSING. None for entries, of which guards read many at a time.
+        put: writes the value; None where it cannot be written.
     """
 
     name: str
@@ -62,7 +68,7 @@ class Place:
         return id(self.home), self.key
 
     def write(self, value: Any) -> None:
-        """Put `value` there, or take away what is there where it is MISSING."""
+        """Write `value` there; where it is MISSING, delete what is there."""
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
@@ -71,14 +77,15 @@ class Place:
             _builtin_kind_of(self.home).__setitem__(self.home, self.key, value)
 
 
-def entry(name: str, home: dict[Any, Any], key: Any) -> Place:
+def place_of_entry(name: str, home: dict[Any, Any], key: Any) -> Place:
+    """An entry of a dictionary: a global, an attribute in a `__dict__`."""
     return Place(name, home, key)
 
 
-def item(name: str, home: Any, key: Any) -> Place:
+def place_of_item(name: str, home: Any, key: Any) -> Place:
     """An item of a list or a dictionary."""
     if isinstance(home, dict):
-        return entry(name, home, key)
+        return place_of_entry(name, home, key)
 
     def set_item(value: Any) -> None:
         home[key] = value
@@ -86,7 +93,9 @@ def item(name: str, home: Any, key: Any) -> Place:
     return Place(name, home, key, lambda: home[key], set_item)
 
 
-def cell(name: str, where: types.CellType) -> Place:
+def place_of_cell(name: str, where: types.CellType) -> Place:
+    """A closure cell."""
+
     def get_cell() -> Any:
         try:
             return where.cell_contents
@@ -102,7 +111,7 @@ def cell(name: str, where: types.CellType) -> Place:
     return Place(name, where, 0, get_cell, set_cell)
 
 
-def slot(name: str, owner: Any, descriptor: Any) -> Place:
+def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
     """An attribute in a `__slots__`."""
 
     def get_slot() -> Any:
@@ -120,8 +129,8 @@ def slot(name: str, owner: Any, descriptor: Any) -> Place:
     return Place(name, owner, descriptor.__name__, get_slot, set_slot)
 
 
-def attribute_of_class(name: str, kind: type, key: str) -> Place:
-    """What a class or its bases have under a name, as it stands there."""
+def place_of_class_attribute(name: str, kind: type, key: str) -> Place:
+    """An attribute of a class or its bases, as it stands there (descriptors are not called)."""
 
     def get_class_attribute() -> Any:
         for base in kind.__mro__:
@@ -141,8 +150,8 @@ def attribute_of_class(name: str, kind: type, key: str) -> Place:
 _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 
-def of_tensor(key: str) -> Place:
-    """What torch.Tensor has under a name, a method say: a program may put its own there."""
+def place_of_tensor_attribute(key: str) -> Place:
+    """An attribute of torch.Tensor, as a method, which a program may replace."""
 
     def set_tensor_attribute(value: Any) -> None:
         if value is MISSING:
@@ -153,28 +162,30 @@ def of_tensor(key: str) -> Place:
     return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, set_tensor_attribute)
 
 
-def function_part(name: str, function: Any, key: str) -> Place:
-    """Its code, or its defaults."""
+def place_of_function_part(name: str, function: Any, key: str) -> Place:
+    """An attribute of a function: its code, its defaults."""
     return Place(name, function, key, lambda: getattr(function, key, MISSING))
 
 
-def context(name: str, variable: contextvars.ContextVar[Any]) -> Place:
+def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
+    """The value of a context variable."""
+
     def get_context_variable() -> Any:
         try:
-            return variable.get()  # given another default, it would not tell of its own
+            return variable.get()  # without an argument, which would override its default
         except LookupError:
             return MISSING
 
     return Place(name, variable, "value", get_context_variable, variable.set)
 
 
-def answer(name: str, function: Callable[[], Any]) -> Place:
-    """What a function without arguments says: a setting of torch or of the system."""
+def place_of_answer(name: str, function: Callable[[], Any]) -> Place:
+    """The answer of a function without arguments: a setting of torch or of the system."""
     return Place(name, function, "()", function)
 
 
-def level(name: str, logger: logging.Logger) -> Place:
-    """What a logger tells of: by its own level, those above it and that of all."""
+def place_of_log_level(name: str, logger: logging.Logger) -> Place:
+    """What a logger lets through: by its own level, its parents' and the global one."""
 
     def get_logger_level() -> tuple[int, bool, int]:
         return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
@@ -182,8 +193,8 @@ def level(name: str, logger: logging.Logger) -> Place:
     return Place(f"the level of {name}", logger, "()", get_logger_level)
 
 
-def hidden_builtin(variables: dict[str, Any], name: str) -> Place:
-    """A global of the user's that hides one of Python's, beside which one of ours is none."""
+def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
+    """A global that hides a builtin; a stand-in that capture has put there counts as none."""
 
     def get_hiding_variable() -> Any:
         found = variables.get(name, MISSING)

@@ -1,6 +1,7 @@
-"""The reader of a step under capture, as those see it who tell it what the step reads.
+"""Protocols of the read record, as the files see it that tell it what a step reads.
 
-`ReadRecord` is the one there is. Each of the files that it is made of knows it by this alone.
+`record.ReadRecord` is the only `StateReader`. It imports the files that implement parts of it, and
+these know it by its protocol alone, so that there is no circle of imports.
 """
 
 from __future__ import annotations
@@ -19,60 +20,60 @@ __all__ = ["CallReader", "FunctionReader", "StateReader"]
 
 
 class FunctionReader(Protocol):
-    """Reads what functions name, as they are called."""
+    """Records what functions name (`functions.Functions`)."""
 
     codes: dict[int, CodeType]
-    all_at_once: bool
+    reads_ahead: bool
     constants: set[str]
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Attributes of these names are asked for in C."""
+        """Note names that objects may be asked for."""
 
     def reach_function(self, f: FunctionType, name: str) -> None:
-        """A function may be called."""
+        """Note a function that may be called."""
 
-    def reach_functions(self, kind: type, name: str) -> None:
-        """So may those of a class."""
+    def reach_methods(self, kind: type, name: str) -> None:
+        """Note the methods of a class."""
 
-    def reach_cached(self, f: Any, name: str) -> None:
-        """So may one of which results are kept."""
+    def reach_cached_function(self, f: Any, name: str) -> None:
+        """Enter a function whose results are cached."""
 
     def reach_class(self, kind: type) -> None:
-        """A class is reached, of which anything may be read."""
+        """Record the attributes of a class by the names in use."""
 
-    def reach_space(self, space: Any, name: str) -> None:
-        """So is a module of the user's."""
+    def reach_namespace(self, space: Any, name: str) -> None:
+        """Record the variables of a module or function by the names in use."""
 
-    def entered(self, frame: FrameType) -> None:
-        """A function begins."""
+    def enter_frame(self, frame: FrameType) -> None:
+        """Record what a function names: it begins to run."""
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
-        """All of a module's names may be read."""
+        """Record all globals of a module."""
 
 
 class CallReader(Protocol):
-    """Hears what a step calls."""
+    """Watches what a step calls (`calls.Calls`)."""
 
     def refuse_if_random(self, value: Any, name: str) -> None:
-        """`value` is reached, of which the calls may not be heard."""
+        """Raise CaptureError if `value` is a random generator."""
 
 
 class StateReader(Protocol):
-    """Notes what a step reads.
+    """Records what a step reads.
 
     Attributes:
-        functions: reads what functions name.
-        calls: hears what is called.
-        huge: containers of which not all is looked at, by identity: name and value.
-        snapshots: of what was reached.
-        by_name: whether what is reached now is perhaps not what the step reads.
-        error: what is raised when the step is over, whoever caught it.
+        functions: records what functions name.
+        calls: watches what is called.
+        huge: by id, name and value of containers that are not compared deeply.
+        snapshots: `writes.Snapshots` of what was reached.
+        reached_by_name: see `reaching_by_name`.
+        error: the refusal to raise when the step is over, whoever caught it meanwhile.
         before_backward: called where a backward begins, with the tensors whose gradients are asked.
     """
 
     huge: dict[int, tuple[str, Any]]
     snapshots: Any
-    by_name: bool
+    reached_by_name: bool
     error: CaptureError | None
     before_backward: Callable[[Any], None]
 
@@ -82,38 +83,39 @@ class StateReader(Protocol):
     @property
     def calls(self) -> CallReader: ...
 
-    def read(self, owner: Any, name: str) -> None:
-        """An attribute is read."""
+    def read_attribute(self, owner: Any, name: str) -> None:
+        """Record that an attribute is read."""
 
-    def read_at(self, place: Place, value: Any, alone: bool = False) -> None:
-        """A place is read, at which `value` stands; with what is in it, but where `alone`."""
+    def read_place(self, place: Place, value: Any, shallow: bool = False) -> None:
+        """Record that a place is read, where `value` stands, and reach the value unless
+        `shallow`."""
 
-    def read_of_class(self, kind: type, name: str) -> Any:
-        """An attribute of a class is read: its value, MISSING where there is none."""
+    def read_class_attribute(self, kind: type, name: str) -> Any:
+        """Record that an attribute of a class is read; its value, or MISSING."""
 
-    def reach(self, value: Any, name: str) -> None:
-        """The step has `value` in its hands."""
+    def reach_value(self, value: Any, name: str) -> None:
+        """Record what the step can read of `value` without reading an attribute."""
 
     def reach_object(self, value: Any, name: str) -> None:
-        """It has an object, of which attributes may be read."""
+        """Record the attributes of an object from now on, as they are read."""
 
-    def take_whole(self, owner: Any) -> None:
-        """All attributes of an object that was reached may be read."""
+    def read_all_attributes(self, owner: Any) -> None:
+        """Record all attributes of an object that was reached."""
 
-    def offer(self, place: Place, value: float, item: bool = False) -> None:
-        """A float stands at a place, for which another may stand; an `item` of a container."""
+    def offer_float(self, place: Place, value: float, item: bool = False) -> None:
+        """Let capture replace a float at a place by a symbolic one; an `item` is of a container."""
 
-    def keep(self, value: Any) -> None:
-        """What is reached here is no concern."""
+    def ignore(self, value: Any) -> None:
+        """Do not record what `value` leads to."""
 
-    def kinds(self) -> list[type]:
+    def reached_types(self) -> list[type]:
         """The types of the objects that were reached."""
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Raise CaptureError: no guard can hold what the step reads."""
+        """Raise CaptureError: no guard can cover what the step reads."""
 
-    def quietly(self) -> AbstractContextManager[None]:
-        """Within, attributes are read by the reader, and not by the step."""
+    def without_recording(self) -> AbstractContextManager[None]:
+        """Within, reads of attributes are not the step's, and not recorded."""
 
-    def found_by_name(self) -> AbstractContextManager[None]:
-        """Within, what is reached is perhaps not what the step reads: its name is used."""
+    def reaching_by_name(self) -> AbstractContextManager[None]:
+        """Within, values are reached since code uses their names; the step may not read them."""

@@ -1,4 +1,9 @@
-"""Recompile reasons: in which words it is said why a step was captured again."""
+"""Recompile reasons: why a step was captured again, as text.
+
+A call is described in each respect that a program is made for (`describe_call`). A reason lists the
+differences from the most similar description for which there is a program, and then the differences
+of that program's guards: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4".
+"""
 
 from __future__ import annotations
 
@@ -19,21 +24,23 @@ from .guards import Guards
 if TYPE_CHECKING:
     from ..capture.state import State
 
-__all__ = ["Description", "History", "described", "reason_of"]
+__all__ = ["Description", "History", "describe_call", "explain_difference"]
 
 Description = dict[str, dict[str, str]]
-"""Of a call: by the name of each part of it, what it is in each respect."""
+"""Of a call: for the name of each part, the text of each respect: {"x": {"shape": "(8, 4)"}}."""
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000
-_IN_A_ROW = 3  # captures for another value of the same entry, after which it is taken for a counter
+_IN_A_ROW = 3  # captures because of one value, after which it is taken for a counter
 
 
-def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: Any) -> Description:
-    """All that a program is made for, as a person would say it.
+def describe_call(
+    state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
+) -> Description:
+    """The description of a call.
 
     Args:
-        tensors, names: the tensors and values of the call, and what they are called.
-        call: its arguments.
+        tensors, names: the tensors and values of the call, and their names.
+        call: its (args, kwargs).
     """
     found: Description = {}
     first: dict[int, str] = {}
@@ -56,36 +63,36 @@ def described(state: State, tensors: Sequence[Any], names: Sequence[str], call: 
 
 
 def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
-    said = {"shape": str(tuple(t.shape))}
+    found = {"shape": str(tuple(t.shape))}
     with Local():
         if isinstance(t, DTensor):
-            said["layout"] = t._spec.layout.brief()
-            said["mesh"] = str(t._spec.wire.mesh)
-        said |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
-        said["requires_grad"] = str(t.requires_grad)
-        said["strides"] = "contiguous" if t.is_contiguous() else str(t.stride())
-        said |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
+            found["layout"] = t._spec.layout.brief()
+            found["mesh"] = str(t._spec.wire.mesh)
+        found |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
+        found["requires_grad"] = str(t.requires_grad)
+        found["strides"] = "contiguous" if t.is_contiguous() else str(t.stride())
+        found |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
         grad = t.grad if t.requires_grad and t.is_leaf else None
-    said["gradient"] = "none" if grad is None else "there"
+    found["gradient"] = "none" if grad is None else "there"
     if first != name:
-        said["tensor"] = first
-    return said
+        found["tensor"] = first
+    return found
 
 
-def reason_of(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
-    """How a call differs from the nearest of those for which there is a program, the latest."""
+def explain_difference(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
+    """How a call differs from the most similar one that has a program; of several, the latest."""
     nearest = min(
         reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
     )
     if nearest is None:
         return "the first call"
     was, guards = nearest
-    told = _list_differences(now, was)
-    if guards is not None and len(told) < _SHOWN:
-        said = {text.split(":")[0] for text in told}
-        told += [t for t in guards.differences(_SHOWN) if t.split(":")[0] not in said]
-    text = "; ".join(told[:_SHOWN]) or "something is not as it was"
-    return text if len(told) <= _SHOWN else f"{text}; and {len(told) - _SHOWN} more"
+    differences = _list_differences(now, was)
+    if guards is not None and len(differences) < _SHOWN:
+        names = {text.split(":")[0] for text in differences}
+        differences += [t for t in guards.differences(_SHOWN) if t.split(":")[0] not in names]
+    text = "; ".join(differences[:_SHOWN]) or "something is not as it was"
+    return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"
 
 
 def _count_differences(now: Description, was: Description) -> int:
@@ -97,18 +104,18 @@ def _count_differences(now: Description, was: Description) -> int:
 def _list_differences(now: Description, was: Description) -> list[str]:
     found = []
     for name in dict.fromkeys([*now, *was]):
-        one, other = was.get(name, {}), now.get(name, {})
-        if not one or not other:
-            found.append(f"{name} is {'new' if other else 'gone'}")
-        elif one != other:
-            found.append(f"{name}: {_describe_change(one, other)}")
+        before, after = was.get(name, {}), now.get(name, {})
+        if not before or not after:
+            found.append(f"{name} is {'new' if after else 'gone'}")
+        elif before != after:
+            found.append(f"{name}: {_describe_change(before, after)}")
     return found
 
 
-def _describe_change(one: dict[str, str], other: dict[str, str]) -> str:
-    """The first respect in which they differ: a layout's change is told by its shape, too."""
-    for what in dict.fromkeys([*one, *other]):
-        before, after = one.get(what), other.get(what)
+def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
+    """The first respect in which two descriptions of a part differ."""
+    for what in dict.fromkeys([*was, *now]):
+        before, after = was.get(what), now.get(what)
         if before == after:
             continue
         if what == "value":
@@ -128,63 +135,69 @@ def _shorten_text(text: str) -> str:
 
 
 class History:
-    """What was captured for a step, and why.
+    """The captures of one step, and their reasons. Warns where a step is captured too often.
+
+    Args:
+        what: the step's name, in warnings.
 
     Attributes:
-        reasons: for each capture, the last `_REMEMBERED` of them, why it was made.
+        reasons: of the last `_REMEMBERED` captures.
     """
 
     def __init__(self, what: str):
         self.what = what
         self.reasons: list[str] = []
-        self._kept: dict[Any, tuple[Description, Guards | None]] = {}
+        self._described: dict[Any, tuple[Description, Guards | None]] = {}
         self._dropped: set[int] = set()
         self._warned = False
-        self._row: list[set[str]] = []  # of captures of which none was used by a second call
-        self._told: set[str] = set()
+        # Of each capture since a program was reused, the names that changed.
+        self._changed_in_a_row: list[set[str]] = []
+        self._warned_of: set[str] = set()
 
     def reason(self, description: Description) -> str:
-        """Why such a call needs a program of its own."""
-        return reason_of(description, self._kept.values())
+        """Why a call of this description needs a new program."""
+        return explain_difference(description, self._described.values())
 
     def note_capture(
         self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int
     ) -> None:
-        """A program was made, one of `keep` that are kept.
+        """Note that a program was captured.
 
         Args:
             reason: why.
             key: the call's signature, and what tells programs of one signature apart.
+            keep: how many programs the step keeps.
         """
         self._look_for_counters(reason, description)
         if hash(key[0]) in self._dropped:
             reason += " (captured before, and dropped)"
             self._warn_of_recapture(reason, keep)
-        self._kept[key] = description, guards
+        self._described[key] = description, guards
         self.reasons.append(reason)
         del self.reasons[:-_REMEMBERED]
 
     def note_reuse(self) -> None:
-        """A program serves another call."""
-        self._row.clear()
+        """Note that a program was reused."""
+        self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
-        """Warn of what Python holds that is another value in each call."""
+        """Warn of a Python value that differs in each call, as a counter does."""
         names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
-        self._row.append({name for name in names if name not in description})
-        always = set.intersection(*self._row[-_IN_A_ROW:]) - self._told
-        if len(self._row) >= _IN_A_ROW and always:
-            self._told |= always
+        self._changed_in_a_row.append({name for name in names if name not in description})
+        always_changed = set.intersection(*self._changed_in_a_row[-_IN_A_ROW:]) - self._warned_of
+        if len(self._changed_in_a_row) >= _IN_A_ROW and always_changed:
+            self._warned_of |= always_changed
+            names_text = " or ".join(sorted(always_changed))
             warnings.warn(
                 f"{self.what} is captured at each call: {reason}. If the step does not need "
-                f"{' or '.join(sorted(always))}, keep it apart from what the step reads; if it "
-                "does, give it as an argument, as a tensor or a float",
+                f"{names_text}, keep it apart from what the step reads; if it does, give it "
+                "as an argument, as a tensor or a float",
                 stacklevel=6,  # of the call of the step
             )
 
     def note_drop(self, key: Any) -> None:
-        """This program is not kept any longer."""
-        self._kept.pop(key, None)
+        """Note that a program was dropped."""
+        self._described.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()
         self._dropped.add(hash(key[0]))

@@ -1,9 +1,12 @@
-"""Records of what a step reads of Python while it is captured.
+"""The record of what a step reads of Python while it is captured.
 
-Functions are entered as they are called: the globals, cells and defaults that they name are read
-then. Attributes are recorded as they are read (see `instrument`). A container is taken whole when
-it is first reached. What is read is settled, as the guards of a program, when capture is over and
-everything stands again where it was.
+- Functions: the globals, cells and defaults that a function names are recorded when it is called.
+- Attributes of objects: recorded as they are read (`instrument`).
+- Containers: recorded whole when they are first reached.
+
+A value read may lead to others: it is *reached*, and what hangs on it is recorded by its kind
+(`reached_objects`). When capture is over, and everything stands again where it was, `make_guards`
+turns the places that were read into the guards of a program.
 """
 
 from __future__ import annotations
@@ -22,34 +25,39 @@ from torch import nn
 from partita.layout import Fix
 
 from ..errors import CaptureError
-from . import places
 from .calls import Calls, unguarded
 from .codes import is_recorded
 from .expected import MISSING
 from .functions import Functions
 from .guards import Guards
-from .instrument import instrument, reads_by_itself, recorded_by, release
+from .instrument import has_own_getattribute, instrument, recorded_by, uninstrument
 from .modes import function_modes
 from .objects import (
     INSIDE,
     PLAIN,
     WITH_FIELDS,
     dict_of,
-    dict_that_has,
+    find_module_dict,
     has_settings,
-    holds_more,
     is_slot,
     may_be_hidden,
+    may_have_attributes,
     slots_of,
 )
-from .places import Place
+from .places import (
+    Place,
+    place_of_class_attribute,
+    place_of_entry,
+    place_of_log_level,
+    place_of_slot,
+)
 from .reached_objects import has_tensor_keys, reach_by_kind
 from .writes import Snapshots
 
 __all__ = ["ReadRecord"]
 
 _MODULES = vars(nn.modules.module)
-_HOOKS_OF_ALL = [  # private torch: hooks of all modules, which each call of a module looks at
+_GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a module reads
     key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
 ]
 _WEAK = (
@@ -63,21 +71,21 @@ _WEAK = (
 
 
 @dataclass(eq=False)
-class _Known:
-    """An object that was there before the step.
+class _ReachedObject:
+    """An object of before the step whose attributes are recorded.
 
     Attributes:
-        names: the attributes that were read.
-        held: what its `__dict__` held when it was reached.
+        attributes: its `__dict__` as it was when it was reached.
         slots: the descriptors of its `__slots__`.
-        whole: whether all of its attributes are taken as read.
+        is_read_whole: whether all of its attributes count as read.
+        names: the attributes that were read.
     """
 
     value: Any
     name: str
-    held: dict[str, Any]
+    attributes: dict[str, Any]
     slots: dict[str, Any]
-    whole: bool = False
+    is_read_whole: bool = False
     names: dict[str, None] = field(default_factory=dict)
 
 
@@ -85,17 +93,21 @@ class ReadRecord:
     """What one run of a step under capture reads.
 
     Args:
-        names: of modules and optimizers that are found beforehand: by identity, their names.
+        names: by id, the names of modules and optimizers that were found before the run.
 
     Attributes:
         stand_in_for_float: called for each float that is reached, before the step reads it, with
-            its name, its home, its key and itself; gives what stands there while the step runs, or
-            None. What has a stand-in is guarded by its type alone.
-        before_backward: called where a backward begins, with the tensors whose gradients are asked
-            for by name: one, several or None.
-        places: what was read, in order.
-        snapshots: of what was reached, to see what the step writes.
-        by_name: whether what is reached now is perhaps not what the step reads.
+            its name, home, key and value; returns what is to stand there while the step runs, or
+            None. A float with a stand-in is guarded by its type alone.
+        before_backward: called where a backward begins, with the `inputs` whose gradients it asks:
+            one tensor, several or None.
+        places: by identity, the places that were read, in order.
+        types: by id, objects whose type is guarded, with the type.
+        numbers: by identity of its place, the place and value of a float with a stand-in.
+        huge: by id, name and value of containers that are not compared deeply.
+        snapshots: of what was reached, to find what the step writes.
+        error: the first refusal.
+        reached_by_name: see `reaching_by_name`.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -107,81 +119,92 @@ class ReadRecord:
         self.huge: dict[int, tuple[str, Any]] = {}
         self.snapshots = Snapshots()
         self.error: CaptureError | None = None
-        self._names = names
-        self._known: dict[int, _Known] = {}
-        self._homes: dict[int, Any] = {}  # an id is one object's as long as that lives
-        self._kept: dict[int, Any] = {}
+        self._given_names = names
+        self._objects: dict[int, _ReachedObject] = {}
+        self._kept_alive: dict[int, Any] = {}  # so that no other object gets its id
+        self._reached: dict[int, Any] = {}
         self._instrumented: list[type] = []
-        self._busy = False
-        self._by_library = False  # what is reached now is what torch's own code reads
-        self.by_name = False
+        self._is_paused = False
+        self._read_by_library = False  # whether torch's code reads now
+        self.reached_by_name = False
         self.functions = Functions(self)
         self.calls = Calls(self)
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Within, what this thread reads is recorded; `step` is what is going to run."""
+        """Within, what this thread reads is recorded.
+
+        Args:
+            step: what is going to run.
+            arguments: name and value of what it can read without reading a place.
+
+        Raises:
+            CaptureError: the step read what no guard can cover.
+        """
         try:
             self._instrument_type(nn.Module)
-            # Where a profiler listens to calls, what functions name is read before they run.
-            self.functions.all_at_once = sys.getprofile() is not None
-            with self.quietly():
-                self.read_at(Place("the step", self, "step", lambda: step), step)
-                for key in _HOOKS_OF_ALL:
-                    self.read_at(places.entry(key, _MODULES, key), _MODULES[key])
+            # Where another profiler is set, calls are not seen: functions are read when reached.
+            self.functions.reads_ahead = sys.getprofile() is not None
+            with self.without_recording():
+                self.read_place(Place("the step", self, "step", lambda: step), step)
+                for key in _GLOBAL_HOOKS:
+                    self.read_place(place_of_entry(key, _MODULES, key), _MODULES[key])
                 for name, value in arguments:
-                    self.reach(value, name)
+                    self.reach_value(value, name)
                 for mode in function_modes():
-                    self.reach(mode, type(mode).__name__)
+                    self.reach_value(mode, type(mode).__name__)
             try:
-                with recorded_by(self), self.calls.heard(not self.functions.all_at_once):
+                with recorded_by(self), self.calls.listening(not self.functions.reads_ahead):
                     yield
             except Exception as error:
                 if self.error is None or self.error is error:
                     raise
-            if self.error is not None:  # which the step, or a library, may have taken for another
+            if self.error is not None:  # the step or a library may have caught it
                 raise self.error
         finally:
-            self.functions.put_back()
-            release(self._instrumented)
+            self.functions.remove_substitutes()
+            uninstrument(self._instrumented)
             self._instrumented = []
 
     @contextmanager
-    def quietly(self) -> Iterator[None]:
-        before, self._busy = self._busy, True
+    def without_recording(self) -> Iterator[None]:
+        """Within, reads of attributes are not recorded."""
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._busy = before
+            self._is_paused = before
 
     @contextmanager
-    def found_by_name(self) -> Iterator[None]:
-        """Within, what is reached is perhaps not what the step reads: its name is used."""
-        before, self.by_name = self.by_name, True
+    def reaching_by_name(self) -> Iterator[None]:
+        """Within, values are reached since code uses their names: what is refused else may go
+        unread."""
+        before, self.reached_by_name = self.reached_by_name, True
         try:
             yield
         finally:
-            self.by_name = before
+            self.reached_by_name = before
 
-    def keep(self, value: Any) -> None:
-        """Note that `value` is reached, and is no concern."""
-        self._kept[id(value)] = value
+    def ignore(self, value: Any) -> None:
+        """Do not record what `value` leads to."""
+        self._reached[id(value)] = value
 
     def is_reached(self, value: Any) -> bool:
-        """Is it an object whose attributes the step has read?"""
-        known = self._known.get(id(value))
+        """Is it an object whose attributes are recorded?"""
+        known = self._objects.get(id(value))
         return known is not None and known.value is value
 
-    def kinds(self) -> list[type]:
+    def reached_types(self) -> list[type]:
         """The types of the objects that were reached."""
-        return [type(known.value) for known in self._known.values()]
+        return [type(known.value) for known in self._objects.values()]
 
-    def guards(self, floats: Callable[[Any, Any], bool], slots: Any, extra: Any) -> Guards:
-        """What was read, as it is now.
+    def make_guards(self, floats: Callable[[Any, Any], bool], slots: Any, extra: Any) -> Guards:
+        """The guards of what was read, which expect the values of now.
 
         Args:
-            floats: whether the number at a place is an input, beside those with a stand-in.
-            slots: the places of the graph's tensors.
+            floats: given home and key, whether a float there is a graph input, beside those with a
+                stand-in.
+            slots: identities of the places of the graph's tensors.
             extra: places to be guarded beside those that were read.
         """
 
@@ -198,162 +221,167 @@ class ReadRecord:
             [*self.huge.values()],
             slots,
             self.functions.classes,
-            self.functions.spaces(),
+            self.functions.namespaces(),
         )
 
-    def watch(self, value: Any, name: str) -> None:
-        """See what the step writes into what the capture has made anew, and what is in it."""
-        self.snapshots.made_anew(value, name, self._kept)
+    def watch_new(self, value: Any, name: str) -> None:
+        """Take snapshots of objects that capture has made, so that writes into them are found."""
+        self.snapshots.snapshot_new(value, name, self._reached)
 
-    def put_back(self) -> None:
-        """Put the floats back that have a stand-in."""
+    def restore_floats(self) -> None:
+        """Put the floats back in place of their stand-ins."""
         for place, value in self.numbers.values():
             place.write(value)
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Note that the step reads what no guard can hold, and raise it."""
+        """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
         self.error = self.error or unguarded(fact, reason, name, fix)
         raise self.error
 
     # -- attributes --------------------------------------------------------------------------------
 
-    def read(self, owner: Any, name: str) -> None:
-        """An attribute is read."""
-        known = self._known.get(id(owner))
-        if known is None or self._busy or name in known.names:
+    def read_attribute(self, owner: Any, name: str) -> None:
+        """Record that an attribute is read, the first time."""
+        known = self._objects.get(id(owner))
+        if known is None or self._is_paused or name in known.names:
             return
         known.names[name] = None
         by_user = is_recorded(sys._getframe(2).f_code.co_filename)
         if name == "__class__" and by_user:
-            with self.quietly():
+            with self.without_recording():
                 self.functions.reach_class(type(owner))
             return
         if name == "__dict__":
-            # Of torch's own code, which looks its modules' parameters up there.
+            # Torch's own code looks parameters up there, which is no read of all attributes.
             if by_user:
-                with self.quietly():
-                    self._take_whole(known)
+                with self.without_recording():
+                    self._read_all(known)
             else:
                 del known.names[name]
             return
-        before, self._by_library = self._by_library, not by_user
+        before, self._read_by_library = self._read_by_library, not by_user
         try:
-            with self.quietly():
+            with self.without_recording():
                 self._record_read(known, name)
         finally:
-            self._by_library = before
+            self._read_by_library = before
 
-    def _record_read(self, known: _Known, name: str) -> None:
+    def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called = known.value, f"{known.name}.{name}"
         if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
             return
         if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
-            self.read_at(places.level(known.name, owner), None, alone=True)
+            self.read_place(place_of_log_level(known.name, owner), None, shallow=True)
             return
-        if name in known.held:
-            self.read_at(places.entry(called, dict_of(owner), name), known.held[name])
+        if name in known.attributes:
+            self.read_place(place_of_entry(called, dict_of(owner), name), known.attributes[name])
             return
         if name in known.slots:
-            place = places.slot(called, owner, known.slots[name])
-            self.read_at(place, place.value)
+            place = place_of_slot(called, owner, known.slots[name])
+            self.read_place(place, place.value)
             return
-        inside = dict_that_has(owner, name)
+        inside = find_module_dict(owner, name)
         if inside is not None:
-            self.read_at(places.entry(called, inside, name), inside[name])
+            self.read_place(place_of_entry(called, inside, name), inside[name])
             return
-        found = self.read_of_class(type(owner), name)
+        found = self.read_class_attribute(type(owner), name)
         if found is MISSING and not name.startswith("__"):  # a class may come to have it
             kind = type(owner)
-            self.read_at(places.attribute_of_class(f"{kind.__name__}.{name}", kind, name), MISSING)
-        if may_be_hidden(type(owner), name, found) and known.held is not None:
+            self.read_place(
+                place_of_class_attribute(f"{kind.__name__}.{name}", kind, name), MISSING
+            )
+        if may_be_hidden(name, found) and known.attributes is not None:
             home = dict_of(owner)
             if home is not None:
-                self.read_at(places.entry(called, home, name), MISSING)
+                self.read_place(place_of_entry(called, home, name), MISSING)
             if found is MISSING and isinstance(owner, nn.Module):
                 for within in INSIDE:
-                    self.read_at(places.entry(called, home[within], name), MISSING)
+                    self.read_place(place_of_entry(called, home[within], name), MISSING)
 
-    def take_whole(self, owner: Any) -> None:
-        """All attributes of `owner` may be read, if it is an object that was reached."""
-        known = self._known.get(id(owner))
-        if known is not None and not known.whole:
-            self._take_whole(known)
+    def read_all_attributes(self, owner: Any) -> None:
+        """Record all attributes of `owner`, if it is an object that was reached."""
+        known = self._objects.get(id(owner))
+        if known is not None and not known.is_read_whole:
+            self._read_all(known)
 
-    def _take_whole(self, known: _Known) -> None:
-        known.whole = True
+    def _read_all(self, known: _ReachedObject) -> None:
+        known.is_read_whole = True
         home = dict_of(known.value)
         if home is not None:
-            self.read_at(places.Place(known.name, known.value, "__dict__", lambda: home), home)
+            self.read_place(Place(known.name, known.value, "__dict__", lambda: home), home)
 
-    def read_of_class(self, kind: type, name: str) -> Any:
+    def read_class_attribute(self, kind: type, name: str) -> Any:
+        """Record that an attribute of a class is read; its value, or MISSING."""
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
-        place = places.attribute_of_class(f"{kind.__name__}.{name}", kind, name)
+        place = place_of_class_attribute(f"{kind.__name__}.{name}", kind, name)
         value = place.value
         if place.identity in self.places:
             return value
         if value is not MISSING and not is_slot(value):
-            self.read_at(place, value)
+            self.read_place(place, value)
             inner = ("fget", "__func__", "func", "dispatcher")
             for function in (getattr(value, a, None) for a in inner):
                 if function is not None:
-                    self.reach(function, place.name)
+                    self.reach_value(function, place.name)
         return value
 
     # -- what is reached ---------------------------------------------------------------------------
 
-    def read_at(self, place: Place, value: Any, alone: bool = False) -> None:
-        """The value of a place is read, which was `value` before the step.
+    def read_place(self, place: Place, value: Any, shallow: bool = False) -> None:
+        """Record that a place is read, where `value` stood before the step.
 
         Args:
-            alone: whether what it holds is no concern, nor can anything stand for it: a library's.
+            shallow: record the place alone: not what its value leads to, nor a stand-in for it.
         """
         if place.identity in self.places:
             return
         self.places[place.identity] = place
-        self._homes[id(place.home)] = place.home
-        if place.get is None or place.put is not None or not alone:
-            self.snapshots.place(place, value)
-        if alone:
+        self._kept_alive[id(place.home)] = place.home
+        if place.get is None or place.put is not None or not shallow:
+            self.snapshots.snapshot_place(place, value)
+        if shallow:
             return
         if type(value) is float:
-            self.offer(place, value)
+            self.offer_float(place, value)
         else:
-            self.reach(value, place.name)
+            self.reach_value(value, place.name)
 
-    def offer(self, place: Place, value: float, item: bool = False) -> None:
-        """A float is reached, for which another may stand; an `item` of a known container."""
-        stands = self.stand_in_for_float(place.name, place.home, place.key, value)
-        if stands is None:
+    def offer_float(self, place: Place, value: float, item: bool = False) -> None:
+        """Replace a float by its stand-in, if it has one; an `item` is of a known container."""
+        stand_in = self.stand_in_for_float(place.name, place.home, place.key, value)
+        if stand_in is None:
             return
         self.numbers[place.identity] = (place, value)
-        place.write(stands)
+        place.write(stand_in)
         if item:
-            self.snapshots.item(place, stands)
+            self.snapshots.update_item(place, stand_in)
         else:
-            self.snapshots.place(place, stands, again=True)
+            self.snapshots.snapshot_place(place, stand_in, replace=True)
 
-    def reach(self, value: Any, name: str) -> None:
-        """`value`, which was there before the step, is reached."""
-        if type(value) in PLAIN or id(value) in self._kept:
+    def reach_value(self, value: Any, name: str) -> None:
+        """Record what `value`, which was there before the step, leads to."""
+        if type(value) in PLAIN or id(value) in self._reached:
             return
         if issubclass(type(value), _WEAK):
-            if not self.by_name:
+            if not self.reached_by_name:
                 self._refuse_weak(value, name)
             return
-        if has_tensor_keys(value) and not self.by_name and not self._by_library:
+        if has_tensor_keys(value) and not self.reached_by_name and not self._read_by_library:
             self.refuse(
                 f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
                 "while it is captured others stand for its tensors, which are not found there",
                 fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
             )
-        if isinstance(value, torch.Tensor) or (isinstance(value, PLAIN) and not holds_more(value)):
+        if isinstance(value, torch.Tensor) or (
+            isinstance(value, PLAIN) and not may_have_attributes(value)
+        ):
             return
-        self._kept[id(value)] = value
+        self._reached[id(value)] = value
         reach_by_kind(self, value, name)
 
     def _refuse_weak(self, value: Any, name: str) -> None:
-        if self._by_library:  # as recurrent layers refer to their weights, which they hold too
+        if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
             return
         self.refuse(
             f"the step reads {name}, which holds weakly ({type(value).__name__})",
@@ -362,24 +390,27 @@ class ReadRecord:
         )
 
     def reach_object(self, value: Any, name: str) -> None:
+        """Have an object's class tell what is read of it from now on."""
         kind = type(value)
-        if not kind.__flags__ & (1 << 9) or not has_settings(kind):  # made in C, or not looked into
+        if not kind.__flags__ & (1 << 9) or not has_settings(
+            kind
+        ):  # not a heap type, or not guarded
             return
         if not self._instrument_type(kind):
             return
         held = dict_of(value)
-        name = self._names.get(id(value), name)
-        known = _Known(value, name, dict(held or {}), slots_of(kind))
-        self._known[id(value)] = known
+        name = self._given_names.get(id(value), name)
+        known = _ReachedObject(value, name, dict(held or {}), slots_of(kind))
+        self._objects[id(value)] = known
         self.types[id(value)] = (value, kind)
-        self.snapshots.owner(value, name, held, known.slots)
-        self.functions.reach_functions(kind, kind.__name__)
+        self.snapshots.snapshot_object(value, name, held, known.slots)
+        self.functions.reach_methods(kind, kind.__name__)
         if self.functions.types_read:
             self.functions.reach_class(kind)
-        if reads_by_itself(kind):
-            self._take_whole(known)
-            for key, v in known.held.items():
-                self.reach(v, f"{name}.{key}")
+        if has_own_getattribute(kind):
+            self._read_all(known)
+            for key, v in known.attributes.items():
+                self.reach_value(v, f"{name}.{key}")
 
     def _instrument_type(self, kind: type) -> bool:
         if kind in self._instrumented:

@@ -1,4 +1,8 @@
-"""Reflection: code that asks a class, a module or a function for names that it does not spell."""
+"""Reflection: code that may read names which do not stand in it (`getattr(x, key)`, `vars(x)`).
+
+Of a class, module or function that such code reads, all names are recorded as read, and that there
+are no others. The same is done for modules in `sys.modules` and for registered subclasses.
+"""
 
 from __future__ import annotations
 
@@ -12,75 +16,77 @@ import types
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from . import places
-from .codes import is_of_users
+from .codes import is_user_module
 from .objects import variables_of
-from .places import Place
+from .places import Place, place_of_entry, place_of_function_part
 
 if TYPE_CHECKING:
     from .reader import StateReader
 
 __all__ = [
     "names_asked_by",
+    "read_all_names",
     "read_module",
     "read_modules",
     "read_registry",
     "reflects",
-    "take_whole",
 ]
 
-_BY_NAME = ("getattr", "hasattr")
-_WHOLE = frozenset(
+_GETTERS = ("getattr", "hasattr")
+_REFLECTING_NAMES = frozenset(
     "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
     "get_type_hints".split()
 )
-# What a class or a function has beside what a program puts there, and others read of it.
-_OF_CLASSES = """__annotations__ __doc__ __name__ __qualname__ __module__ __match_args__
+# Special attributes of classes and functions that reflection reads.
+_CLASS_ATTRIBUTES = """__annotations__ __doc__ __name__ __qualname__ __module__ __match_args__
     __dataclass_fields__""".split()
-_OF_FUNCTIONS = """__code__ __defaults__ __kwdefaults__ __annotations__ __doc__ __name__
+_FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ __doc__ __name__
     __qualname__ __module__ __signature__""".split()
-_OF_SPACES = frozenset(
+_REFLECTING_ATTRIBUTES = frozenset(
     "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "
     "__defaults__ __kwdefaults__ __signature__ __closure__".split()
 )
-_COMPUTES = ("BINARY_OP", "BINARY_SUBSCR", "BUILD_STRING", "FORMAT_VALUE")
-_PASSED = ("CACHE", "EXTENDED_ARG", "PRECALL")
+_COMPUTING_OPS = ("BINARY_OP", "BINARY_SUBSCR", "BUILD_STRING", "FORMAT_VALUE")
+_IGNORED_OPS = ("CACHE", "EXTENDED_ARG", "PRECALL")
 
 
 @functools.lru_cache(maxsize=4096)
 def reflects(code: CodeType) -> bool:
-    """May it ask for an attribute by a name that does not stand in it?"""
-    if not _WHOLE.isdisjoint(code.co_names) or not _OF_SPACES.isdisjoint(code.co_names):
+    """May code ask for an attribute by a name that does not stand in it?"""
+    if not _REFLECTING_NAMES.isdisjoint(code.co_names) or not _REFLECTING_ATTRIBUTES.isdisjoint(
+        code.co_names
+    ):
         return True
     asked: list[dis.Instruction] | None = None
-    within = 0  # calls whose arguments are being pushed
+    open_calls = 0  # calls whose arguments are being pushed
     for step in dis.get_instructions(code):
-        if step.opname in _PASSED:
+        if step.opname in _IGNORED_OPS:
             continue
         if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
             return True
-        if step.opname == "LOAD_GLOBAL" and step.argval in _BY_NAME:
-            asked, within = [], 0
+        if step.opname == "LOAD_GLOBAL" and step.argval in _GETTERS:
+            asked, open_calls = [], 0
         elif asked is not None:
-            if step.opname.startswith("CALL") and not within:
+            if step.opname.startswith("CALL") and not open_calls:
                 if not _is_spelled(asked):
                     return True
                 asked = None
                 continue
-            within += _opens_call(step) - step.opname.startswith("CALL")
+            open_calls += _opens_call(step) - step.opname.startswith("CALL")
             asked.append(step)
-    return asked is not None  # it is handed on, to `map` say
+    return asked is not None  # `getattr` itself is passed on, say to `map`
 
 
 def _opens_call(step: dis.Instruction) -> bool:
+    """Does an instruction push the NULL or the method with which a call begins?"""
     null = step.opname == "LOAD_GLOBAL" and bool((step.arg or 0) & 1)
     return null or step.opname in ("LOAD_METHOD", "PUSH_NULL")
 
 
 def _is_spelled(asked: list[dis.Instruction]) -> bool:
-    """Does a name stand in what is pushed for a call, and is nothing made of it?"""
+    """Is the name a constant among what is pushed for a call of `getattr`, and not computed?"""
     text = next((n for n, step in enumerate(asked) if _is_text(step)), None)
-    if text is None or any(step.opname in _COMPUTES for step in asked):
+    if text is None or any(step.opname in _COMPUTING_OPS for step in asked):
         return False
     return not any(step.opname.startswith("CALL") for step in asked[text:])
 
@@ -89,72 +95,74 @@ def _is_text(step: dis.Instruction) -> bool:
     return step.opname == "LOAD_CONST" and isinstance(step.argval, str)
 
 
-def take_whole(record: StateReader, space: Any, name: str) -> None:
-    """All that a class, a module or a function has is read, and that it has no more."""
+def read_all_names(record: StateReader, space: Any, name: str) -> None:
+    """Record all that a class, a module or a function has, and that it has no more."""
     if isinstance(space, type):
-        if not is_of_users(space.__module__):
+        if not is_user_module(space.__module__):
             return
-        for key in [key for key in vars(space) if not _is_pythons(key)]:
-            record.read_of_class(space, key)
-        for key in _OF_CLASSES:
+        for key in [key for key in vars(space) if not _is_special_name(key)]:
+            record.read_class_attribute(space, key)
+        for key in _CLASS_ATTRIBUTES:
             get = functools.partial(getattr, space, key, None)
-            record.read_at(Place(f"{name}.{key}", space, key, get), get())
+            record.read_place(Place(f"{name}.{key}", space, key, get), get())
     elif isinstance(space, (types.ModuleType, types.FunctionType, dict)):
         held = variables_of(space)
-        users = not isinstance(space, types.ModuleType) or is_of_users(space.__name__)
-        for key in [key for key in held if not _is_pythons(key)]:
-            record.read_at(places.entry(f"{name}.{key}", held, key), held[key], alone=not users)
+        users = not isinstance(space, types.ModuleType) or is_user_module(space.__name__)
+        for key in [key for key in held if not _is_special_name(key)]:
+            record.read_place(
+                place_of_entry(f"{name}.{key}", held, key), held[key], shallow=not users
+            )
         if isinstance(space, types.FunctionType):
-            for key in _OF_FUNCTIONS:
-                place = places.function_part(f"{name}.{key}", space, key)
-                record.read_at(place, place.value)
+            for key in _FUNCTION_ATTRIBUTES:
+                place = place_of_function_part(f"{name}.{key}", space, key)
+                record.read_place(place, place.value)
     else:
         return
     names = functools.partial(_names_in_space, space)
-    record.read_at(Place(f"the names in {name}", space, "()", names), names(), alone=True)
+    record.read_place(Place(f"the names in {name}", space, "()", names), names(), shallow=True)
 
 
-def _is_pythons(key: Any) -> bool:
-    """Is it a name of the language's own? A dictionary may have keys that are no names at all."""
+def _is_special_name(key: Any) -> bool:
+    """Is it a special name of the language? (A dictionary may have keys that are no strings.)"""
     return isinstance(key, str) and key.startswith("__")
 
 
 def names_asked_by(getter: Any) -> set[str]:
-    """What `attrgetter("a.b")` or `methodcaller("c")` asks an object for, in C."""
+    """The names that `attrgetter("a.b")` or `methodcaller("c")` asks an object for."""
     _, given = getter.__reduce__()[:2]
     texts = given if isinstance(getter, operator.attrgetter) else given[:1]
     return {name for text in texts for name in text.split(".")}
 
 
 def _names_in_space(space: Any) -> tuple[Any, ...]:
-    return tuple([key for key in variables_of(space) if not _is_pythons(key)])
+    return tuple([key for key in variables_of(space) if not _is_special_name(key)])
 
 
 def read_modules(record: StateReader, code: CodeType) -> None:
-    """`sys.modules` is asked for what is spelled out, or for what it has."""
+    """Record a read of `sys.modules`: of the modules that code spells out, or of all names."""
     names = [c for c in code.co_consts if isinstance(c, str)]
     spelled = [name for name in names if name.replace(".", "_").isidentifier()]
     for key in spelled:
         read_module(record, key)
     if not spelled:
         get = functools.partial(tuple, sys.modules)
-        record.read_at(Place("sys.modules", sys.modules, "()", get), get(), alone=True)
+        record.read_place(Place("sys.modules", sys.modules, "()", get), get(), shallow=True)
 
 
 def read_module(record: StateReader, key: str) -> None:
-    """Whether a module was imported: not what it has, nor is its import a write."""
+    """Record whether a module is imported (not what it has)."""
     get = functools.partial(sys.modules.get, key)
-    record.read_at(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), alone=True)
+    record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), shallow=True)
 
 
 def read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
-    """Which classes are registered as subclasses of an abstract one."""
-    get = _Registered(kind)
-    record.read_at(Place(f"the classes of {name}", kind, "registered", get), get(), alone=True)
+    """Record which classes are registered as subclasses of an abstract class."""
+    get = _RegisteredClasses(kind)
+    record.read_place(Place(f"the classes of {name}", kind, "registered", get), get(), shallow=True)
 
 
-class _Registered:
-    """Those registered with an abstract class: the same object as long as nothing is registered."""
+class _RegisteredClasses:
+    """Returns the classes registered with an abstract one: the same set while none is added."""
 
     def __init__(self, kind: abc.ABCMeta):
         self._kind, self._token, self._found = kind, -1, frozenset[Any]()

@@ -1,4 +1,9 @@
-"""Settings that a step asks for: of torch and Python by a function, of the environment by a key."""
+"""Settings that a step asks for: of torch and Python by a function, of the environment by a key.
+
+The answer is guarded: before a later call the function is asked again. Settings that functions of
+a module heed without being asked (`decimal`'s context, the locale) are guarded when something of
+that module is reached.
+"""
 
 from __future__ import annotations
 
@@ -18,101 +23,102 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
 
-from . import places
 from .expected import MISSING
 from .objects import PLAIN
-from .places import Place
+from .places import Place, place_of_answer, place_of_entry
 
 if TYPE_CHECKING:
     from .reader import StateReader
 
 __all__ = [
-    "finds_object",
+    "finds_process_object",
     "is_called_as_setting",
+    "is_setting_of_c",
     "read_ambient",
-    "read_answer",
     "read_environment",
     "read_environment_of",
-    "read_found",
-    "says_setting",
+    "read_process_object",
+    "read_setting",
 ]
 
 
-_ASKED = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_native_id)
-_NOT_SET = (sys.getprofile,)  # while a step is captured it is another
+_SETTING_FUNCTIONS = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_native_id)
+_CHANGED_BY_CAPTURE = (sys.getprofile,)
 
 
-# Objects of the process that Python's library finds by name, or by who asks.
-_FINDS = {
+# Functions that look up an object of the process: by name, or for the thread that asks.
+_PROCESS_OBJECTS = {
     f.__code__: f"{f.__module__}.{f.__name__}"
     for f in (logging.getLogger, threading.current_thread, threading.main_thread)
 }
 
 
-def finds_object(code: CodeType) -> bool:
-    return code in _FINDS
+def finds_process_object(code: CodeType) -> bool:
+    """Does code look up an object of the process, as `logging.getLogger`?"""
+    return code in _PROCESS_OBJECTS
 
 
-def read_found(record: StateReader, frame: FrameType) -> None:
-    """An object of the process is asked for, which is looked up once more."""
+def read_process_object(record: StateReader, frame: FrameType) -> None:
+    """Record which object a call of a lookup function finds, by looking it up once more."""
     function = frame.f_globals[frame.f_code.co_name]
     given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
-    name = f"{_FINDS[frame.f_code]}({', '.join(map(repr, given))})"
+    name = f"{_PROCESS_OBJECTS[frame.f_code]}({', '.join(map(repr, given))})"
     get = functools.partial(function, *given)
-    with record.quietly():
+    with record.without_recording():
         key = (frame.f_code.co_name, *given)
-        record.read_at(Place(name, function, key, get), get())
+        record.read_place(Place(name, function, key, get), get())
 
 
 def is_called_as_setting(name: str) -> bool:
+    """Is it the name of a function that returns a setting, as `get_num_threads`?"""
     begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
     return begins and "rng" not in name and "seed" not in name
 
 
-def says_setting(function: Any) -> bool:
-    """Is it a function of C that says how torch, or Python itself, is set?"""
+def is_setting_of_c(function: Any) -> bool:
+    """Is it a function of C that returns a setting of torch or of Python?"""
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, types.ModuleType):
         return False
     if owner.__name__.startswith("torch._C"):
         return is_called_as_setting(function.__name__)
-    own = owner in (sys, gc) and function not in _NOT_SET
-    return function in _ASKED or (own and function.__name__.startswith(("get", "is")))
+    own = owner in (sys, gc) and function not in _CHANGED_BY_CAPTURE
+    return function in _SETTING_FUNCTIONS or (own and function.__name__.startswith(("get", "is")))
 
 
-def read_answer(record: StateReader, name: str, function: Callable[[], Any]) -> None:
-    """A function without arguments is asked for a setting."""
-    with record.quietly(), warnings.catch_warnings():
+def read_setting(record: StateReader, name: str, function: Callable[[], Any]) -> None:
+    """Record the answer of a function without arguments, if it is a plain value."""
+    with record.without_recording(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             value = function()
         except Exception:  # it has arguments
             return
         if value is None or callable(value) or isinstance(value, (*PLAIN, tuple, dict)):
-            record.read_at(places.answer(name, function), value, alone=True)
+            record.read_place(place_of_answer(name, function), value, shallow=True)
 
 
 def read_environment(record: StateReader, key: str | bytes | None) -> None:
-    """A variable of the environment is read; all of them where `key` is None."""
+    """Record an environment variable; all of them where `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
-    with record.quietly():
+    with record.without_recording():
         if key is None:
-            record.read_at(Place("os.environ", os.environ, "_data", lambda: data), data)
+            record.read_place(Place("os.environ", os.environ, "_data", lambda: data), data)
         elif isinstance(key, (str, bytes)):
             at = os.fsencode(key)
-            place = places.entry(f"os.environ[{key!r}]", data, at)
-            record.read_at(place, place.value)
+            place = place_of_entry(f"os.environ[{key!r}]", data, at)
+            record.read_place(place, place.value)
 
 
 def read_environment_of(record: StateReader, names: Iterable[str]) -> None:
-    """The variables of the environment that are called as these are, which may be read."""
+    """Record the environment variables of these names, where they are in capitals."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
-    record.keep(os.environ)
+    record.ignore(os.environ)
     for text in sorted(names):
         key = os.environ.encodekey(text)  # type: ignore[attr-defined]
         if text.isupper():
             value = data.get(key, MISSING)
-            record.read_at(places.entry(f"os.environ[{text!r}]", data, key), value)
+            record.read_place(place_of_entry(f"os.environ[{text!r}]", data, key), value)
 
 
 def _read_decimal_context() -> str:
@@ -135,7 +141,7 @@ def _of_numpy(name: str) -> Callable[[], Any]:
     return lambda: getattr(sys.modules["numpy"], name)()
 
 
-# What functions of these modules heed without being given it.
+# By module: settings that its functions heed without an argument.
 _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     "decimal": [("decimal.getcontext()", _read_decimal_context)],
     "locale": [("the locale", _read_locale)],
@@ -146,6 +152,6 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: StateReader, module: str | None) -> None:
-    """Something of a module of this name is reached: settings that its functions heed are read."""
+    """Record the settings that functions of a module heed: something of it is reached."""
     for name, function in _AMBIENT.get(module or "", ()):
-        record.read_at(places.answer(name, function), function(), alone=True)
+        record.read_place(place_of_answer(name, function), function(), shallow=True)

@@ -1,6 +1,8 @@
-"""Signatures: what a graph is made for, of a call's tensors and arguments and of torch's modes.
+"""Call signatures: what a program is made for, as one hashable value.
 
-What a step reads of Python beside its arguments is in its guards.
+A signature has the metadata of the call's tensors and of those that the step reaches, the keys of
+other arguments, and torch's modes. Calls of equal signatures may run one program, if its guards
+(what the step read of Python besides) hold.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from ..arguments import flatten_call
-from .attributes_and_hooks import OF_TENSORS, attributes_of, hooks_of
+from .attributes_and_hooks import OWN_ATTRIBUTES, user_attributes_of, user_hooks_of
 from .content_keys import argument_key, content_key
-from .modes import modes
+from .modes import active_modes
 
 if TYPE_CHECKING:
     from ..capture.state import State
@@ -25,11 +27,11 @@ _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 
 
 def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
-    """All that a graph is made for, as a hashable value: name and value of each part.
+    """The signature of a call: a tuple of (name, value...) for each part.
 
     Args:
-        tensors: the leaves of the call and of what the step reaches.
-        call: its arguments.
+        tensors: the leaves of what the step reaches, then those of the call.
+        call: its (args, kwargs).
     """
     first: dict[int, int] = {}
     arguments, structure = flatten_call(call)
@@ -42,13 +44,13 @@ def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]
         parts.append((f"tensor {i}", same, kind_of_tensor(t)))
     parts += [(name, argument_key(value)) for name, value in state.settings()]
     parts.append(("strides", *_strides_of_tensors(tensors, len(tensors) - len(arguments))))
-    parts.append(("modes", *modes()))
+    parts.append(("modes", *active_modes()))
     return tuple(parts)
 
 
 def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
-    """Of what another program makes, and may make otherwise the next time; and of what a step
-    reaches where it does not lie as usual."""
+    """The strides of arguments and of results of other steps, which may differ from call to call;
+    of the step's own tensors only where they are not contiguous."""
     with Local():
         return [
             t.stride() if i >= arguments or not t.is_leaf or not t.is_contiguous() else ()
@@ -58,7 +60,8 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a graph is made for, of a tensor, beside its strides."""
+    """What a program is made for, of a tensor, beside its strides: shape, dtype, layout,
+    hooks..."""
     with Local():
         return _key_of_tensor(t)
 
@@ -67,10 +70,10 @@ def _key_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     attributes = t.__dict__
     spec = attributes.get("_spec")
     own: tuple[Any, ...] = ()
-    if attributes and not OF_TENSORS.issuperset(attributes):
-        own = tuple([(name, _attribute_key(attributes[name])) for name in attributes_of(t)])
+    if attributes and not OWN_ATTRIBUTES.issuperset(attributes):
+        own = tuple([(name, _attribute_key(attributes[name])) for name in user_attributes_of(t)])
     trained = _requires_grad(t)
-    hooks = hooks_of(t) if trained else ()
+    hooks = user_hooks_of(t) if trained else ()
     shown = t.is_conj(), t.is_neg()
     return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
 

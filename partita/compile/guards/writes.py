@@ -1,7 +1,8 @@
-"""Writes of a captured step: what of the user's objects is not as it was before the step ran.
+"""Writes of a captured step: which of the user's objects it has changed, and how to undo that.
 
-What was reached is held against what it was when it was reached. Only that is changed which still
-differs at the end: a value that the step puts back is none.
+`Snapshots` copies each place, object, container and array when the record reaches it. At the end
+`find_writes` compares what is there with the copies. A value that the step changes and puts back is
+no write.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import Any
 import torch
 
 from ..arguments import is_taken_apart
-from . import places
-from .c_objects import content_of, copier
+from .c_objects import make_restorer, read_raw_content
 from .expected import MISSING, is_container, items_of, same_bits
 from .objects import dict_of, slots_of
-from .places import Place
+from .places import Place, place_of_entry, place_of_slot
 
 __all__ = ["Snapshots", "Write"]
 
@@ -30,16 +30,17 @@ _INSIDE = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """One change.
+    """One change that a step made.
 
     Attributes:
-        name: of what is changed.
-        identity: the same for a change of the same place in another run.
-        before, after: what was there, and is there now.
-        undo, redo: put back what was there; put what is there now.
-        again: whether a later call can make the same change: not where an order or a length is.
-        home, key: where it is, of an entry of a dictionary.
-        attribute: whether that is an attribute of an object of the user's.
+        name: of what was changed.
+        identity: equal for a change of the same place in another run.
+        before, after: the value before the step, and the value now.
+        undo, redo: write the value before; write the value of now.
+        is_repeatable: whether a later call can make the same change: not where an order or a length
+            is.
+        home, key: of the place; None where a whole container or array was changed.
+        attribute: whether the place is an attribute of a user's object.
     """
 
     name: str
@@ -48,65 +49,70 @@ class Write:
     after: Any
     undo: Callable[[], None]
     redo: Callable[[], None]
-    again: bool = True
+    is_repeatable: bool = True
     home: Any = None
     key: Any = None
     attribute: bool = False
 
 
 class Snapshots:
-    """What was reached, as it was then."""
+    """Copies of what the step reached, made when it was reached."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._owners: dict[int, tuple[Any, str, dict[str, Any], Any, dict[str, Any]]] = {}
         self._containers: dict[int, tuple[Any, str, Any]] = {}
         self._arrays: dict[int, tuple[Any, str, Any, Callable[[], None]]] = {}
-        self._by_dict: dict[int, dict[str, Any]] = {}
+        self._by_dict: dict[int, dict[str, Any]] = {}  # by id of a `__dict__`, its copy
 
-    def place(self, place: Place, value: Any, again: bool = False) -> None:
-        if again or place.identity not in self._places:
+    def snapshot_place(self, place: Place, value: Any, replace: bool = False) -> None:
+        """Copy the value of a place; anew where the capture itself has written it (`replace`)."""
+        if replace or place.identity not in self._places:
             self._places[place.identity] = (place, value)
-        if again and id(place.home) in self._by_dict:
+        if replace and id(place.home) in self._by_dict:
             self._by_dict[id(place.home)][place.key] = value
 
-    def owner(self, value: Any, name: str, held: Any, slots: dict[str, Any]) -> None:
+    def snapshot_object(self, value: Any, name: str, held: Any, slots: dict[str, Any]) -> None:
+        """Copy the attributes of an object: its `__dict__` `held`, and its slots."""
         before = dict(held or {})
         self._owners[id(value)] = (value, name, before, held, slots)
         self._by_dict[id(held)] = before
         for key, descriptor in slots.items():
-            place = places.slot(f"{name}.{key}", value, descriptor)
-            self.place(place, place.value)
+            place = place_of_slot(f"{name}.{key}", value, descriptor)
+            self.snapshot_place(place, place.value)
 
-    def container(self, value: Any, name: str) -> None:
+    def snapshot_container(self, value: Any, name: str) -> None:
+        """Copy the items of a container, if it is mutable."""
         if isinstance(value, _MUTABLE):
             self._containers[id(value)] = (value, name, _copy(value))
 
-    def made_anew(self, value: Any, name: str, kept: dict[int, Any]) -> None:
-        """What the capture has made, a container or object, and those in it; but what is `kept`."""
-        if id(value) in kept:
+    def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
+        """Copy a container or object that the capture has made, and those in it, but those in
+        `known`."""
+        if id(value) in known:
             return
         if is_taken_apart(value):
             held = dict_of(value)
-            self.owner(value, name, held, slots_of(type(value)))
+            self.snapshot_object(value, name, held, slots_of(type(value)))
             for key, v in (held or {}).items():
-                self.made_anew(v, f"{name}.{key}", kept)
+                self.snapshot_new(v, f"{name}.{key}", known)
         if is_container(value):
-            kept[id(value)] = value
-            self.container(value, name)
+            known[id(value)] = value
+            self.snapshot_container(value, name)
             keys, values = items_of(value)
             for key, v in zip(keys or range(len(values)), values, strict=False):
-                self.made_anew(v, f"{name}[{key!r}]", kept)
+                self.snapshot_new(v, f"{name}[{key!r}]", known)
 
-    def item(self, place: Place, value: Any) -> None:
-        """What stands in a container is exchanged by the capture itself."""
+    def update_item(self, place: Place, value: Any) -> None:
+        """Note a value that the capture itself has put into a container."""
         self._containers[id(place.home)][2][place.key] = value
 
-    def array(self, value: Any, name: str) -> None:
-        self._arrays[id(value)] = (value, name, content_of(value), copier(value))
+    def snapshot_raw(self, value: Any, name: str) -> None:
+        """Copy the content of an object implemented in C."""
+        self._arrays[id(value)] = (value, name, read_raw_content(value), make_restorer(value))
 
-    def writes(self) -> Iterator[Write]:
-        """What is not as it was."""
+    def find_writes(self) -> Iterator[Write]:
+        """The changes since the snapshots."""
         dicts = {id(held) for *_, held, _ in self._owners.values()}
         for place, before in self._places.values():
             if place.get is None and id(place.home) in dicts:
@@ -115,38 +121,40 @@ class Snapshots:
                 continue
             after = place.value
             if not _is_same_value(before, after):
-                yield _of_place(place, before, after)
+                yield _make_place_write(place, before, after)
         replaced = set()
         for owner, name, before, held, _ in self._owners.values():
             if held is not None:
-                for write in _of_dict(name, held, before, dotted=True):
+                for write in _find_dict_writes(name, held, before, dotted=True):
                     if _is_of_torch(owner) and self._is_replaced(write.before, write.after):
                         replaced.add(id(write.before))
                     else:
                         yield write
         for value, name, before in self._containers.values():
-            for write in [*_of_container(value, name, before)]:
+            for write in [*_find_container_writes(value, name, before)]:
                 if id(value) in replaced:
                     write.undo()
                 else:
                     yield write
-        for value, name, before, put_back in self._arrays.values():
-            if content_of(value) != before:
-                said = f"a {type(value).__name__}", "another content"
-                yield Write(name, (id(value), "content"), *said, put_back, _do_nothing, again=False)
+        for value, name, before, restore in self._arrays.values():
+            if read_raw_content(value) != before:
+                texts = f"a {type(value).__name__}", "another content"
+                yield Write(
+                    name, (id(value), "content"), *texts, restore, _do_nothing, is_repeatable=False
+                )
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
-        """Is it another container with the content that the one before it had?
+        """Is `after` another container, with the content that `before` had when it was copied?
 
-        As a GradScaler has a new dictionary of its optimizers after each step: what it wrote into
-        the one before is gone.
+        A GradScaler makes a new dictionary of its optimizers after each step, so that what it wrote
+        into the one before has no effect.
         """
-        known = self._containers.get(id(before))
-        if known is None or before is after or type(before) is not type(after):
+        copied = self._containers.get(id(before))
+        if copied is None or before is after or type(before) is not type(after):
             return False
         if getattr(before, "default_factory", None) is not getattr(after, "default_factory", None):
             return False
-        one, other = known[2], _copy(after)
+        one, other = copied[2], _copy(after)
         if isinstance(one, dict):
             same = list(one) == list(other)
             return same and all(map(_is_same_value, one.values(), other.values()))
@@ -156,13 +164,13 @@ class Snapshots:
 
 
 def _is_of_torch(owner: Any) -> bool:
-    """Is it an object of a class of torch's, whose containers are its own?"""
+    """Is it an object of a class of torch (no module), whose containers nobody else holds?"""
     return type(owner).__module__.startswith("torch.") and not isinstance(owner, torch.nn.Module)
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return dict(dict.items(value))  # not as a class of its own looks them up
+        return dict(dict.items(value))  # past overrides of the user's class
     if isinstance(value, types.SimpleNamespace):
         return dict(vars(value))
     return value.copy() if isinstance(value, set) else list(value)
@@ -176,16 +184,16 @@ def _is_same_value(a: Any, b: Any) -> bool:
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     if type(a) is type(b) and isinstance(a, (tuple, frozenset)):
-        one, other = items_of(a), items_of(b)
+        (keys, values), (other_keys, other_values) = items_of(a), items_of(b)
         return (
-            len(one[1]) == len(other[1])
-            and all(map(_is_same_value, one[1], other[1]))
-            and (one[0] == other[0])
+            len(values) == len(other_values)
+            and all(map(_is_same_value, values, other_values))
+            and keys == other_keys
         )
     return False
 
 
-def _of_place(place: Place, before: Any, after: Any, attribute: bool = False) -> Write:
+def _make_place_write(place: Place, before: Any, after: Any, attribute: bool = False) -> Write:
     def undo_write() -> None:
         place.write(before)
 
@@ -205,27 +213,29 @@ def _of_place(place: Place, before: Any, after: Any, attribute: bool = False) ->
     )
 
 
-def _of_dict(name: str, held: Any, before: dict[Any, Any], dotted: bool) -> Iterator[Write]:
+def _find_dict_writes(
+    name: str, held: Any, before: dict[Any, Any], dotted: bool
+) -> Iterator[Write]:
     for key in dict.fromkeys([*before, *held]):
         was, now = before.get(key, MISSING), dict.get(held, key, MISSING)
         if not _is_same_value(was, now) and not (dotted and key in _INSIDE):
             called = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
-            yield _of_place(places.entry(called, held, key), was, now, attribute=dotted)
+            yield _make_place_write(place_of_entry(called, held, key), was, now, attribute=dotted)
 
 
-def _of_container(value: Any, name: str, before: Any) -> Iterator[Write]:
+def _find_container_writes(value: Any, name: str, before: Any) -> Iterator[Write]:
     if isinstance(value, dict):
-        yield from _of_dict(name, value, before, dotted=False)
+        yield from _find_dict_writes(name, value, before, dotted=False)
     elif isinstance(value, types.SimpleNamespace):
-        yield from _of_dict(name, vars(value), before, dotted=True)
+        yield from _find_dict_writes(name, vars(value), before, dotted=True)
     elif isinstance(value, set):
         if value != before:
-            yield _of_whole(name, value, before, again=before <= value)
+            yield _make_container_write(name, value, before, is_repeatable=before <= value)
     elif len(value) != len(before) or not all(map(_is_same_value, before, value)):
-        yield _of_whole(name, value, before, again=len(value) == len(before))
+        yield _make_container_write(name, value, before, is_repeatable=len(value) == len(before))
 
 
-def _of_whole(name: str, value: Any, before: Any, again: bool) -> Write:
+def _make_container_write(name: str, value: Any, before: Any, is_repeatable: bool) -> Write:
     after = _copy(value)
 
     def make_refill(content: Any) -> Callable[[], None]:
@@ -236,7 +246,13 @@ def _of_whole(name: str, value: Any, before: Any, again: bool) -> Write:
         return run
 
     return Write(
-        name, (id(value), "content"), before, after, make_refill(before), make_refill(after), again
+        name,
+        (id(value), "content"),
+        before,
+        after,
+        make_refill(before),
+        make_refill(after),
+        is_repeatable,
     )
 
 

@@ -11,7 +11,8 @@ from .making import made_by
 
 __all__ = ["merge_views"]
 
-_VIEW, _RESHAPE = torch.ops.aten.view.default, torch.ops.aten.reshape.default
+_VIEW = torch.ops.aten.view.default
+_RESHAPE = torch.ops.aten.reshape.default
 
 
 def merge_views(program: Program) -> str:

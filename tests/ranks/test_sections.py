@@ -13,7 +13,7 @@ from torch import nn
 
 import partita as pt
 from partita.compile.backend import executor as run
-from partita.compile.backend import section_run
+from partita.compile.backend import sections as section_calls
 from partita.compile.backend.cut import sections_of
 from partita.compile.repeats import repeats_of
 from tests.programs.steps import squares
@@ -32,7 +32,7 @@ def cut():
             if sections is None:
                 return run.function_of(program.graph, program.groups)
             calls = {one: cut.runs(run.function_of(one.graph, {})) for one in sections.different}
-            return section_run.function_of_sections(sections, calls, program.groups)
+            return section_calls.function_of_sections(sections, calls, program.groups)
 
         compiled = whole(step)
         compiled.make_callable = make_callable

@@ -23,8 +23,7 @@ from .built import Built
 from .compile_turns import Wanted, WantedSection, have_all
 from .constants import with_constants
 from .cut import sections_of
-from .section_run import function_of_sections
-from .sections import Sections
+from .sections import Sections, function_of_sections
 
 __all__ = ["build"]
 

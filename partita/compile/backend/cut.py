@@ -330,7 +330,9 @@ class _Part:
         for node in self.graph.nodes:
             number[node] = f"%{len(number)}"
             note = note_of(node)
-            lines.append(f"{line_of(node, number)} {note.phase} {note.again}")  # see `fusion`
+            lines.append(
+                f"{line_of(node, number)} {note.phase} {note.again}"
+            )  # see `inductor_scheduling`
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 

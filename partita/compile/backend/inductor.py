@@ -38,10 +38,9 @@ from ..node_metadata import NOTE
 from ..program import Program
 from .artifact_slimming import is_whole, lighter, without_compiler, without_input_checks
 from .constants import constants_as_inputs, constants_of
-from .section_run import SectionCall
-from .sections import Section
+from .file_trust import Untrusted, check_folder
+from .sections import Section, SectionCall
 from .stale_library_cleanup import without_unfinished
-from .trust import Untrusted, check_folder
 
 __all__ = ["CONFIG", "compiled", "digest_of_compiler", "load", "load_boxed", "use_private_cache"]
 
@@ -54,7 +53,8 @@ CONFIG: dict[str, Any] = {
     # cut as for 16: for one, Inductor would have each thread do what one of them is to do.
     "cpp.dynamic_threads": True,
     "cpp.threads": 16,
-    # The order is that of the passes, which know what holds the memory (`fused_order.InOrder`).
+    # The order is that of the passes, which know what holds the memory
+    # (`inductor_scheduling.InOrder`).
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
 }
@@ -68,7 +68,7 @@ _FORMAT = 4  # of a payload
 # Of how a graph is compiled, and of what is said of its memory.
 _PARTS = (
     *("backend/inductor.py", "backend/constants.py", "backend/artifact_slimming.py"),
-    *("backend/fusion.py", "backend/fused_order.py", "ordering.py"),
+    *("backend/inductor_scheduling.py", "ordering.py"),
     *("memory/codegen_memory.py", "memory/workspace.py", "backend/sections.py", "backend/cut.py"),
 )
 # Settings that say where and how fast something is compiled, not what.
@@ -90,7 +90,7 @@ def compiled(
     Raises:
         Exception: whatever Inductor does where it cannot compile.
     """
-    from .fusion import mark
+    from .inductor_scheduling import mark
 
     graph = copy.deepcopy(program.graph)
     constants_as_inputs(graph)
@@ -271,8 +271,7 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     import torch._functorch.config as functorch
     from torch._inductor import config
 
-    from .fused_order import InOrder
-    from .fusion import Choices
+    from .inductor_scheduling import Choices, InOrder
 
     stack.enter_context(config.patch(CONFIG))
     hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}

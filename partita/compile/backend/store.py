@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .trust import Untrusted, check_folder, open_trusted
+from .file_trust import Untrusted, check_folder, open_trusted
 
 __all__ = ["Artifact", "Entry", "Store", "default_store", "read_limit"]
 

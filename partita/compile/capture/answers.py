@@ -28,7 +28,7 @@ from partita.tensor.op_facts import facts_of
 from ..errors import not_captured
 from ..graph_nodes import has_effect
 from ..node_metadata import note_of
-from ..passes.making import Making
+from ..passes.rewrite import Making
 from .fakes import local_of
 from .symbolic import is_symbolic
 

@@ -29,8 +29,7 @@ from partita.comm.graph_collectives import WAIT
 from ..backend.constants import constants_of, names_of_constants
 from ..backend.executor import FILE as OUTER_FILE
 from ..backend.executor import FIRST_LINE
-from ..backend.section_run import SectionCall, SectionWriting
-from ..backend.sections import Section, Sections
+from ..backend.sections import Section, SectionCall, Sections, SectionWriting
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import lazy_graph_module
 from ..node_metadata import Note, note_of

@@ -1,13 +1,12 @@
 """What rewrites a graph; each pass in a file of its own, their order in `order`.
 
-In reading order: `order`, `contract` (what holds after each), `making`, `rewrite` and `change` (how
+In reading order: `order`, `contract` (what holds after each), `rewrite` and `change` (how
 a pass works, and tells of it), then the passes as `order` has them.
 """
 
 from .change import Change
-from .making import Making
 from .order import PASSES, Pass, Passes, in_order, record_changes, run_passes
-from .rewrite import find, put, replace
+from .rewrite import Making, find, put, replace
 
 __all__ = [
     "PASSES",

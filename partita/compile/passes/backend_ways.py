@@ -22,7 +22,7 @@ from ..graph import is_collective
 from ..node_metadata import note_of
 from ..program import Program
 from .gathered import only_moves
-from .making import Making
+from .rewrite import Making
 
 __all__ = ["backend_ways"]
 

@@ -16,9 +16,8 @@ from partita.tensor.op_facts import facts_of
 from ..node_metadata import NOTE, note_of
 from ..program import Program
 from ..split import find_cotangents
-from .gathered import Runs
-from .making import Making
-from .packing import packing_of
+from .gathered import Runs, packing_of
+from .rewrite import Making
 
 __all__ = ["bucket"]
 

@@ -13,8 +13,7 @@ from partita.tensor.op_facts import facts_of
 from ..graph import is_collective
 from ..node_metadata import NOTE, note_of
 from ..program import Program
-from .making import made_by
-from .rewrite import put, replace
+from .rewrite import made_by, put, replace
 
 __all__ = ["cast"]
 

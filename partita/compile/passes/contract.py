@@ -22,7 +22,7 @@ from ..graph import is_collective
 from ..node_metadata import NOTE, Note, note_of
 from ..program import Program, written_inputs
 from ..verify import IllegalGraph
-from .making import made_by
+from .rewrite import made_by
 
 __all__ = ["Promised", "work_out"]
 

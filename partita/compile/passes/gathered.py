@@ -11,14 +11,18 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
+from partita.comm.graph_collectives import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective
 from ..node_metadata import note_of
 
-__all__ = ["GatheredParameter", "Runs", "is_backward", "only_moves"]
+__all__ = ["GatheredParameter", "Runs", "is_backward", "only_moves", "packing_of"]
+
+_PAD = torch.ops.aten.constant_pad_nd.default
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,3 +126,17 @@ def _find_moved_views(node: fx.Node) -> set[fx.Node]:
                 found.add(user)
                 waiting.append(user)
     return found
+
+
+def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """A collective with what packs its operand, and the nodes that make what is packed."""
+    packing, made_by, waiting = {collective}, set(), [collective]
+    while waiting:
+        for read in waiting.pop().all_input_nodes:
+            puts = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
+            if not puts or read.target is WAIT:
+                made_by.add(read)
+            elif read not in packing:
+                packing.add(read)
+                waiting.append(read)
+    return packing, made_by

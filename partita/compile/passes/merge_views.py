@@ -7,7 +7,7 @@ from torch import fx
 
 from ..capture.functional_memory import lie_alike
 from ..program import Program
-from .making import made_by
+from .rewrite import made_by
 
 __all__ = ["merge_views"]
 

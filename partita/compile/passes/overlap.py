@@ -14,8 +14,7 @@ from ..graph import is_collective, nbytes_of
 from ..memory.storages import storages_of
 from ..node_metadata import note_of
 from ..program import Program
-from .gathered import Runs, is_backward, only_moves
-from .packing import packing_of
+from .gathered import Runs, is_backward, only_moves, packing_of
 
 __all__ = ["overlap"]
 

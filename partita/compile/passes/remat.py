@@ -16,7 +16,7 @@ from ..node_metadata import note_of
 from ..program import Program
 from .change import Pass
 from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
-from .regions import of_regions
+from .remat_regions import of_regions
 
 __all__ = ["remat_before"]
 

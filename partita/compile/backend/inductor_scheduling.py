@@ -1,0 +1,187 @@
+"""Fusion: which calls may Inductor run in one kernel?
+
+It also fuses calls that only read something together, such as the updates of all parameters, which
+share a learning rate. That saves little where they are large, and then all their gradients live
+until the last of them is there: what a pass has put apart would be together again. And what is made
+again for backward reads what forward read: in one kernel it would be made once, and wait. A sum
+that is fused with what reads it later, a bucket of gradients, has all that it sums wait until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch._inductor import custom_graph_pass as torchs
+from torch._inductor.choices import InductorChoices
+
+from ..node_metadata import note_of
+from ..ordering import behind_needs
+
+__all__ = ["Choices", "InOrder", "mark"]
+
+_SMALL = 1 << 16  # bytes: what is less may wait
+_SHARED = 4  # of what each of two calls reads and writes, one in so many must be common
+
+
+_FORWARD, _AGAIN = "forward", "again"
+_OURS = "partita"
+
+
+def mark(node: fx.Node) -> None:
+    """Have what Inductor makes of a node tell whether it is forward's, or made again for backward.
+
+    `custom` is the one entry of a node's `meta` that is the user's own and that tracing hands on.
+    """
+    note = note_of(node)
+    if node.op == "call_function" and (note.again or note.phase == "forward"):
+        mine = {_OURS: _AGAIN if note.again else _FORWARD}
+        node.meta["custom"] = node.meta.get("custom", {}) | mine
+
+
+class Choices(InductorChoices):
+    """Inductor's own, but that what is made again is never in one kernel with what made it first.
+
+    And large calls side by side must have much in common to be fused.
+    """
+
+    def uuid(self) -> str:
+        """Of these rules, for Inductor's keys."""
+        return f"partita.compile.backend.inductor_scheduling fusion 4 {_SMALL} {_SHARED}"
+
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """May two be one kernel, whether or not one needs the other?"""
+        marks = _marks_of_kernel(node1), _marks_of_kernel(node2)
+        if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
+            return False
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    @staticmethod
+    def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """May the second, which needs the first, be one kernel with it?"""
+        if node1.is_reduction():
+            read, written = (
+                _count_bytes_read(scheduler, node1),
+                _count_written_bytes(scheduler, node1),
+            )
+            if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
+                return False  # it lets go of more than it makes, and should do so when it can
+        return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
+
+    @staticmethod
+    def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """May two that do not need each other be one kernel?"""
+        least = min(_count_moved_bytes(scheduler, node1), _count_moved_bytes(scheduler, node2))
+        if least > _SMALL and _SHARED * shared_data_score < least:
+            return False
+        return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+
+
+def _count_moved_bytes(scheduler: Any, node: Any) -> int:
+    return _count_bytes_read(scheduler, node) + _count_written_bytes(scheduler, node)
+
+
+def _count_bytes_read(scheduler: Any, node: Any) -> int:
+    return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.reads)
+
+
+def _count_written_bytes(scheduler: Any, node: Any) -> int:
+    return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.writes)
+
+
+def _marks_of_kernel(node: Any) -> set[str]:
+    """Of the nodes of the graph that a kernel computes."""
+    origins = (
+        o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()
+    )
+    return {o.meta.get("custom", {}).get(_OURS, "") for o in origins}
+
+
+# -- the order of fused kernels --------------------------------------------------------------------
+
+# Torch 2.11 has no class of its own for a pass over what is fused, and takes any.
+_Pass: Any = getattr(torchs, "CustomSchedulerPass", torchs.CustomGraphPass)
+
+
+class InOrder(_Pass):  # type: ignore[misc]
+    """Runs on what Inductor is to make kernels of, after it has fused.
+
+    Private torch: there is no public hook behind fusion, and before it there is no place for a
+    write into an input but the end.
+    """
+
+    def uuid(self) -> str:
+        """Of this order, for Inductor's keys."""
+        return "partita.compile.backend.inductor_scheduling order 1"
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        nodes = _as_in_graph(nodes)
+        makers = {name: node for node in nodes for name in node.get_buffer_names()}
+        needs = {node: _find_dependencies(node, makers) for node in nodes}
+        late = _find_late_kernels(nodes, needs)
+        place = {node: i for i, node in enumerate(nodes)}
+        ready: dict[Any, int] = {}
+        for node in nodes:  # in an order in which what is needed comes first
+            places = [ready[n] if n in late else place[n] for n in needs[node]]
+            ready[node] = max(places, default=-1)
+        behind: dict[int, list[Any]] = {}
+        for node in nodes:
+            # What reads inputs alone could run at once: it waits for who needs it.
+            if node in late and (ready[node] >= 0 or _writes_input(node)):
+                behind.setdefault(ready[node], []).append(node)
+        done: set[Any] = set()
+        order = list(behind_needs(behind.get(-1, []), needs, done))
+        for i, node in enumerate(nodes):
+            if node not in late and node not in done:
+                done.add(node)
+                order.append(node)
+            order += behind_needs(behind.get(i, []), needs, done)
+        assert len(order) == len(nodes)
+        return order
+
+
+def _as_in_graph(nodes: list[Any]) -> list[Any]:
+    """In the graph's order, as far as what each needs allows."""
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph.module.graph
+    index = {node: i for i, node in enumerate(graph.nodes)}
+
+    def place_in_graph(node: Any) -> int:
+        """Where the graph computes the last of what a kernel computes."""
+        parts = [part.node for part in node.get_nodes() if part.node is not None]
+        return max((index.get(o, -1) for p in parts for o in p.get_origins()), default=-1)
+
+    makers = {name: node for node in nodes for name in node.get_buffer_names()}
+    needs = {node: _find_dependencies(node, makers) for node in nodes}
+    return list(behind_needs(sorted(nodes, key=place_in_graph), needs, set()))
+
+
+def _find_dependencies(node: Any, makers: dict[str, Any]) -> list[Any]:
+    found = dict.fromkeys(makers[d.name] for d in node.unmet_dependencies if d.name in makers)
+    return [n for n in found if n is not node]
+
+
+def _writes_input(node: Any) -> bool:
+    from torch._inductor.virtualized import V
+
+    inputs = V.graph.graph_inputs
+    return any(name in inputs for b in node.get_outputs() for name in b.get_mutations())
+
+
+def _find_late_kernels(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
+    """What writes into inputs, and kernels that are there for nothing else."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for need in needs[node]:
+            users.setdefault(need, []).append(node)
+    late: set[Any] = set()
+    for node in reversed(nodes):
+        made = [b for b in node.get_outputs() if not b.get_mutations()]
+        returned = any(user.get_name() == "OUTPUT" for b in made for user in b.users)
+        if returned or node.is_extern():
+            continue
+        if _writes_input(node) or (node in users and late.issuperset(users[node])):
+            late.add(node)
+    return late

@@ -20,7 +20,7 @@ from partita.comm.ledger import human
 from .graph_nodes import lazy_graph_module
 from .memory.storages import memory_of
 from .passes import Change, Passes, record_changes
-from .passes.change import worth
+from .passes.change import format_figure
 from .program import Program
 
 __all__ = ["AsCaptured", "changes_of", "explain_passes", "peaks_of_changes"]
@@ -108,8 +108,8 @@ def _record_quietly(
 
 
 def _summarize_changes(first: Change, last: Change, peaks: list[int]) -> str:
-    sent = [worth("sent", n) for n in (first.sent[0], last.sent[1])]
-    time = [worth("seconds", n) for n in (first.seconds[0], last.seconds[1])]
+    sent = [format_figure("sent", n) for n in (first.sent[0], last.sent[1])]
+    time = [format_figure("seconds", n) for n in (first.seconds[0], last.seconds[1])]
     said = [
         f"{first.collectives[0]} -> {last.collectives[1]} collectives",
         f"{' -> '.join(sent)} sent by a rank",

@@ -24,7 +24,7 @@ from .key import agree, digest_of, key_of, versions
 from .memory.storages import memory_of, scheduled
 from .node_metadata import note_of
 from .pass_report import AsCaptured, changes_of
-from .passes import Passes, in_order, run_passes
+from .passes import Passes, order_passes, run_passes
 from .phases import begin_phase
 from .region import region_of
 from .sharing import Sharing
@@ -174,7 +174,7 @@ def _finish_program(
     """The program that `make` gives, after passes and split, with its agreed key."""
     failed, lines, where, as_captured = None, [], [], None
     try:
-        ran = list(in_order(passes, without))
+        ran = list(order_passes(passes, without))
         program = make()
         as_captured = program.captured
         run_passes(program, without, passes)

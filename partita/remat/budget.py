@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from partita.comm import Wire, read_autocast_state
-from partita.compile.memory.knapsack import Candidate, chosen, too_small
+from partita.compile.memory.knapsack import Candidate, choose_kept, make_budget_error
 from partita.parallel.nested_tensors import tensors_in
 from partita.tensor.dtensor import DTensor
 from partita.tensor.watch import HERE
@@ -94,8 +94,8 @@ class _MeasuredStep:
         each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
         budget = self.budget
         if peak > budget.nbytes:
-            raise too_small(RematError, budget.nbytes, budget.title, peak)
-        self.plan = _PlannedStep({keys[i] for i in chosen(each, budget.nbytes - peak)})
+            raise make_budget_error(RematError, budget.nbytes, budget.title, peak)
+        self.plan = _PlannedStep({keys[i] for i in choose_kept(each, budget.nbytes - peak)})
         return self.plan
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import partita as pt
 from partita.compile.graph import nbytes_of
-from partita.compile.memory.knapsack import Candidate, chosen
+from partita.compile.memory.knapsack import Candidate, choose_kept
 from partita.compile.node_metadata import note_of
 from partita.compile.passes.recompute import flops_of
 from partita.testing.allocated_bytes import counted
@@ -116,7 +116,7 @@ def test_what_is_worth_keeping_fits_and_is_never_less_with_more_room(candidates,
     some = [Candidate(*one) for one in candidates]
     before = (0, 0)
     for room in sorted(rooms):
-        kept = [some[i] for i in chosen(some, room)]
+        kept = [some[i] for i in choose_kept(some, room)]
         assert sum(c.nbytes for c in kept) <= room
         worth = sum(c.flops for c in kept), sum(c.written for c in kept if not c.flops)
         assert worth >= before

@@ -1,5 +1,6 @@
-"""Memory of a graph: which storages its nodes make, how long they live, and what holds the peak.
+"""Memory of a captured step: which storages it allocates, how long they live, and the peak.
 
-In reading order: `storages` (what nodes make and show), `schedule` (what is alive when),
-`codegen_memory` and `workspace` (of compiled code), `knapsack` (what is worth keeping).
+In reading order: `schedule` (buffers with their lifetimes), `storages` (those of a graph that runs
+node by node), `codegen_memory` (those of Inductor's code), `workspace` (memory within kernels),
+`knapsack` (which results are worth keeping within a budget).
 """

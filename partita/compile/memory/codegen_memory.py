@@ -1,10 +1,8 @@
-"""Memory of generated code.
+"""Memory of generated code: the schedule of what the code that Inductor generated allocates.
 
-What does the code that Inductor generated allocate, and when does it let go?
-
-The code is run over tensors without memory, its kernels doing nothing: its own allocations, reuses
-and `del`s then say when each buffer is made and when it is gone, with Python's own counting of
-references. So nothing about Inductor's plans has to be known, and nothing is estimated.
+The code is run over fake tensors, with kernels that do nothing. Its own allocations, reuses and
+`del`s then show when each buffer is made and when it is freed, by Python's reference counts. So
+nothing about Inductor's memory planning has to be known, and nothing is estimated.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ __all__ = ["code_of", "memory_of_code", "memory_of_sections"]
 
 @contextmanager
 def code_of() -> Iterator[Callable[[], list[str]]]:
-    """Within, what Inductor generates is noted; what is given reads it.
+    """Within, the code that Inductor generates is kept; yields a function that returns it.
 
-    Private torch: the hook is there for torch's own tests, which read generated code by it.
+    Private torch: a hook of torch's own tests.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -63,15 +61,15 @@ def memory_of_code(sources: Sequence[str], program: Program) -> Memory:
     """The schedule of a program that runs as generated code.
 
     Args:
-        sources: the code; one, unless Inductor had to split the graph.
+        sources: the generated code; one text, unless Inductor had to split the graph.
 
     Raises:
-        ValueError: the code is not as this torch's is known to be.
+        ValueError: the code is not of the known form.
     """
-    run = _Run(program)
-    call = run.call_of(_the_one(sources), program.graph)
+    run = _FakeRun(program)
+    call = run.make_call(_check_single(sources), program.graph)
     constants = constants_of(program.graph)
-    return run.over(lambda inputs: call([*inputs]), constants)
+    return run.schedule_of(lambda inputs: call([*inputs]), constants)
 
 
 def memory_of_sections(
@@ -80,21 +78,21 @@ def memory_of_sections(
     """The schedule of a program that runs as sections, each of which runs as generated code.
 
     Raises:
-        ValueError: the code is not as this torch's is known to be.
+        ValueError: the code is not of the known form.
     """
-    run = _Run(program)
-    calls = {s: run.call_of(_the_one(code), s.graph) for s, code in sources.items()}
-    return run.over(run.outer_of(sections, calls), constants_of(sections.outer))
+    run = _FakeRun(program)
+    calls = {s: run.make_call(_check_single(code), s.graph) for s, code in sources.items()}
+    return run.schedule_of(run.make_outer_call(sections, calls), constants_of(sections.outer))
 
 
-def _the_one(sources: Sequence[str]) -> str:
+def _check_single(sources: Sequence[str]) -> str:
     if len(sources) != 1:
         raise ValueError(f"Inductor generated {len(sources)} programs for one graph")
     return sources[0]
 
 
-class _Code:
-    """The function `call` of what was generated of a graph."""
+class _GeneratedCode:
+    """The function `call` of the code that was generated of a graph."""
 
     def __init__(self, source: str, graph: fx.GraphModule):
         self.file = f"<generated {id(self)}>"
@@ -108,23 +106,23 @@ class _Code:
         self.begin, self.end = self._def.lineno, self._def.end_lineno or self._def.lineno
 
     def function(self) -> Callable[[list[Any]], Any]:
-        """It, alone, among names that stand for what the code imports and compiles."""
-        names = _Names()
+        """The function, with stand-ins for what the code imports and compiles."""
+        names = _GeneratedGlobals()
         exec(compile(ast.Module([self._def], []), self.file, "exec"), names)
         first = [None] * (len(self._def.args.args) - 1)
         return partial(names["call"], *first)
 
     @property
     def places(self) -> list[str]:
-        """What runs, a line each."""
+        """The lines of the function, as texts of places."""
         return [self.lines[i].strip()[:80] for i in range(self.begin, self.end)]
 
     def name_at(self, line: int) -> str:
-        """What a line, counted from 1, makes."""
+        """The name that a line, counted from 1, assigns."""
         return self.lines[line - 1].strip().split(" ", 1)[0]
 
     def note_at(self, line: int) -> Note:
-        """Of the graph's nodes that the code says it does next, the last."""
+        """The note of the last of the nodes that the comment nearest to a line names."""
         for text in (*self.lines[line - 1 :][:3], *reversed(self.lines[max(0, line - 4) : line])):
             found = re.search(r"Source Nodes: \[([^]]*)\]", text)
             if found:
@@ -135,14 +133,16 @@ class _Code:
 
 _NONE = Note(phase="")
 _ALLOCATES = "empty_strided_"
-"""How the functions of generated code that allocate are called, before their kind of device."""
+"""The prefix of generated code's functions that allocate; a kind of device follows."""
 
 
-class _Run(TorchDispatchMode):
-    """One run of generated code over tensors without memory.
+class _FakeRun(TorchDispatchMode):
+    """One run of generated code over fake tensors.
 
     Attributes:
-        places: what has run so far, or is in the code that is called now.
+        places: the texts of the lines that have run, or are in the code that is called now.
+        buffers: by id of their storage, the buffers that are allocated now.
+        done: the buffers that were freed.
     """
 
     def __init__(self, program: Program):
@@ -151,13 +151,15 @@ class _Run(TorchDispatchMode):
         self.places: list[str] = []
         self.buffers: dict[int, Buffer] = {}
         self.done: list[Buffer] = []
-        self._codes: dict[str, tuple[_Code, int]] = {}  # by file, with the place where it begins
+        self._codes: dict[
+            str, tuple[_GeneratedCode, int]
+        ] = {}  # by file, with the place where it begins
         self._outer: dict[int, fx.Node] = {}  # by line
         self._outer_line = 0
         self._kept: dict[int, Any] = {}
         self._under_way: dict[int, Any] = {}
 
-    def over(
+    def schedule_of(
         self, call: Callable[[Sequence[Any]], Any], constants: Sequence[torch.Tensor]
     ) -> Memory:
         """The schedule of a call over the program's inputs, and then its constants."""
@@ -180,9 +182,9 @@ class _Run(TorchDispatchMode):
 
     # -- the code ----------------------------------------------------------------------------------
 
-    def call_of(self, source: str, graph: fx.GraphModule) -> SectionCall:
-        """The code, to be called any number of times, each at a place of its own."""
-        code = _Code(source, graph)
+    def make_call(self, source: str, graph: fx.GraphModule) -> SectionCall:
+        """A function that runs the code, any number of times, each at places of its own."""
+        code = _GeneratedCode(source, graph)
         function = code.function()
 
         def call(taken: list[Any]) -> Any:
@@ -192,10 +194,10 @@ class _Run(TorchDispatchMode):
 
         return call
 
-    def outer_of(
+    def make_outer_call(
         self, sections: Sections, calls: Mapping[Section, SectionCall]
     ) -> Callable[[Sequence[Any]], Any]:
-        """What calls sections, over inputs and then constants."""
+        """A function that calls sections, over inputs and then constants."""
         names = names_of_constants(sections.outer)
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -210,8 +212,8 @@ class _Run(TorchDispatchMode):
 
         return call
 
-    def _at(self) -> tuple[_Code | fx.Node | None, int, int]:
-        """What runs now, its line, and its place."""
+    def _find_position(self) -> tuple[_GeneratedCode | fx.Node | None, int, int]:
+        """The code or outer node that runs now, its line, and its place."""
         frame: Any = sys._getframe()
         while frame is not None:
             file = frame.f_code.co_filename
@@ -226,11 +228,11 @@ class _Run(TorchDispatchMode):
     # -- what happens ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is WAIT:  # which says of tensors without memory that it makes another
+        if func is WAIT:  # over fake tensors it returns a new one, and really its operand
             self._under_way.pop(id(args[0].untyped_storage()), None)
             return args[0]
         out = func(*args, **(kwargs or {}))
-        made = self.made(out, str(getattr(func, "_opname", func)))
+        made = self.note_new_storages(out, str(getattr(func, "_opname", func)))
         extra = workspace(func, args, out)
         if getattr(func, "namespace", "") in ("_c10d_functional", "partita"):
             extra += staging(func, args, out, self.program.groups, compiled=True)
@@ -239,30 +241,30 @@ class _Run(TorchDispatchMode):
             ):  # it reads them until it is waited for
                 self._under_way[id(out.untyped_storage())] = args
         if extra:
-            self.done.append(self._buffer(extra, str(func), passing=True))
+            self.done.append(self._make_buffer(extra, str(func), passing=True))
         return out
 
-    def made(self, value: Any, by: str) -> int:
-        """Note the storages of `value` that are new: how many."""
+    def note_new_storages(self, value: Any, by: str) -> int:
+        """Note the new storages in `value`; their number."""
         count = 0
         for t in pytree.tree_leaves(value):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()
                 key = id(storage)
                 if key not in self._kept and key not in self._ours:
-                    self._kept[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))  # type: ignore[misc]
-                    self.buffers[key] = self._buffer(storage.nbytes(), by)
+                    self._kept[key] = weakref.ref(storage, lambda _, key=key: self._note_freed(key))  # type: ignore[misc]
+                    self.buffers[key] = self._make_buffer(storage.nbytes(), by)
                     count += 1
         return count
 
-    def _gone(self, key: int) -> None:
+    def _note_freed(self, key: int) -> None:
         if self._kept.pop(key, None) is not None:
             found = self.buffers.pop(key)
-            self.done.append(replace(found, death=max(self._at()[2], found.birth)))
+            self.done.append(replace(found, death=max(self._find_position()[2], found.birth)))
 
-    def _buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
-        """One that is made now, and is gone with the line."""
-        what, line, at = self._at()
+    def _make_buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
+        """A buffer that is made now; its death is the next place until it is known."""
+        what, line, at = self._find_position()
         if isinstance(what, fx.Node):
             name, note = what.name, note_of(what)
             if line != self._outer_line:
@@ -288,8 +290,8 @@ class _Run(TorchDispatchMode):
         )
 
 
-class _Names(dict[str, Any]):
-    """The globals of generated code. What it compiled, and what it only checks, does nothing."""
+class _GeneratedGlobals(dict[str, Any]):
+    """The globals of generated code. Kernels and checks do nothing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -299,7 +301,7 @@ class _Names(dict[str, Any]):
             device=torch.device,
             empty_strided=torch.empty_strided,
             reinterpret_tensor=torch.as_strided,
-            extern_kernels=_Extern(),
+            extern_kernels=_TorchKernels(),
             __builtins__=__builtins__,
         )
 
@@ -309,21 +311,21 @@ class _Names(dict[str, Any]):
             return _make_empty_allocator(kind)
         if hasattr(__import__("builtins"), name):
             raise KeyError(name)
-        return _Nothing()
+        return _NoOp()
 
 
-class _Nothing:
-    """A kernel, or what checks something."""
+class _NoOp:
+    """Stands for a kernel, or for a function that checks something."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def __getattr__(self, name: str) -> _Nothing:
+    def __getattr__(self, name: str) -> _NoOp:
         return self
 
 
-class _Extern:
-    """Kernels of torch's that generated code calls by name; most write into what they are given."""
+class _TorchKernels:
+    """Kernels of torch that generated code calls by name; most write into `out`."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:

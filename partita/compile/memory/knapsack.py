@@ -1,6 +1,7 @@
-"""The knapsack of kept results.
+"""The knapsack of kept results: which to keep within some bytes, so that the least is recomputed.
 
-Which results are worth keeping within a number of bytes, so that the least is recomputed?
+A candidate weighs the bytes of its result, and is worth the operations that its recompute costs.
+The eager `pt.remat` and the pass of captured graphs choose by it alike.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
-__all__ = ["Candidate", "chosen", "too_small"]
+__all__ = ["Candidate", "choose_kept", "make_budget_error"]
 
 _STEPS = 8192
-"""The knapsack counts bytes in this many steps of all candidates' bytes together."""
+"""Bytes are rounded to a step: the bytes of all candidates, divided by this many."""
 
 
 @dataclass
@@ -24,9 +25,9 @@ class Candidate:
     """A call whose result could be kept.
 
     Attributes:
-        nbytes: what it weighs, rounded up when it is chosen.
-        flops: floating-point operations that its recompute costs.
-        written: bytes that its recompute writes: its cost where there are no operations to count.
+        nbytes: of its result.
+        flops: floating-point operations of its recompute.
+        written: bytes that its recompute writes: its cost where it has no operations to count.
     """
 
     nbytes: int = 0
@@ -34,12 +35,13 @@ class Candidate:
     written: int = 0
 
 
-def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """Which to keep within `room` bytes: the most operations, and then the most bytes written.
+def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
+    """The indices of the candidates to keep within `room` bytes.
 
-    More room never means more recomputed operations, nor, of as many, more bytes written: the first
-    of two knapsacks, over operations alone, is solved exactly, in steps of bytes that do not depend
-    on the room, and of what is worth the same takes what leaves the second the most.
+    Those that save the most operations, and then those that save the most bytes written. More room
+    never means more recomputed operations nor, of as many operations, more bytes written: the first
+    of two knapsacks, over operations, is solved exactly, in steps of bytes that do not depend on
+    the room, and of equal solutions takes the one that leaves the second knapsack the most room.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
@@ -55,7 +57,7 @@ def chosen(candidates: Sequence[Candidate], room: int) -> list[int]:
     return sorted(kept + [light[i] for i in taken])
 
 
-def too_small(error: type[LayoutError], budget: int, title: str, peak: int) -> LayoutError:
+def make_budget_error(error: type[LayoutError], budget: int, title: str, peak: int) -> LayoutError:
     """The error to raise where `title` needs `peak` bytes when it keeps nothing, over `budget`."""
     return error(
         f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
@@ -69,7 +71,7 @@ def too_small(error: type[LayoutError], budget: int, title: str, peak: int) -> L
 
 
 def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
-    """Of `(bytes, worth)`, the numbers of those that fit and are worth the most together."""
+    """Of items (bytes, worth), the indices of those that fit and are worth the most together."""
     if sum(size for size, _ in items) <= room:
         return list(range(len(items)))
     capacity = max(0, room) // step
@@ -81,7 +83,7 @@ def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[
         if need <= capacity:
             torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
         takes.append(best > without)
-    # Of those worth as much, what needs the least room: the same for any that has more.
+    # Of equal solutions the one that needs the least room, which is the same for any larger room.
     found, left = [], int(torch.searchsorted(best, best[-1:]))
     for i in reversed(range(len(items))):
         if takes[i][left]:

@@ -1,8 +1,8 @@
-"""Memory schedules: what is in memory while a captured step runs, and what holds the peak?
+"""Memory schedules: each buffer of a captured step, with where it is made and where it is freed.
 
-A schedule: every buffer with the place at which it is made and the place from which it is gone. It
-comes from the graph where that is run node by node, and from the generated code where Inductor
-compiled it; either way it is known before anything runs, and is the same on every rank.
+A place is a node of the graph where the step runs node by node (`storages.memory_of`), or a line of
+the generated code where Inductor compiled it (`codegen_memory`). Either way the schedule, and with
+it the peak, is known before anything runs, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SHOWN = 12  # rows of a printed table
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that a step takes and gives back.
+    """Memory that a step allocates and frees.
 
     Attributes:
         name: of the node, or of the variable in generated code, that made it.
         nbytes: of the whole storage, on a rank.
-        birth: the place at which it is made.
-        death: the first place at which it is gone.
-        views: other nodes that show the same memory.
+        birth: the place at which it is allocated.
+        death: the first place at which it is freed.
+        views: the names of other nodes that show the same memory.
         made_by: the operator.
         source: the user's "file:line".
         phase: "forward", "backward" or "update".
         layout: of the DTensor that it is, or "".
         reason: of the move that made it: "gather", "regather", "gradient", or "".
-        passing: it is a kernel's own, and gone when that returns.
+        passing: whether it is a workspace, which a kernel frees before it returns.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HeldInput:
-    """Memory of an input, which is there before and after the step.
+    """Memory of an input, which is allocated before and after the step.
 
     Attributes:
-        name: as a person would say it.
+        name: of the input, in messages.
         kind: of the input, as in `program.Input`.
         nbytes: of its storage, on a rank; 0 where another input has the same.
-        written: the step writes it in place.
+        written: whether the step writes it in place.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Memory:
     """The schedule of a step's memory on one rank; print it for what holds the peak.
 
     Attributes:
-        places: what runs at each place.
-        buffers: what the step makes, in order of birth.
+        places: the text of what runs at each place.
+        buffers: what the step allocates, in order of birth.
         held: its inputs.
     """
 
@@ -83,11 +83,11 @@ class Memory:
 
     @cached_property
     def live(self) -> list[int]:
-        """For each place the bytes that the step's own buffers take while it runs."""
+        """For each place the bytes of the step's buffers that are allocated while it runs."""
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """`live` of those buffers of which `counts` is true."""
+        """`live`, counting only the buffers for which `counts` returns true."""
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
             if counts(buffer):
@@ -101,7 +101,7 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes above what is held between steps that are there at once."""
+        """The most bytes of buffers at once, the inputs not counted."""
         return max(self.live, default=0)
 
     @cached_property
@@ -111,16 +111,16 @@ class Memory:
 
     @property
     def total_peak(self) -> int:
-        """The most bytes at once, those that are held between steps among them."""
+        """The most bytes at once, the inputs counted."""
         return self.peak + self.held_bytes
 
     @cached_property
     def peak_place(self) -> int:
-        """Where the peak is, for the first time."""
+        """The first place of the peak."""
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """The buffers that are there at a place, biggest first."""
+        """The buffers that are allocated at a place, biggest first."""
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
 

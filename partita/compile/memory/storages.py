@@ -1,8 +1,9 @@
-"""Storages of a graph: which memory does each node of a graph make, and which does it only show?
+"""Storages of a graph: which memory each node allocates, and which it only shows.
 
-Told call by call (`equal_calls`): a result whose storage no operand has is new memory, every other
-one is a view. A storage is there from the node that makes it to the last node that
-reads any view of it: a value's name is dropped behind its last use (`run`).
+Found call by call over fake tensors (`equal_calls`): a result whose storage no operand has is new
+memory, every other result is a view. A storage lives from the node that makes it to the last node
+that reads a view of it, since the executor drops a value behind its last use. `memory_of` turns
+these lifetimes into the schedule of a graph.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ __all__ = ["Storages", "last_uses", "memory_of", "storages_of"]
 
 @dataclass
 class Storages:
-    """Which storages the nodes of a graph hold.
+    """The storages of a graph's nodes, by number.
 
     Attributes:
-        of: for each node the storages that its value shows, by number.
-        nbytes: of each storage.
-        maker: of each the node that makes it.
-        passing: for each node the bytes that its kernel takes and gives back while it runs.
+        of: for each node the storages that its value shows.
+        nbytes: for each storage its bytes.
+        maker: for each storage the node that allocates it.
+        passing: for each node the bytes of its kernel's workspace.
     """
 
     of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
@@ -42,20 +43,20 @@ class Storages:
     passing: dict[fx.Node, int] = field(default_factory=dict)
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """The storages that a node makes."""
+        """The storages that a node allocates."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
     def add(self, maker: fx.Node, nbytes: int) -> int:
-        """A storage more; its number."""
+        """Add a storage; its number."""
         self.nbytes.append(nbytes)
         self.maker.append(maker)
         return len(self.nbytes) - 1
 
 
 def storages_of(program: Program) -> Storages:
-    """The storages of a graph's nodes; inputs have one each, unless they share it."""
+    """The storages of a program's graph. Inputs have one each, unless they share it."""
     found = Storages()
-    shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor of a node's value its storage
+    shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor in a node's value its storage
     known: dict[int, int] = {}
     for node in program.graph.graph.nodes:
         if node.op == "output":
@@ -81,7 +82,7 @@ def _number_of(t: torch.Tensor, node: fx.Node, known: dict[int, int], found: Sto
 def _shown_by_call(
     program: Program, node: fx.Node, shows: dict[fx.Node, Sequence[int]], found: Storages
 ) -> Sequence[int]:
-    """For each tensor of what a call gives its storage."""
+    """For each tensor in a call's value its storage."""
     operands: list[int] = []
 
     def value_of(read: fx.Node) -> Any:
@@ -112,7 +113,7 @@ def scheduled(program: Program) -> Memory:
     """The schedule of a program as it runs: of its graph, or of the code made of it.
 
     Raises:
-        ValueError: code was made that nothing is known of.
+        ValueError: the memory of the generated code is not known.
     """
     if program.built is None:
         return memory_of(program)
@@ -155,7 +156,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node]:
-    """Of each storage the last node that reads it; none of what the graph returns or leaves."""
+    """For each storage the last node that reads it, but for storages that the graph returns."""
     last: dict[int, fx.Node] = {}
     stays: set[int] = set()
     for node in nodes:
@@ -163,7 +164,7 @@ def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node
             for read in node.all_input_nodes:
                 stays.update(storages.of[read])
             continue
-        if not node.users:  # what nobody takes is dropped at once
+        if not node.users:  # an unused value is dropped at once
             last.update(dict.fromkeys(storages.of[node], node))
         for read in node.all_input_nodes:
             for s in storages.of[read]:
@@ -176,7 +177,7 @@ def held_by(program: Program) -> Iterator[HeldInput]:
     written = set(program.written)
     seen: set[int] = set()
     for i, (given, fake) in enumerate(zip(program.inputs, program.example(), strict=True)):
-        if given.kind == "number":  # which becomes a tensor when the step is called
+        if given.kind == "number":  # it is made into a tensor when the step is called
             continue
         storage = fake.untyped_storage()
         nbytes = 0 if storage._cdata in seen else storage.nbytes()
@@ -185,9 +186,9 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
-    """What a call makes of its inputs before the step begins, and keeps until it ends.
+    """The buffers that a call makes of its inputs before the step, and keeps until its end.
 
-    The tensors of Python numbers; and copies of inputs whose memory cannot hold their padding, on
+    Tensors of Python numbers; and copies of inputs whose storage has no room for their padding, on
     ranks with smaller pieces.
     """
     examples = program.example()
@@ -203,7 +204,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
 
 
 def opname(node: fx.Node) -> str:
-    """What a node calls, as a person says it: "mm"."""
+    """The name of what a node calls: "mm"; "" for other nodes."""
     if node.op != "call_function":
         return ""
     target: Any = node.target

@@ -1,7 +1,8 @@
-"""Workspaces of kernels: how much memory does a kernel take for itself while it runs?
+"""Workspaces of kernels: memory that a kernel allocates and frees while it runs.
 
-What an operator returns is in the graph. What it takes besides, and gives back before it returns,
-is not, and nothing in torch tells it: it is measured, or known of the collectives.
+It is not in the graph, and torch does not document it. `OpFacts.workspace` says for which operators
+it is computed (operands that are cast) or measured, by running one call and reading the profiler.
+What collectives stage is known of their backends (`staging`).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ Groups = dict[str, tuple[Wire, tuple[str, ...]]]
 
 
 def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
-    """Bytes that a call of `target` takes and gives back; 0 where none are known of.
+    """Bytes of the workspace of a call; 0 where none is known.
 
     Args:
-        args: what it is called with, tensors without memory among it.
-        made: what it gives.
+        args: its operands, with fake tensors.
+        made: its result.
     """
-    known = facts_of(target).workspace
-    if not known:
+    kind = facts_of(target).workspace
+    if not kind:
         return 0
     tensors = [t for t in (*args, made) if isinstance(t, torch.Tensor)]
     if not all(Device(t.device.type).workspace_is_fixed for t in tensors):
         return 0
-    if known == "casts":
+    if kind == "casts":
         return _cast_operands(target.overloadpacket, args, made)
     if sum(t.nbytes for t in tensors) > _LARGEST:
         return 0
@@ -48,11 +49,12 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
 
 
 _LARGEST = 1 << 29
-"""Bytes of operands up to which a call is made to see what it takes; a plan must not need them."""
+"""Bytes of operands above which no call is run to measure it: planning must not need that
+memory."""
 
 
 def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
-    """Bytes of operands that an elementwise kernel of two casts."""
+    """Bytes of the casts that an elementwise kernel makes of its two operands."""
     common = _find_common_dtype(*args[:2])
     if packet is _aten.div and not (common.is_floating_point or common.is_complex):
         common = made.dtype
@@ -69,7 +71,7 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
 
 
 def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
-    """`torch.result_type`, which takes long of tensors without memory."""
+    """`torch.result_type`, with fast paths: it is slow for fake tensors."""
     if isinstance(one, torch.Tensor):
         if isinstance(other, torch.Tensor):
             if one.dtype is other.dtype:
@@ -89,25 +91,25 @@ _DTYPES = {
 
 @functools.lru_cache(maxsize=1024)
 def _measure_workspace(target: Any, signature: tuple[Any, ...]) -> int:
-    """What a call with such arguments takes above what it gives, seen by making one."""
-    # Private torch: whoever asks does so while tensors have no memory, and these must have some.
+    """The workspace of a call with such arguments, measured by making one."""
+    # Private torch: the caller's modes make fake tensors, and these here must be real.
     with _disable_current_modes(), torch.no_grad():
         args = [_make_real_argument(s) for s in signature]
         try:
             target(*args)
         except RuntimeError:
-            return 0  # what has no memory is not always said to be what it is
-        return _taken_by(lambda: target(*args))
+            return 0  # fake tensors do not always have the strides of real ones
+        return _measure_peak(lambda: target(*args))
 
 
-def _taken_by(call: Callable[[], Any]) -> int:
-    """Bytes that a call takes at most, above those of what it gives."""
-    # Private torch: its older profiler. The one of today is one for all, and may be the user's now;
-    # and it tells whoever reads the terminal that it starts.
+def _measure_peak(call: Callable[[], Any]) -> int:
+    """The most bytes that a call allocates at once, above those of its result."""
+    # Private torch: its legacy profiler. Of the current one there is one per process, which the
+    # user may be running; and it prints that it starts.
     start, stop = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # type: ignore[attr-defined]
     try:
         start(_legacy_config())
-    except RuntimeError:  # of that, too, there is one
+    except RuntimeError:  # another legacy profiler runs
         return 0
     made = None
     try:
@@ -123,7 +125,7 @@ def _taken_by(call: Callable[[], Any]) -> int:
 
 
 def _legacy_config() -> Any:
-    """Of memory on the CPU alone."""
+    """The configuration of a profiler of memory on the CPU alone."""
     inner = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
     return torch.autograd.ProfilerConfig(state, False, True, False, False, False, inner)  # type: ignore[attr-defined]
@@ -131,13 +133,13 @@ def _legacy_config() -> Any:
 
 def _signature_of_argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Like(tuple(value.shape), value.stride(), value.dtype)
+        return _TensorSignature(tuple(value.shape), value.stride(), value.dtype)
     return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
-class _Like:
-    """What a tensor is, but for its values."""
+class _TensorSignature:
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -145,7 +147,7 @@ class _Like:
 
 
 def _make_real_argument(value: Any) -> Any:
-    if isinstance(value, _Like):
+    if isinstance(value, _TensorSignature):
         return torch.empty_strided(value.shape, value.strides, dtype=value.dtype).fill_(0.5)
     return list(value) if isinstance(value, tuple) else value
 
@@ -154,10 +156,10 @@ def _make_real_argument(value: Any) -> Any:
 
 
 def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compiled: bool) -> int:
-    """Bytes in which a collective of the program's groups keeps what is under way.
+    """Bytes of the buffers that a collective of the program's groups stages its data in.
 
     Args:
-        compiled: it is called as torch's functional collective, not through a wire.
+        compiled: whether it is called as torch's functional collective, not through a wire.
     """
     if not args or args[-1] not in groups:
         return 0

@@ -1,11 +1,16 @@
-"""What rewrites a graph; each pass in a file of its own, their order in `order`.
+"""Passes: rewrites of a captured graph, each in a file of its own, run in the order of `order`.
 
-In reading order: `order`, `contract` (what holds after each), `rewrite` and `change` (how
-a pass works, and tells of it), then the passes as `order` has them.
+In reading order:
+
+- The frame: `order`, `rewrite` (find, add and replace nodes), `contract` (what a pass must not
+  change), `change` (the report of what it changed).
+- Collectives: `dedupe`, `cancel`, `cast`, `bucket`, `backend_ways`; `gathered` (the parameters that
+  ZeRO gathers, and where they are used) with `regather` and `overlap`.
+- Memory: `remat` with `remat_regions` and `recompute`, `lifetime`. Views: `merge_views`.
 """
 
 from .change import Change
-from .order import PASSES, Pass, Passes, in_order, record_changes, run_passes
+from .order import PASSES, Pass, Passes, order_passes, record_changes, run_passes
 from .rewrite import Making, find, put, replace
 
 __all__ = [
@@ -15,7 +20,7 @@ __all__ = [
     "Pass",
     "Passes",
     "find",
-    "in_order",
+    "order_passes",
     "put",
     "record_changes",
     "replace",

@@ -1,4 +1,9 @@
-"""The collectives of a graph, in the ways of the backends that do them."""
+"""Collectives as their backends do them best, in place of the usual ones.
+
+A backend (`comm/backends`) says how it gathers and sums in eager code; the graph does the same, so
+that a captured step gives the same bits. A reduce-scatter may become an all-to-all and a local sum
+in rank order, a small all-reduce a gather and a sum.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +33,20 @@ __all__ = ["backend_ways"]
 
 _aten = torch.ops.aten
 
-_ADDED = 8
-"""Shares up to which each addition is a node, which Inductor fuses; of more, the sum is one."""
+_MOST_ADDITIONS = 8
+"""Shares up to which each addition is a node, which Inductor fuses; of more, one node sums all."""
 
 
 def backend_ways(program: Program) -> str:
     """A backend's collectives are done as it does them best: as in eager (`comm/backends`).
 
-    What is gathered may be broadcast by each rank, and shares exchanged and summed in rank order. A
-    sum that waits for others is made at once, so that its shares, which are as many times larger as
-    there are ranks, need not wait.
+    A gather may be a broadcast by each rank; shares may be exchanged and summed in rank order.
+    Where the sum is read late, it is made at once, so that the exchanged shares, which are larger
+    by the number of ranks, are freed.
     """
     graph = program.graph.graph
     changed = 0
-    waiting = _find_late_read(graph)
+    read_late = _find_read_late(graph)
     for node in list(graph.nodes):
         if node.target not in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
             continue
@@ -56,17 +61,17 @@ def backend_ways(program: Program) -> str:
         elif node.target is REDUCE_SCATTER:
             if not backend.sums_in_rank_order:
                 continue
-            _lower_to_all_to_all(graph, node, n, node in waiting)
+            _lower_reduce_scatter(graph, node, n, node in read_late)
         elif (way := backend.way_of_sum(node.meta["val"], n)) != "own":
-            _all_reduce(graph, node, n, way)
+            _lower_all_reduce(graph, node, n, way)
         else:
             continue
         changed += 1
     return f"{changed} collectives travel another way"
 
 
-def _find_late_read(graph: fx.Graph) -> set[fx.Node]:
-    """The collectives whose result is read behind others: for a norm, or a later micro-batch."""
+def _find_read_late(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives whose result is first read after other collectives, as for a norm of all."""
     number, count = {}, 0
     for node in graph.nodes:
         count += is_collective(node)
@@ -82,7 +87,7 @@ def _find_late_read(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _lower_to_all_to_all(graph: fx.Graph, node: fx.Node, n: int, waits: bool) -> None:
+def _lower_reduce_scatter(graph: fx.Graph, node: fx.Node, n: int, is_read_late: bool) -> None:
     (wait,) = node.users
     x, name = node.args[0], node.args[-1]
     dtype = node.meta["val"].dtype
@@ -92,21 +97,21 @@ def _lower_to_all_to_all(graph: fx.Graph, node: fx.Node, n: int, waits: bool) ->
         make = Making(graph, note_of(node))
         shares = make(WAIT, begun)
         whole = (
-            make(sum_of_shares, shares, n) if waits else _add_partial_sums(make, shares, n, dtype)
+            make(sum_of_shares, shares, n) if is_read_late else _sum_shares(make, shares, n, dtype)
         )
         wait.replace_all_uses_with(whole)
     _erase_nodes(graph, wait, node)
 
 
-def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
+def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
     (wait,) = node.users
     x, name, value = node.args[0], node.args[-1], node.meta["val"]
     size, shape = value.numel(), list(value.shape)
-    small = way == "gather"
+    gathers = way == "gather"
     with graph.inserting_before(node):
         make = Making(graph, note_of(node))
         flat = make(_aten.reshape.default, x, [-1])
-        if small:  # one round instead of two: every rank sends its whole share to all
+        if gathers:  # one round instead of two: every rank sends its share to all
             begun = make(ALL_GATHER, flat, n, name)
         else:
             if size % n:
@@ -114,8 +119,8 @@ def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
             begun = make(all_to_all, flat, n, name)
     with graph.inserting_before(wait):
         make = Making(graph, note_of(node))
-        whole = _add_partial_sums(make, make(WAIT, begun), n, value.dtype)
-        if not small:
+        whole = _sum_shares(make, make(WAIT, begun), n, value.dtype)
+        if not gathers:
             whole = make(WAIT, make(all_gather, whole, n, name))
             if size % n:
                 whole = make(_aten.slice.Tensor, whole, 0, 0, size)
@@ -123,9 +128,9 @@ def _all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
     _erase_nodes(graph, wait, node)
 
 
-def _add_partial_sums(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
+def _sum_shares(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
     """The sum of n shares that lie end to end, in rank order, in at least 32 bits."""
-    if n > _ADDED:
+    if n > _MOST_ADDITIONS:
         return make(sum_of_shares, shares, n)
     rows = make(_aten.view.default, shares, [n, -1])
     narrow = dtype.itemsize < 4

@@ -1,4 +1,9 @@
-"""Bucketing: which collectives can travel together?"""
+"""Bucketing: collectives of one kind, close to each other, are joined into one.
+
+Their operands are flattened and concatenated; the pieces of the joint result take the place of the
+separate ones. Members of a bucket have the same group, dtype, reason and phase, and none needs the
+result of another.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +27,37 @@ from .rewrite import Making
 __all__ = ["bucket"]
 
 _aten = torch.ops.aten
-_ZEROS = ("gather", "regather", "persistent", "gradient", "settle", "update")
-"""Why ZeRO carries: these travel by blocks."""
-_PARTS = 8
-"""What an optimizer's step reduces travels in about so many collectives: the last of them has no
-backward left to run beside."""
+_REASONS_OF_ZERO = ("gather", "regather", "persistent", "gradient", "settle", "update")
+"""Reasons of ZeRO's collectives, which are joined by block."""
+_BUCKETS_OF_STEP = 8
+"""About so many collectives carry what an optimizer's step reduces: the last one has no backward
+left to overlap with, so one collective of all would be slower."""
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 25 << 20
-"""Of one of them: less is as slow as nothing, and of more the last takes long."""
+"""Bounds of their bytes: below, latency dominates; above, the last one takes long."""
 
 
 def bucket(program: Program) -> str:
     """The gathers of one block's parameters are one collective, and so are their reductions.
 
-    Bounded by the block, and by the run in which the step uses it, so that no more is whole at once
-    than one block's parameters: on small models a step is as slow as its collectives are many, on
-    large ones as its memory is full. Gradients that a region gives travel with those that are made
-    of the gradients of the same results. What an optimizer's step asks for is reduced where
-    backward has made it, and about an eighth of it at a time.
+    A bucket does not exceed a block, nor the run in which the step uses it, so that at most one
+    block's parameters are gathered at once: a small model's step is as slow as its collectives are
+    many, a large one is bound by memory. Gradients that a region returns are joined where they are
+    made of gradients of the same results. What an optimizer's step reduces is reduced right after
+    backward has made it, in about eight parts.
     """
     graph = program.graph.graph
     _reduce_where_ready(graph)
     groups: dict[Any, list[fx.Node]] = {}
     runs = Runs(graph)
     cotangents = find_cotangents(program)
-    gathered_for = {one.gather: runs.of(one) for one in runs.found}
+    run_of_gather = {found.gather: runs.of(found) for found in runs.found}
     key: tuple[Any, ...]
     for node in graph.nodes:
         note = note_of(node)
-        if node.target in (ALL_GATHER, REDUCE_SCATTER) and note.reason in _ZEROS:
+        if node.target in (ALL_GATHER, REDUCE_SCATTER) and note.reason in _REASONS_OF_ZERO:
             dtype = node.args[0].meta["val"].dtype
             rest = node.args[1:]
-            run = gathered_for.get(node, -1)
+            run = run_of_gather.get(node, -1)
             if note.reason == "gradient":
                 run = runs.at(node)
             key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes, run)
@@ -63,17 +68,17 @@ def bucket(program: Program) -> str:
             key += (cotangents.get(node),)
             groups.setdefault(key, []).append(node)
     least = _least_bytes(groups.values())
-    joined = made = 0
+    joined = buckets = 0
     for members in groups.values():
         for part in _split_joinable(members, least):
             if len(part) > 1:
                 _JOIN[part[0].target](graph, part)  # type: ignore[index]
-                joined, made = joined + len(part), made + 1
-    return f"{joined} collectives became {made}"
+                joined, buckets = joined + len(part), buckets + 1
+    return f"{joined} collectives became {buckets}"
 
 
 def _reduce_where_ready(graph: fx.Graph) -> None:
-    """Bring reductions that an optimizer's step asks for to where backward makes their operands."""
+    """Move reductions that an optimizer's step asks for to where backward makes their operands."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -81,8 +86,8 @@ def _reduce_where_ready(graph: fx.Graph) -> None:
             packing, made_by = packing_of(node)
             last = max(made_by, key=place.__getitem__)
             late = sorted((n for n in packing if place[n] > place[last]), key=place.__getitem__)
-            for one in late:  # of backward, whoever asks for it
-                one.meta[NOTE] = replace(note_of(one), phase=note_of(node).phase)
+            for packed in late:  # it belongs to backward now
+                packed.meta[NOTE] = replace(note_of(packed), phase=note_of(node).phase)
             waits = [user for user in node.users if user.target is WAIT]
             found.setdefault(last, []).extend([*late, *waits])
     for last, late in found.items():
@@ -91,28 +96,28 @@ def _reduce_where_ready(graph: fx.Graph) -> None:
 
 
 def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
-    """Of what a collective carries for an optimizer's step: an eighth of all, within bounds."""
+    """The bytes of a bucket of an optimizer's step: an eighth of all, within bounds."""
     settled = [m for members in groups for m in members if note_of(m).reason == "settle"]
     total = sum(_operand_of_collective(m).meta["val"].nbytes for m in settled)
-    return min(max(total // _PARTS, _LEAST_BYTES), _MOST_BYTES)
+    return min(max(total // _BUCKETS_OF_STEP, _LEAST_BYTES), _MOST_BYTES)
 
 
 def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
-    """Members that can run at one place: none needs what another gives.
+    """Split members into parts that can be one collective: none needs the result of another.
 
-    Gathers run where the first of them does, reductions where the last does. What an optimizer's
-    step reduces and gathers is cut into parts of `least` bytes.
+    A part of gathers runs where its first does, a part of reductions where its last does. What an
+    optimizer's step reduces and gathers is cut into parts of `least` bytes.
     """
     if note_of(members[0]).reason in ("settle", "update"):
-        parts = _by_size(members, least)
+        parts = _split_by_size(members, least)
     else:
         parts = [members]
-    together = _ready_together if members[0].target is ALL_GATHER else _split_independent
-    return [found for part in parts for found in together(part)]
+    split_ready = _split_by_readiness if members[0].target is ALL_GATHER else _split_independent
+    return [found for part in parts for found in split_ready(part)]
 
 
-def _by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
-    """Members, in order, in parts that each but the last carry `least` bytes."""
+def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
+    """Split members, in order, into parts of at least `least` bytes each, but for the last."""
     parts: list[list[fx.Node]] = [[]]
     size = 0
     for node in members:
@@ -124,8 +129,9 @@ def _by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
     return parts
 
 
-def _ready_together(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """Gathers, in order, in parts whose operands are there where the first of the part runs."""
+def _split_by_readiness(members: list[fx.Node]) -> list[list[fx.Node]]:
+    """Split gathers, in order, into parts whose operands are there before the part's first
+    gather."""
     parts: list[list[fx.Node]] = []
     for node in members:
         if parts and _is_ready_before(_operand_of_collective(node), parts[-1][0]):
@@ -136,7 +142,7 @@ def _ready_together(members: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _split_independent(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """Members, from behind, in parts of which none needs what another of the part gives."""
+    """Split members, from the end, into parts of which none depends on another."""
     parts: list[list[fx.Node]] = []
     for node in reversed(members):
         if parts and _find_dependents(node, parts[-1][-1]).isdisjoint(parts[-1]):
@@ -153,7 +159,7 @@ def _operand_of_collective(node: fx.Node) -> fx.Node:
 
 
 def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
-    """Is `operand` there before the node `place`, or what it is a view or a cast of?"""
+    """Is `operand`, or what it is a view or a cast of, computed before the node `place`?"""
     while operand > place and operand.target is not WAIT:
         facts = facts_of(operand.target)
         if not (facts.is_view or facts.casts):
@@ -163,7 +169,7 @@ def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
 
 
 def _find_dependents(node: fx.Node, last: fx.Node) -> set[fx.Node]:
-    """What depends on `node`, as far as the node `last`."""
+    """The nodes up to `last` that depend on `node`."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -182,16 +188,17 @@ def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
     with graph.inserting_before(members[0]):
         make = Making(graph, note)
 
-        def brought(node: fx.Node) -> fx.Node:
-            """`node`, or the same made here where it stands too late."""
+        def make_before(node: fx.Node) -> fx.Node:
+            """`node`, or a copy of it here where it stands too late."""
             if node < members[0]:
                 return node
             source, *rest = node.args
             assert isinstance(source, fx.Node)
-            return make(node.target, brought(source), *rest, **node.kwargs)
+            return make(node.target, make_before(source), *rest, **node.kwargs)
 
         flats = [
-            make(_aten.reshape.default, brought(_operand_of_collective(m)), [-1]) for m in members
+            make(_aten.reshape.default, make_before(_operand_of_collective(m)), [-1])
+            for m in members
         ]
         whole = make(ALL_GATHER, make(_aten.cat.default, flats), size, name)
         rows = make(_aten.view.default, make(WAIT, whole), [size, -1])
@@ -222,7 +229,7 @@ def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
     _sink_users(pieces, end)
 
 
-def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _join_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     op, name = members[0].args[1:]
     note = note_of(members[-1])
     note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
@@ -242,14 +249,14 @@ def _all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 
 def _skip_packing_copy(node: fx.Node) -> fx.Node:
-    """What is reduced, without the copy of it that only one collective would need."""
+    """The operand of a reduction, or what it is a copy of: concatenation copies it anyway."""
     operand = _operand_of_collective(node)
     if operand.target is _aten.clone.default and len(operand.users) == 1:
         (operand,) = operand.all_input_nodes
     return operand
 
 
-_JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: _all_reduces}
+_JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: _join_all_reduces}
 
 
 def _replace_members(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:
@@ -262,7 +269,7 @@ def _replace_members(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.No
 
 
 def _sink_users(pieces: list[fx.Node], end: fx.Node) -> None:
-    """Bring what was made of an earlier collective behind the common one, in its order."""
+    """Move what reads the pieces behind `end`, the last of them, keeping its order."""
     late: set[fx.Node] = set()
     waiting = list(pieces)
     while waiting:

@@ -1,4 +1,4 @@
-"""Cancellation: which moves undo each other?"""
+"""Cancellation of moves: a move followed by its inverse is replaced by its source."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..program import Program
 
 __all__ = ["cancel"]
 
-# A gather whose every rank then keeps its own piece, and the like. Not a reduction: what it summed
-# is not what went in.
+# An all-gather of which each rank then slices its own piece, and the like. No reduction is undone:
+# the sum is not what went in.
 _UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}
 
 
 def cancel(program: Program) -> str:
     """A move that is followed by its inverse is not made.
 
-    The two are told by their layouts: the second takes what the first gives and gives what the
-    first took. The first stays where others read what it gives.
+    They are found by their layouts: the second takes what the first gives and gives what the
+    first took. The first move stays where others read its result.
     """
     parts: dict[int, list[fx.Node]] = {}
     for node in program.graph.graph.nodes:
@@ -46,7 +46,7 @@ def cancel(program: Program) -> str:
 
 
 def _find_move_input(nodes: list[fx.Node]) -> fx.Node | None:
-    """The one tensor that a move takes: what its nodes read and do not make."""
+    """The one tensor that a move takes (what its nodes read and do not make), or None."""
     outside = {a for n in nodes for a in n.all_input_nodes if a not in nodes}
     outside = {a for a in outside if a.meta.get("val") is None or a.meta["val"].ndim}
     return outside.pop() if len(outside) == 1 else None

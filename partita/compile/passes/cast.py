@@ -1,4 +1,4 @@
-"""Early casts: which values are gathered in more bits than they are read in?"""
+"""Early casts: values that are only read in a narrower dtype are cast before their gather."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partita.tensor.op_facts import facts_of
 from ..graph import is_collective
 from ..node_metadata import NOTE, note_of
 from ..program import Program
-from .rewrite import made_by, put, replace
+from .rewrite import fake_value_of, put, replace
 
 __all__ = ["cast"]
 
@@ -40,12 +40,12 @@ def cast(program: Program) -> str:
 
 
 def _moved_from(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The gather and what is made of it alone by moving elements, in order."""
+    """The gather and what is made of its result alone by moving elements, in order."""
     found = {gather}
     waiting = [gather]
     while waiting:
         for user in sorted(waiting.pop().users, key=order.__getitem__):
-            # Where elements are only put elsewhere a cast before is a cast behind.
+            # A cast commutes with what only moves elements.
             moves = facts_of(user.target).moves
             if user not in found and moves and _tensors_read_by(user, gather) <= found:
                 found.add(user)
@@ -54,7 +54,7 @@ def _moved_from(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def _tensors_read_by(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
-    """The tensors that a node reads, but not the places in them that it is told."""
+    """The operands of a node, without tensors of indices."""
     dtype = gather.meta["val"].dtype
     return {
         n
@@ -64,7 +64,7 @@ def _tensors_read_by(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
 
 
 def _find_narrower_dtype(gather: fx.Node, readers: set[fx.Node]) -> torch.dtype | None:
-    """The one dtype to which all readers cast, if it has fewer bytes."""
+    """The one dtype to which all readers cast, if it has fewer bytes; else None."""
     wide = gather.meta["val"].dtype
     dtypes = set()
     for node in readers:
@@ -85,15 +85,14 @@ def _cast_first(
     narrow = put(_CAST, shard, before=gather, dtype=dtype)
     gather.replace_input_with(shard, narrow)
     for node in chain:
-        node.meta["val"] = made_by(node)
+        node.meta["val"] = fake_value_of(node)
         note = note_of(node)
         if note.move == move:
             nbytes = note.nbytes * dtype.itemsize // wide.itemsize
             node.meta[NOTE] = dataclasses.replace(note, nbytes=nbytes)
-    narrow.meta[NOTE] = note_of(gather)  # it is part of the move
+    narrow.meta[NOTE] = note_of(gather)  # the cast is part of the move
     for reader in readers:
         source: Any = reader.args[0]
-        one, other = reader.meta["val"], source.meta["val"]
-        if one.stride() != other.stride():  # it read a piece, and packed it
+        if reader.meta["val"].stride() != source.meta["val"].stride():  # it also packed a piece
             source = put(_aten.clone.default, source, before=reader)
         replace(reader, source)

@@ -1,4 +1,8 @@
-"""Changes by a pass: what did a pass do to a graph, in figures and in lines?"""
+"""Changes that a pass made to a graph, in figures and as a diff of its lines.
+
+`GraphFigures` counts a graph before and after a pass; their comparison is a `Change`, which
+`step.explain()` prints.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ from ..key import digest_of
 from ..node_metadata import note_of
 from ..program import Program
 
-__all__ = ["Change", "Pass", "Seen", "worth"]
+__all__ = ["Change", "GraphFigures", "Pass", "format_figure"]
 
 Pass = Callable[[Program], Any]
-"""Changes a program's graph, and says in a few words what it did."""
+"""Changes a program's graph, and returns in a few words what it did."""
 
 _SHOWN = 6  # lines of a diff, in text
 
@@ -29,15 +33,15 @@ class Change:
     """What one pass did to a graph.
 
     Attributes:
-        name, promise: the pass, and the first line of what it says of itself.
+        name, promise: of the pass; its promise is the first line of its docstring.
         did: what it did, in a few words.
         nodes, collectives, sent, saved, seconds: (before, after): nodes; collectives among them;
-            bytes that a rank sends; bytes of gathered values that forward leaves for backward;
-            the time of the collectives one after the other, by `redistribute.cost`, which ranks
-            one way against another and is no measurement.
-        diff: the lines that went ("-") and came ("+"), without their numbers.
-        digest: of the graph after it: equal on all ranks, or the pass looked at the rank.
-        changed: is the graph another one?
+            bytes that a rank sends; bytes of gathered parameters that live from forward to
+            backward; the predicted time of the collectives one after another (`redistribute.cost`),
+            to compare graphs by and no measurement.
+        diff: the calls that were removed ("-") and added ("+"), with their counts.
+        digest: of the graph after it; where ranks differ, the pass depends on the rank.
+        changed: whether the graph differs.
     """
 
     name: str
@@ -56,10 +60,11 @@ class Change:
         return self.text()
 
     def text(self, *more: str) -> str:
-        """All of it, but of the diff the first lines; `more` stands before that."""
+        """The change as text, with the first lines of the diff, before which the lines `more`
+        stand."""
         said = [f"{self.name}: {self.promise}", f"  {self.did}"]
         for what, label in _LABELS.items():
-            before, after = (worth(what, value) for value in getattr(self, what))
+            before, after = (format_figure(what, value) for value in getattr(self, what))
             if before != after:
                 said.append(f"  {label}: {before} -> {after}")
         said += [f"  {line}" for line in more]
@@ -79,15 +84,15 @@ _LABELS = {
 }
 
 
-def worth(what: str, value: float) -> str:
-    """A figure of a `Change`, by the name of its field, as a person reads it."""
+def format_figure(what: str, value: float) -> str:
+    """The text of a figure of a `Change`, given the name of its field."""
     if what in ("sent", "saved"):
         return "nothing" if not value else human(int(value))
     return f"{value * 1e6:.4g} us" if what == "seconds" else str(value)
 
 
-class Seen:
-    """A graph as it was when this was made."""
+class GraphFigures:
+    """The figures, lines and digest of a graph as it is when this is made."""
 
     def __init__(self, program: Program):
         nodes = list(program.graph.graph.nodes)
@@ -103,7 +108,7 @@ class Seen:
         self.lines = [line.split(" = ", 1)[-1] for line in lines]
         self.digest = digest_of(lines)
 
-    def changed_to(self, now: Seen, name: str, promise: str, did: str) -> Change:
+    def compare(self, now: GraphFigures, name: str, promise: str, did: str) -> Change:
         pairs: dict[str, Any] = {
             what: (self.figures[what], now.figures[what]) for what in self.figures
         }
@@ -119,35 +124,37 @@ class Seen:
 
 
 def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:
-    """Bytes that all-gathers of forward make and that backward reads."""
+    """Bytes that all-gathers of ZeRO in forward make and that backward reads."""
     total = 0
     for node in nodes:
         note = note_of(node)
         if is_collective(node) and note.reason == "gather" and note.phase == "forward":
-            waiting, late = [node], False
-            for made in waiting:
-                late = late or any(note_of(user).phase == "backward" for user in made.users)
-                waiting += [u for u in made.users if note_of(u).move == note.move]
-            total += nbytes_of(node) if late else 0
+            waiting, is_saved = [node], False
+            for value in waiting:
+                is_saved = is_saved or any(note_of(u).phase == "backward" for u in value.users)
+                waiting += [u for u in value.users if note_of(u).move == note.move]
+            total += nbytes_of(node) if is_saved else 0
     return total
 
 
 def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
-    """What is called more or less often, those that send first."""
+    """The calls that there are more or fewer of, collectives first."""
 
-    def called(lines: list[str]) -> dict[str, int]:
+    def count_calls(lines: list[str]) -> dict[str, int]:
         found: dict[str, int] = {}
         for line in lines:
-            if line.startswith("output ["):  # of numbers only
+            if line.startswith("output ["):  # it lists numbers only
                 continue
             name = line.split("(", 1)[0] + " :" + line.rsplit(" :", 1)[-1]
             found[name] = found.get(name, 0) + 1
         return found
 
-    one, other = called(before), called(after)
+    counts_before, counts_after = count_calls(before), count_calls(after)
     out = []
-    for name in sorted({**one, **other}, key=lambda name: "_c10d_functional" not in name):
-        change = other.get(name, 0) - one.get(name, 0)
+    for name in sorted(
+        {**counts_before, **counts_after}, key=lambda name: "_c10d_functional" not in name
+    ):
+        change = counts_after.get(name, 0) - counts_before.get(name, 0)
         if change:
             out.append(f"{'+' if change > 0 else '-'} {abs(change)} x {name}")
     return tuple(out)

@@ -1,10 +1,8 @@
-"""The contract of a pass.
+"""The contract of a pass: which facts of a program it must not change.
 
-What does a pass leave as it was, and what must it say of what it put there?
-
-A pass may do the same in another way. It takes the same inputs, writes the same of them, and gives
-the same outputs, each in its shape, dtype and layout. What each node makes is worked out again
-after a pass of the user's, so that no pass has to say it and none can say it wrongly.
+A program has the same inputs after a pass, writes the same of them, and returns the same outputs,
+each with its shape, dtype and layout, in the same shared memory. After a user's pass the metadata
+of all nodes is computed again (`recompute_metadata`), so that the pass need not write it.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from ..graph import is_collective
 from ..node_metadata import NOTE, Note, note_of
 from ..program import Program, written_inputs
 from ..verify import IllegalGraph
-from .rewrite import made_by
+from .rewrite import fake_value_of
 
-__all__ = ["Promised", "work_out"]
+__all__ = ["PassContract", "recompute_metadata"]
 
 _PHASES = ("forward", "backward", "update")
 _KINDS = {
@@ -35,14 +33,14 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Promised:
-    """What of a program a pass must leave alone.
+class PassContract:
+    """What a pass must leave as it is in a program.
 
     Attributes:
-        inputs, outputs: what they are to the user's program, by identity.
-        made: for each output its shape and dtype.
-        written: the places of the inputs that are written.
-        overlapping: which outputs show the same memory, or an input's.
+        inputs, outputs: their descriptions (`program.Input`, `program.Output`), by identity.
+        made: for each output the text of its shape, dtype and device.
+        written: the indices of the inputs that are written in place.
+        overlapping: the pairs of outputs, or of an output and an input, that share memory.
     """
 
     inputs: tuple[int, ...]
@@ -52,7 +50,7 @@ class Promised:
     overlapping: Pairs
 
     @classmethod
-    def of_program(cls, program: Program) -> Promised:
+    def of_program(cls, program: Program) -> PassContract:
         (end,) = program.graph.graph.find_nodes(op="output")
         return cls(
             tuple(id(given) for given in program.inputs),
@@ -64,7 +62,7 @@ class Promised:
 
     def check(self, program: Program, name: str) -> None:
         """Raise IllegalGraph if the pass `name` changed any of it."""
-        now = Promised.of_program(program)
+        now = PassContract.of_program(program)
         if now.inputs != self.inputs:
             raise IllegalGraph(f"after {name}: the program takes other inputs")
         if now.outputs != self.outputs or len(now.made) != len(self.made):
@@ -103,11 +101,14 @@ def _describe_value(node: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device.type}"
 
 
-def work_out(program: Program, name: str) -> None:
-    """Note of each node what it makes, and of new ones where they come from.
+def recompute_metadata(program: Program, name: str) -> None:
+    """Compute the fake value of each call again, and make a note for nodes without one.
+
+    Args:
+        name: of the pass that has run.
 
     Raises:
-        IllegalGraph: a call that cannot be made of what it is given.
+        IllegalGraph: a call fails with its operands.
     """
     for node in program.graph.graph.nodes:
         if node.op != "call_function":
@@ -115,9 +116,9 @@ def work_out(program: Program, name: str) -> None:
         if NOTE not in node.meta:
             node.meta[NOTE] = _make_note(program, node, name)
         if node.target is torch.ops.aten.copy_.default:
-            continue  # it makes what it writes into
+            continue  # its value is the input that it writes
         try:
-            node.meta["val"] = made_by(node)
+            node.meta["val"] = fake_value_of(node)
         except Exception as error:
             raise IllegalGraph(
                 f"after {name}: {node.name} cannot be: {str(error).splitlines()[0]}",
@@ -127,7 +128,7 @@ def work_out(program: Program, name: str) -> None:
 
 
 def _make_note(program: Program, node: fx.Node, name: str) -> Note:
-    """Of a node that a pass made without one: as the latest of what it reads, for the pass."""
+    """The note of a new node: source and phase of its operands; of a collective, its cost too."""
     read = [note_of(n) for n in node.all_input_nodes]
     phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])
     source = next((note.source for note in reversed(read) if note.source), "")

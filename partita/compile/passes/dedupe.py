@@ -1,4 +1,4 @@
-"""Deduplication: which collectives bring twice what is there already?"""
+"""Deduplication of collectives: of several that carry the same value, one is kept."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["dedupe"]
 def dedupe(program: Program) -> str:
     """A value that one phase of the step gathers or reduces twice is carried once.
 
-    Views are merged too, since two collectives are the same only if their operands are one node.
-    Not across phases: what backward gathers again, it gathers to save memory.
+    Equal views are merged too, since two collectives are equal only if their operands are one node.
+    Nothing is merged across phases: what backward gathers again, it does to save memory.
     """
     seen: dict[Any, fx.Node] = {}
     merged = 0

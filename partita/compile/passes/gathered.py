@@ -1,9 +1,10 @@
-"""Gathered values: which values has ZeRO gathered, and in which parts of the step are they used?
+"""Parameters that ZeRO gathers in a graph, and the runs of the step in which they are used.
 
-A step uses the blocks of a model one after the other, forward, then backward, and again for the
-next micro-batch. A *run* is what it does with one block until it comes to another, or turns from
-forward to backward. What is gathered need be there in its own runs, and may be there in the one
-before, under way.
+A step uses the blocks of a model one after another, forward, then backward, and again for the next
+micro-batch. A *run* is what it computes with one block until it comes to another block, or turns
+from forward to backward. A gathered parameter must be there in its own runs; its gather may be
+under way in the run before. Around a collective stand nodes that only move elements: those that
+pack its operand (`packing_of`), and the views of its result (`GatheredParameter.chain`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _PAD = torch.ops.aten.constant_pad_nd.default
 
 @dataclass(frozen=True, eq=False)
 class GatheredParameter:
-    """What one collective of ZeRO gathers.
+    """One gather of ZeRO, with what it gathers.
 
     Attributes:
         gather: the collective.
-        chain: it and what is made of it alone without computing, in order.
-        users: the calls that compute with it, in order; what the step returns is none.
+        chain: the gather and what only moves its result, in order.
+        users: the calls that compute with it, in order; the graph's output is none.
     """
 
     gather: fx.Node
@@ -41,16 +42,16 @@ class GatheredParameter:
 
     @property
     def block(self) -> str:
-        """The block whose parameters they are."""
+        """The name of the block that the parameter is of."""
         return note_of(self.gather).op
 
 
 class Runs:
-    """What ZeRO has gathered in a graph as it is now, and the runs in which it is used.
+    """The gathered parameters of a graph as it is now, and the runs in which they are used.
 
     Attributes:
-        found: in the order in which they are gathered.
-        place: of each node.
+        found: the gathered parameters, in order of their gathers.
+        place: for each node its index in the graph.
     """
 
     def __init__(self, graph: fx.Graph):
@@ -72,19 +73,19 @@ class Runs:
         self._begins = [self.place[node] for node in self._first]
 
     def number(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Of the run in which `user` uses it."""
+        """The number of the run in which `user` uses a gathered parameter."""
         return self._number[user, one.block]
 
     def of(self, one: GatheredParameter) -> int:
-        """The run for which it is gathered; -1 where nothing computes with it."""
+        """The number of its first run; -1 where nothing computes with it."""
         return self.number(one, one.users[0]) if one.users else -1
 
     def at(self, node: fx.Node) -> int:
-        """The run in which a call stands; -1 before the first."""
+        """The number of the run in which a call stands; -1 before the first."""
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
-        """The call with which a run begins."""
+        """The first call of a run."""
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
@@ -99,12 +100,12 @@ class Runs:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Does it run once the gradients come, or to update?"""
+    """Is it a call of backward or of the update?"""
     return note_of(node).phase in ("backward", "update") and node.op == "call_function"
 
 
 def only_moves(node: fx.Node) -> bool:
-    """Does it show or copy what it is given, and compute nothing of it?"""
+    """Is it a view, a copy or a cast of its operand, and computes nothing of it?"""
     facts = facts_of(node.target)
     return facts.moves or facts.casts
 
@@ -117,7 +118,7 @@ def _is_gather(node: fx.Node) -> bool:
 
 
 def _find_moved_views(node: fx.Node) -> set[fx.Node]:
-    """What can be reached from `node` through what only moves."""
+    """The nodes that are made of `node` by moving alone."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -129,14 +130,15 @@ def _find_moved_views(node: fx.Node) -> set[fx.Node]:
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """A collective with what packs its operand, and the nodes that make what is packed."""
-    packing, made_by, waiting = {collective}, set(), [collective]
+    """A collective with the views, casts and copies that pack its operand; the nodes that these
+    read."""
+    packing, sources, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:
-            puts = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
-            if not puts or read.target is WAIT:
-                made_by.add(read)
+            packs = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
+            if not packs or read.target is WAIT:
+                sources.add(read)
             elif read not in packing:
                 packing.add(read)
                 waiting.append(read)
-    return packing, made_by
+    return packing, sources

@@ -1,4 +1,8 @@
-"""Until when must a gradient wait?"""
+"""Lifetime of gradients: each parameter is updated as soon as its gradient is complete.
+
+The calls of an optimizer's step are sorted into the graph behind the last node of backward that
+they need, so that a gradient is freed right after its update.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ _COPY = torch.ops.aten.copy_.default
 def lifetime(program: Program) -> str:
     """Each parameter is updated as soon as its gradient is there, and its gradient is freed.
 
-    An optimizer's step comes behind the whole of backward, and goes through the parameters one op
-    at a time: all gradients live at once, and then a temporary for every parameter. Here what
-    updates one parameter runs together, behind the last of what it reads. Where a norm over all
-    gradients scales them, all are waited for, as ever.
+    An optimizer's step runs after the whole backward, one op over all parameters at a time: all
+    gradients live at once, and then a temporary for every parameter. Here the calls that update one
+    parameter run together, behind the last node that they need. Where gradients are scaled by a
+    norm over all of them, every update still waits for all gradients.
     """
     graph = program.graph.graph
     nodes = list(graph.nodes)
@@ -31,7 +35,7 @@ def lifetime(program: Program) -> str:
     for n in nodes:
         if n.op == "call_function" and (_is_update(n) or not late.isdisjoint(n.all_input_nodes)):
             late.add(n)
-    needs = {n: _find_prerequisites(n, late) for n in late}
+    needs = {n: _find_prerequisites(n) for n in late}
     floor = max((place[n] for n in nodes if n.op in ("placeholder", "get_attr")), default=0)
     ready = _find_ready_places(nodes, late, needs, place, floor)
     behind: dict[int, list[fx.Node]] = {}
@@ -58,8 +62,8 @@ def _is_update(node: fx.Node) -> bool:
     return note_of(node).phase == "update" or node.target is _COPY
 
 
-def _find_prerequisites(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:
-    """What must run before `node`: what it reads and, before an input is written, who reads it."""
+def _find_prerequisites(node: fx.Node) -> list[fx.Node]:
+    """The nodes that must run before `node`: its operands, and readers of an input it writes."""
     found = list(node.all_input_nodes)
     if node.target is _COPY:
         waiting = [node.args[0]]
@@ -81,19 +85,19 @@ def _find_ready_places(
     place: dict[fx.Node, int],
     floor: int,
 ) -> dict[fx.Node, int]:
-    """Of each late node the place of the last other node that must run before it."""
+    """For each late node the place of the last other node that must run before it."""
     ready = {node: floor for node in nodes if node in late}
 
-    def of(node: fx.Node) -> int:
+    def place_of(node: fx.Node) -> int:
         return ready[node] if node in late else place[node]
 
-    # Who reads an input may stand behind what writes others: so until nothing changes.
+    # A reader of an input may stand behind writes of other inputs: repeat until nothing changes.
     changing = True
     while changing:
         changing = False
         for node in nodes:
             if node in late:
-                now = max((of(n) for n in needs[node]), default=floor)
+                now = max((place_of(n) for n in needs[node]), default=floor)
                 if now > ready[node]:
                     ready[node], changing = now, True
     return ready

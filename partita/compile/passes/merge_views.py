@@ -1,4 +1,4 @@
-"""Merging views: which views show only what another shows already?"""
+"""Merging of views: a view of a view becomes one view, and a view of equal shape is dropped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import fx
 
 from ..capture.functional_memory import lie_alike
 from ..program import Program
-from .rewrite import made_by
+from .rewrite import fake_value_of
 
 __all__ = ["merge_views"]
 
@@ -18,9 +18,9 @@ _RESHAPE = torch.ops.aten.reshape.default
 def merge_views(program: Program) -> str:
     """What is shown in one shape and then in another is shown in the last at once.
 
-    And a shape that is there already is not asked for. Moves flatten what they carry, and buckets
-    what the moves gave, each for itself: on a small model that is as many calls as the rest. What
-    the step gives is left as it is.
+    A view of the shape that its operand has is dropped. Moves flatten what they carry, and buckets
+    flatten the moves' results again: on a small model these are as many calls as the rest. Outputs
+    of the step are left as they are.
     """
     graph = program.graph.graph
     (end,) = graph.find_nodes(op="output")
@@ -38,9 +38,9 @@ def merge_views(program: Program) -> str:
 
 
 def _try_show(shown: fx.Node, node: fx.Node) -> bool:
-    """Have `shown` show at once what `node` shows of it; not where that would lie otherwise.
+    """Give the view `shown` the shape of its view `node`, unless strides would then differ.
 
-    It stays where it stands: a reshape that copies lets go of what it copied.
+    `shown` keeps its place in the graph: a reshape that copies frees what it copied there.
     """
     if shown.target not in (_VIEW, _RESHAPE):
         return False
@@ -49,7 +49,7 @@ def _try_show(shown: fx.Node, node: fx.Node) -> bool:
         shown.target = _RESHAPE
     shown.args = (args[0], *node.args[1:])
     try:
-        if lie_alike(made_by(shown), node.meta["val"]):
+        if lie_alike(fake_value_of(shown), node.meta["val"]):
             shown.meta["val"] = node.meta["val"]
             return True
     except RuntimeError:  # no view of it has that shape

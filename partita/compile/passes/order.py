@@ -1,9 +1,9 @@
-"""The order of the passes: what rewrites a graph, and in which order?
+"""The order of the passes.
 
 A pass is a function of a `Program` that changes its graph and returns what it did in a few words.
 It may count on a legal graph and must leave one (`compile.verify`) that does the same
-(`compile.passes.contract`). Both are checked after each pass of a user's, and behind the last pass;
-with `PARTITA_VERIFY=1` in the environment after every pass, so that an error names the one.
+(`compile.passes.contract`). Both are checked after each user's pass, and after the last pass; with
+`PARTITA_VERIFY=1` in the environment after every pass, so that an error names the one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .backend_ways import backend_ways
 from .bucket import bucket
 from .cancel import cancel
 from .cast import cast
-from .change import Change, Pass, Seen
-from .contract import Promised, work_out
+from .change import Change, GraphFigures, Pass
+from .contract import PassContract, recompute_metadata
 from .dedupe import dedupe
 from .lifetime import lifetime
 from .merge_views import merge_views
@@ -28,9 +28,11 @@ from .overlap import overlap
 from .regather import regather
 from .remat import remat_before
 
-__all__ = ["PASSES", "Pass", "Passes", "in_order", "record_changes", "run_passes"]
+__all__ = ["PASSES", "Pass", "Passes", "order_passes", "record_changes", "run_passes"]
 
-_BEHIND_REMAT: dict[str, Pass] = {
+# `remat` keeps a budget of memory in the graph that all passes have made, so it predicts the peak
+# by running the passes behind it on copies of the graph: it is given them.
+_AFTER_REMAT: dict[str, Pass] = {
     "regather": regather,
     "bucket": bucket,
     "merge_views": merge_views,
@@ -42,19 +44,19 @@ PASSES: dict[str, Pass] = {
     "dedupe": dedupe,
     "cancel": cancel,
     "cast": cast,
-    "remat": remat_before(_BEHIND_REMAT),
-    **_BEHIND_REMAT,
+    "remat": remat_before(_AFTER_REMAT),
+    **_AFTER_REMAT,
 }
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
-"""A user's: in order, before all others; or by the name of the pass before which they run."""
+"""A user's passes: in order, before all others; or by the name of the pass that they precede."""
 
 
-def in_order(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass]:
+def order_passes(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass]:
     """The passes that run, by name.
 
     Raises:
-        ValueError: `without`, or a place, names a pass that there is not; two have one name.
+        ValueError: `without`, or a place, names an unknown pass; two passes have one name.
     """
     first = next(iter(PASSES))
     by_place = passes if isinstance(passes, Mapping) else {first: passes}
@@ -64,11 +66,11 @@ def in_order(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass
     found: dict[str, Pass] = {}
     for place in (*PASSES, "end"):
         given: Any = by_place.get(place, ())
-        for one in (given,) if callable(given) else given:
-            name = getattr(one, "__name__", type(one).__name__)
+        for change in (given,) if callable(given) else given:
+            name = getattr(change, "__name__", type(change).__name__)
             if name in PASSES or name in found or name == "end":
                 raise ValueError(f"passes: there is a pass {name!r} already")
-            found[name] = one
+            found[name] = change
         if place in PASSES:
             found[place] = PASSES[place]
     left_out = set(without)
@@ -78,13 +80,13 @@ def in_order(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass
 
 
 def run_passes(program: Program, without: Iterable[str] = (), passes: Passes = ()) -> None:
-    """Run the passes but those named in `without`.
+    """Run all passes but those named in `without`.
 
     Raises:
-        ValueError: see `in_order`.
-        IllegalGraph: they left a graph that breaks the grammar or does something else.
+        ValueError: see `order_passes`.
+        IllegalGraph: the graph then breaks the grammar, or does something else.
     """
-    for _ in _one_by_one(program, without, passes):
+    for _ in _run_one_by_one(program, without, passes):
         pass
 
 
@@ -94,40 +96,40 @@ def record_changes(
     passes: Passes = (),
     after: Callable[[Change], None] = lambda change: None,
 ) -> list[Change]:
-    """`run_passes`, and what each pass did. `after` hears of it at once."""
+    """Run the passes, and return what each did; `after` is told of each at once."""
     changes = []
-    before = Seen(program)
-    for name, change, did in _one_by_one(program, without, passes):
-        now = Seen(program)
+    before = GraphFigures(program)
+    for name, change, did in _run_one_by_one(program, without, passes):
+        now = GraphFigures(program)
         promise = (change.__doc__ or name).strip().split("\n")[0]
-        changes.append(before.changed_to(now, name, promise, did))
+        changes.append(before.compare(now, name, promise, did))
         after(changes[-1])
         before = now
     return changes
 
 
-def _one_by_one(
+def _run_one_by_one(
     program: Program, without: Iterable[str], passes: Passes
 ) -> Iterator[tuple[str, Pass, str]]:
-    """Run the passes; after each its name, it, and what it says that it did."""
-    promised = Promised.of_program(program)
+    """Run the passes; yield after each its name, itself, and its report of what it did."""
+    contract_of_graph = PassContract.of_program(program)
     each, last = verifies_each_pass(), ""
-    for name, change in in_order(passes, without).items():
+    for name, change in order_passes(passes, without).items():
         did = _run_pass(program, name, change)
-        keep_apart(program.graph.graph, promised.overlapping)
+        keep_apart(program.graph.graph, contract_of_graph.overlapping)
         drop_unused(program.graph.graph)
         if name not in PASSES:
             _lint_graph(program, name)
-            work_out(program, name)
+            recompute_metadata(program, name)
         if each or name not in PASSES:
             verify(program, name)
-            promised.check(program, name)
+            contract_of_graph.check(program, name)
         else:
             last = name
         yield name, change, did
     if last:
         verify(program, f"the passes, the last of them {last}")
-        promised.check(program, "the passes")
+        contract_of_graph.check(program, "the passes")
 
 
 def _run_pass(program: Program, name: str, change: Pass) -> str:

@@ -1,6 +1,7 @@
-"""Recomputed parts of a graph.
+"""Recomputation of nodes: copies of forward's nodes in backward, and what they cost.
 
-How is a part of forward made again in backward, and what does that cost?
+What backward reads of a chosen node it reads of a copy instead, made right before its first use, of
+operands that are copied likewise or still there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["can_be_made_again", "flops_of", "is_late", "recompute", "trial_of"]
 
 
 def can_be_made_again(node: fx.Node) -> bool:
-    """Can it be made again, and be the same?"""
+    """Is it a call of forward that can be run again with the same result?"""
     facts = facts_of(node.target)
     return (
         node.op == "call_function"
@@ -34,12 +35,13 @@ def can_be_made_again(node: fx.Node) -> bool:
 
 
 def is_late(node: fx.Node) -> bool:
-    """Does backward make it?"""
+    """Is it a call of backward?"""
     return node.op == "call_function" and note_of(node).phase == "backward"
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Have backward read copies of `chosen`, each made where it is first read; these copies."""
+    """Have backward read copies of `chosen`, each made where it is first read; the copies by
+    node."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy_for_backward(node: fx.Node) -> fx.Node:
@@ -64,7 +66,8 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
-    """A copy of a program in which the nodes of these names are made again, and these copies."""
+    """A copy of a program in which the nodes of these names are recomputed, and the copies by
+    node."""
     trial = copy.copy(program)
     trial.graph = lazy_graph_module(program.graph, copy.deepcopy(program.graph.graph))
     graph = trial.graph.graph

@@ -1,4 +1,8 @@
-"""Regathering: which gathered values would wait in memory until they are used again?"""
+"""Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
+
+Its users are grouped by the runs in which they stand (`gathered.Runs`); each group after the first
+gets its own copy of the gather, from the shard on.
+"""
 
 from __future__ import annotations
 
@@ -14,51 +18,55 @@ from .gathered import GatheredParameter, Runs, is_backward, only_moves
 __all__ = ["regather"]
 
 _NEXT = 2
-"""So many runs further a value may still be kept: the one between has no other to wait for."""
+"""A parameter is kept to a use at most so many runs later: across one run of another block."""
 
 
 def regather(program: Program) -> str:
     """A parameter that ZeRO gathers is let go where other blocks compute, and gathered again.
 
-    Always for backward: without it the gathered weight would live from its forward to its backward,
-    and ZeRO-3 would silently hold what ZeRO-2 holds. So it would from one micro-batch to the next,
-    and from one use of a tied weight to the other, since what is gathered twice is carried once.
-    The whole chain is made again, from the shard: its cast, the gather, its wait, and the views and
-    casts of what it gave.
+    Always for backward: otherwise the gathered weight would live from its forward to its backward,
+    and ZeRO-3 would silently hold what ZeRO-2 holds. The same holds from one micro-batch to the
+    next, and between uses of a tied weight, since `dedupe` has merged their gathers. The whole
+    chain is repeated from the shard: its cast, the gather, its wait, and the views and casts of its
+    result.
     """
     graph = program.graph.graph
     runs = Runs(graph)
-    again = backward = 0
-    for one in runs.found:
-        uses = _group_users(one, runs)
+    regathered = backward = 0
+    for parameter in runs.found:
+        uses = _group_users(parameter, runs)
         for users in uses[1:]:
-            _gather_again(graph, one, users)
-            again += 1
+            _gather_again(graph, parameter, users)
+            regathered += 1
             backward += is_backward(users[0])
         if uses:
-            _sink_to_first_use(one, uses[0][0])
-    return f"{backward} parameters are gathered again for backward, {again - backward} for forward"
+            _sink_to_first_use(parameter, uses[0][0])
+    forward = regathered - backward
+    return f"{backward} parameters are gathered again for backward, {forward} for forward"
 
 
-def _group_users(one: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
-    """Its users, in groups between which it is let go."""
+def _group_users(parameter: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
+    """The users of a parameter, in groups between which it is freed."""
     groups: list[list[fx.Node]] = []
-    for user in one.users:
+    for user in parameter.users:
         if groups:
             before = groups[-1][-1]
             turned = is_backward(user) and not is_backward(before)
-            if not turned and runs.number(one, user) - runs.number(one, before) <= _NEXT:
+            if (
+                not turned
+                and runs.number(parameter, user) - runs.number(parameter, before) <= _NEXT
+            ):
                 groups[-1].append(user)
                 continue
         groups.append([user])
     return groups
 
 
-def _gather_again(graph: fx.Graph, one: GatheredParameter, users: list[fx.Node]) -> None:
+def _gather_again(graph: fx.Graph, parameter: GatheredParameter, users: list[fx.Node]) -> None:
     late = is_backward(users[0])
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(users[0]):
-        for node in [*_from_shard(one.gather), *one.chain]:
+        for node in [*_from_shard(parameter.gather), *parameter.chain]:
             copies[node] = copy = copy_node(graph, node, lambda n: copies.get(n, n))
             copy.meta[NOTE] = replace(
                 note_of(node),
@@ -67,15 +75,15 @@ def _gather_again(graph: fx.Graph, one: GatheredParameter, users: list[fx.Node])
                 again=True,
             )
     for user in users:
-        for node in one.chain:
+        for node in parameter.chain:
             if node in user.all_input_nodes:
                 user.replace_input_with(node, copies[node])
 
 
-def _sink_to_first_use(one: GatheredParameter, first: fx.Node) -> None:
-    """Have it gathered right before it is first used, however early its block was entered."""
-    moved = [*_from_shard(one.gather), *one.chain]
-    together = set(one.chain)
+def _sink_to_first_use(parameter: GatheredParameter, first: fx.Node) -> None:
+    """Move the gather to right before its first use, however early its block was entered."""
+    moved = [*_from_shard(parameter.gather), *parameter.chain]
+    together = set(parameter.chain)
     for node in reversed(moved):
         if together.issuperset(node.users):
             together.add(node)
@@ -85,9 +93,9 @@ def _sink_to_first_use(one: GatheredParameter, first: fx.Node) -> None:
 
 
 def _from_shard(gather: fx.Node) -> list[fx.Node]:
-    """The views and casts that make of a parameter's shard what is gathered, in order.
+    """The views and casts between a parameter's shard and its gather, in order.
 
-    A cast shard would wait for backward else.
+    They are repeated, too: the cast shard would otherwise live until backward.
     """
     found: list[fx.Node] = []
     (node,) = gather.all_input_nodes

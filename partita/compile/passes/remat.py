@@ -16,7 +16,7 @@ from ..node_metadata import note_of
 from ..program import Program
 from .change import Pass
 from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
-from .remat_regions import of_regions
+from .remat_regions import find_recomputed_in_regions
 
 __all__ = ["remat_before"]
 
@@ -39,7 +39,7 @@ def remat_before(behind: Mapping[str, Pass]) -> Callable[[Program], str]:
         values are made again whose recompute costs least for the bytes that it saves, as few of
         them as keep the predicted peak, of the graph that all passes have made, under it.
         """
-        made = len(recompute(program.graph.graph, of_regions(program)))
+        made = len(recompute(program.graph.graph, find_recomputed_in_regions(program)))
         if program.budget is not None:
             made += _keep_within(program, program.budget, behind)
         return f"{made} calls are made again in backward"

@@ -1,8 +1,8 @@
-"""Regions of `pt.remat` in a graph: what of the regions of `pt.remat` is made again in backward?
+"""Regions of `pt.remat` in a graph: which of their nodes are recomputed in backward.
 
-All but what their policies keep and what others read. Regions that share a budget keep, of the
-rest, what saves the most operations within it, as they do eagerly: with nothing kept the predicted
-peak of their activations leaves so much room, and what is kept adds at most its own bytes.
+All are, but those that a region's policy keeps and those that others read. Regions that share a
+budget keep, of the rest, what saves the most operations within it, as in eager code: the budget
+less the predicted peak of their activations when nothing is kept is the room for what is kept.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from torch import fx
 
 from ..errors import CaptureError
-from ..memory.knapsack import Candidate, chosen, too_small
+from ..memory.knapsack import Candidate, choose_kept, make_budget_error
 from ..memory.storages import Storages, memory_of, storages_of
 from ..node_metadata import Note, note_of
 from ..program import Program
 from .recompute import can_be_made_again, flops_of, is_late, trial_of
 
-__all__ = ["of_regions"]
+__all__ = ["find_recomputed_in_regions"]
 
 Budget = tuple[int, int]
 
 
-def of_regions(program: Program) -> set[fx.Node]:
-    """The nodes of regions that are made again.
+def find_recomputed_in_regions(program: Program) -> set[fx.Node]:
+    """The nodes of regions that are to be recomputed.
 
     Raises:
-        CaptureError: a budget is less than what keeping nothing takes; it tells the least.
+        CaptureError: a budget is too small even if nothing is kept; it tells the least.
     """
     graph = program.graph.graph
     inside = {n for n in graph.nodes if note_of(n).region and can_be_made_again(n)}
@@ -38,17 +38,17 @@ def of_regions(program: Program) -> set[fx.Node]:
             kept.update(storages.made_by(node))
         if any(_is_read_by_others(node, user) for user in node.users):
             kept.update(storages.of[node])
-    again = _drop_kept(inside, storages, kept)
+    again = _exclude_kept(inside, storages, kept)
     budgets = {note.budget for n in again if (note := note_of(n)).budget is not None}
     for budget in sorted(budgets):
-        kept |= _worth_keeping(program, again, storages, budget)
-    return _drop_kept(again, storages, kept)
+        kept |= _choose_kept_storages(program, again, storages, budget)
+    return _exclude_kept(again, storages, kept)
 
 
 def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
-    """Does forward read it outside of its region or, if its call is kept, outside of that call?
+    """Does forward read `node` outside of its region or, if its call is kept, outside of that call?
 
-    What a kept call only reads, and shows to its own kernels in another shape, is not kept with it.
+    A view that a kept call makes only for its own kernels is not kept with it.
     """
     if user.op == "output":
         return True
@@ -58,15 +58,16 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
     return its_note.region != note.region or (note.kept and not its_note.kept)
 
 
-def _drop_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
-    # A view of what stays costs nothing to make again.
+def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
+    """The nodes that make no kept storage. (Views of kept storages are recomputed: they are
+    free.)"""
     return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
 
 
-def _worth_keeping(
+def _choose_kept_storages(
     program: Program, again: set[fx.Node], storages: Storages, budget: Budget
 ) -> set[int]:
-    """The storages of what `again` has that are kept within a budget."""
+    """The storages, of those that the nodes `again` make, that are kept within a budget."""
     trial, copies = trial_of(program, {n.name for n in again})
     made = set(copies.values())
     activations = {
@@ -77,7 +78,7 @@ def _worth_keeping(
     _, nbytes = budget
     peak = max(memory_of(trial).live_of(lambda b: b.name in activations), default=0)
     if peak > nbytes:
-        raise too_small(CaptureError, nbytes, "the model", peak)
+        raise make_budget_error(CaptureError, nbytes, "the model", peak)
     recomputed = {n.name for n in copies}
     nodes = [n for n in program.graph.graph.nodes if n.name in recomputed and n in again]
     found, candidates = [], []
@@ -86,9 +87,9 @@ def _worth_keeping(
             size = storages.nbytes[s]
             found.append(s)
             candidates.append(Candidate(size, flops_of(node), size))
-    return {found[i] for i in chosen(candidates, nbytes - peak)}
+    return {found[i] for i in choose_kept(candidates, nbytes - peak)}
 
 
 def _is_activation(note: Note, budget: Budget) -> bool:
-    """Is it made where this budget holds, and no parameter that is gathered?"""
+    """Is it of a region with this budget, and no gathered parameter?"""
     return note.budget == budget and note.reason not in ("gather", "regather")

@@ -1,7 +1,8 @@
-"""Rewriting: how does a pass find nodes, and put others in their place?
+"""Rewriting: the functions by which a pass finds nodes, adds nodes and replaces nodes.
 
-A graph may be changed by FX's own methods too. These know what a node makes and where it comes
-from, without which other passes could not go on.
+A pass may use the methods of FX as well. But new nodes need metadata that other passes rely on, and
+these functions write it: the fake value (`meta["val"]`) and the note (`node_metadata.Note`), which
+says from which line of the user's and which phase a node comes.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from ..node_metadata import NOTE, Note, note_of
 from ..program import Program
 from ..verify import IllegalGraph
 
-__all__ = ["Making", "find", "made_by", "put", "replace"]
+__all__ = ["Making", "fake_value_of", "find", "put", "replace"]
 
 
-def find(program: Program, *targets: Any, **said: Any) -> list[fx.Node]:
-    """The calls of a graph, in order; a list, so that the graph may be changed on the way.
+def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
+    """The calls of a graph that match, in order; a list, so that the graph may be changed
+    meanwhile.
 
     Args:
         targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
             none is given.
-        said: what the nodes' notes say (`partita.compile.node_metadata.Note`): `kind="all_gather"`,
+        fields: of the nodes' notes (`partita.compile.node_metadata.Note`): `kind="all_gather"`,
             `phase="backward"`, `reason="gather"`.
     """
     found = []
     for node in program.graph.graph.nodes:
         if node.op == "call_function" and (not targets or _is_call_of(node, targets)):
             note = note_of(node)
-            if all(getattr(note, name) == value for name, value in said.items()):
+            if all(getattr(note, name) == value for name, value in fields.items()):
                 found.append(node)
     return found
 
@@ -44,20 +46,20 @@ def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
 
 
 def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
-    """A new call of `target`, which runs before the node `before` and is noted as that is."""
+    """Add a call of `target` before the node `before`, with the source and phase of that."""
     with before.graph.inserting_before(before):
         return Making(before.graph, _without_move(note_of(before)))(target, *args, **kwargs)
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Whoever read `old` reads `new`. What nobody reads any more is dropped after the pass.
+    """Have all users of `old` read `new`. Unused nodes are dropped after the pass.
 
     Raises:
-        IllegalGraph: the two have other shapes or dtypes.
+        IllegalGraph: their shapes or dtypes differ.
     """
-    one, other = old.meta.get("val"), new.meta.get("val")
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        was, now = (f"{v.dtype} {list(v.shape)}" for v in (one, other))
+    before, after = old.meta.get("val"), new.meta.get("val")
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        was, now = (f"{v.dtype} {list(v.shape)}" for v in (before, after))
         if was != now:
             raise IllegalGraph(
                 f"{new.name}, {now}, cannot stand for {old.name}, {was}",
@@ -74,14 +76,13 @@ def _without_move(note: Note) -> Note:
 
 
 class Making:
-    """Adds calls that know what they make, with one note, where the graph inserts.
+    """Adds calls with their fake values and one note, at the graph's insertion point.
 
         with graph.inserting_before(node):
             make = Making(graph, note_of(node))
             flat = make(torch.ops.aten.reshape.default, x, [-1])
 
-    What it makes is worked out over tensors without memory: shapes, dtypes and strides are what
-    the call gives.
+    The fake value is the call's result over fake tensors: its shape, dtype and strides.
     """
 
     def __init__(self, graph: fx.Graph, note: Note):
@@ -89,12 +90,12 @@ class Making:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = add_call(self.graph, target, args, kwargs)
-        node.meta["val"] = made_by(node)
+        node.meta["val"] = fake_value_of(node)
         node.meta[NOTE] = self.note
         return node
 
 
-def made_by(node: fx.Node) -> Any:
-    """What a call makes of what its operands say that they make: tensors without memory."""
+def fake_value_of(node: fx.Node) -> Any:
+    """The fake value of a call, computed of the fake values of its operands."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return call_without_memory(node.target, args, kwargs).value

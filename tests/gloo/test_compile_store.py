@@ -208,7 +208,7 @@ def test_what_torch_cannot_save_runs_where_it_was_compiled(monkeypatch, tmp_path
         raise AttributeError("torch saves this in another way")
 
     monkeypatch.setenv("PARTITA_CACHE", str(tmp_path))
-    monkeypatch.setattr(lower, "lighter", refuse)
+    monkeypatch.setattr(lower, "remove_compiler_data", refuse)
     step, x = pt.compile(double_and_more), torch.arange(8.0)
     with pytest.warns(UserWarning, match="in another way"):
         assert torch.equal(step(x), x * 2 + 1)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.backend.artifact_slimming import without_input_checks
+from partita.compile.backend.artifact_slimming import remove_input_checks
 from partita.compile.backend.store import default_store
 
 
@@ -73,7 +73,7 @@ def test_only_the_checks_of_inputs_are_left_away():
         for name, what in (("arg0_1", "input"), ("buf0", "torch.ops.aten.convolution.default"))
     )
     saved = pickle.dumps((SimpleNamespace(compiled_fw=_result(other + ours + other)), {}))
-    entry, _ = pickle.loads(without_input_checks(saved))
+    entry, _ = pickle.loads(remove_input_checks(saved))
     assert entry.compiled_fw.result.source_code == other + other
 
 

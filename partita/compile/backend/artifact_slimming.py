@@ -1,13 +1,12 @@
-"""Slim artifacts: what of a compiled result does it take to run it?
+"""Slim artifacts: saved results of Inductor, without what is not needed to run them.
 
-Torch saves with a result what it would take to compile it again, and the code that it generates
-imports the compiler for the sake of a few names. To import all that is most of the time of a load.
-So it is left out of what is stored, and the names are found here. What a new torch writes in
-another way is left as it is.
+Torch saves with a result what is needed to compile it again, and generated code imports the
+compiler for a few names. Importing that is most of the time of a load, so it is removed from what
+is stored, and the names are provided here. What a new torch writes in another way is left as it is.
 
-A tiny step takes as long for what torch does around its kernels as for these. So code does not
-look once more at inputs that a call's guards have looked at, and what torch puts around it, for
-outputs that are views of inputs say, is left away where it has nothing to do.
+A tiny step spends as long in what torch does around its kernels as in the kernels. So checks of
+inputs that a call's guards have checked are removed, and torch's runtime around the code (for
+outputs that are views of inputs, say) is skipped where it has nothing to do.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ import torch
 __all__ = [
     "align",
     "extern_kernels",
-    "is_whole",
-    "lighter",
+    "remove_compiler_data",
+    "remove_input_checks",
+    "runs_by_itself",
     "without_compiler",
-    "without_input_checks",
 ]
 
 _LINES = {
@@ -42,13 +41,14 @@ _CHECK_OF_INPUT = re.compile(r"^ +assert_size_stride\(\w+, .*, 'input'\)\n", re.
 _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
-def lighter(saved: bytes) -> bytes:
-    """The same result, less what only a compiler reads. Private torch: how it is saved."""
+def remove_compiler_data(saved: bytes) -> bytes:
+    """A saved result without what only the compiler reads. Private torch: the format it is saved
+    in."""
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     for line, ours in _LINES.items():
         code.source_code = code.source_code.replace(line, ours, 1)
-    # By this name generated code is found in torch's own folder, where the heavier is too.
+    # Torch finds generated code in its cache folder by this name; the unchanged code is there, too.
     code.cache_key = "c" + hashlib.sha256(code.source_code.encode()).hexdigest()[:51]
     code.fx_kwargs.pop("get_decomp_fn", None)
     for name in _TEXTS:
@@ -58,19 +58,19 @@ def lighter(saved: bytes) -> bytes:
     return pickle.dumps((entry, *rest))
 
 
-def without_input_checks(saved: bytes) -> bytes:
-    """The same result, whose code does not look at the shapes and strides of its inputs."""
+def remove_input_checks(saved: bytes) -> bytes:
+    """A saved result whose code does not check the shapes and strides of its inputs."""
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     code.source_code = _CHECK_OF_INPUT.sub("", code.source_code)
     return pickle.dumps((entry, *rest))
 
 
-def is_whole(saved: bytes) -> bool:
-    """Is the code that was generated all of a result, so that it may be called by itself?
+def runs_by_itself(saved: bytes) -> bool:
+    """May generated code be called directly, without torch's runtime around it?
 
-    Private torch: what its runtime does around the code. Nothing, where no output is an input or a
-    view of one, and no write of an input is left to be done.
+    So where no output is an input or a view of one, and no write of an input is left to the
+    runtime. Private torch: the metadata of its runtime.
     """
     entry, *_ = pickle.loads(saved)
     known = entry.runtime_metadata
@@ -90,12 +90,13 @@ def is_whole(saved: bytes) -> bool:
 
 @contextmanager
 def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Iterator[None]:
-    """Within, a result is loaded without what torch does for its own tests of its cache.
+    """Within, results are loaded without importing the compiler.
+
+    Torch imports it when a cached result is loaded, for its own tests of the cache; with Triton's
+    kernels it is needed anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
 
     Args:
-        loaded: is given Inductor's object of each.
-
-    Private torch: for these it imports the compiler. With Triton's kernels that is imported anyway.
+        loaded: is given the `CompiledFxGraph` of each result.
     """
     import torch._inductor.debug  # noqa: F401  each call of a result asks it whether it is traced
     from torch._inductor.codecache import FxGraphCache
@@ -120,7 +121,8 @@ def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Itera
 
 
 class _ExternKernels:
-    """Kernels that are torch's own functions, and all others where the compiler has them."""
+    """Torch's functions as kernels; others are looked up in the compiler, which is then
+    imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
@@ -137,7 +139,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(nbytes: Any) -> Any:
-    """As the code for planned memory has it."""
+    """The alignment function of code with planned memory."""
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)

@@ -1,4 +1,8 @@
-"""What is compiled of a program, or loaded: the whole, or each of its sections."""
+"""Building of a program: it is compiled or loaded from the store, whole or section by section.
+
+All ranks build together (`compile_turns`). A graph is cut into sections where that is worth it, or
+where it checks a value, which a compiler might drop.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from ..memory.codegen_memory import memory_of_sections
 from ..phases import begin_phase
 from ..program import Program
 from .built import Built
-from .compile_turns import Wanted, WantedSection, have_all
+from .compile_turns import Wanted, WantedSection, build_together
 from .constants import with_constants
 from .cut import sections_of
 from .sections import Sections, function_of_sections
@@ -31,34 +35,34 @@ __all__ = ["build"]
 def build(
     program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
 ) -> Built:
-    """Compile a program, or load it. All ranks of `wires` call this at the same time.
+    """Compile or load a program. All ranks of `wires` call this at the same time.
 
     Args:
         program: the same on all ranks, with its key.
-        what: the program, as a person would say it.
-        wires: those of the program.
-        sections: whether in sections; None where that is worth it.
+        what: the program's title, in messages.
+        wires: of the program's meshes.
+        sections: whether to cut it into sections; None to do so where it is worth it.
 
     Raises:
         LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
     begin_phase("compile")
-    cut = _cut_into_sections(program, sections)
-    if cut is None:
-        (built,) = have_all([Wanted(program, _describe_build(program, what))], wires)
+    found = _cut_into_sections(program, sections)
+    if found is None:
+        (built,) = build_together([Wanted(program, _describe_build(program, what))], wires)
         built = replace(built, call=with_constants(built.call, program.graph))
     else:
-        built = _built_of_sections(program, cut, what, wires)
+        built = _build_sections(program, found, what, wires)
     begin_phase("graph")
     return built
 
 
 def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
-    """A program's graph as sections, if it is to be compiled so.
+    """The sections of a program's graph; None where it is to be compiled whole.
 
-    One that checks a value always is: the check stands between sections, where it is made in its
-    turn. A compiler may drop it, or make it behind what it is to prevent.
+    A graph that checks a value is always cut: the check stands between sections and so keeps its
+    place. A compiler may drop it, or run it behind what it is to prevent.
     """
     checks = any(map(checks_value, program.graph.graph.nodes))
     if sections is False and not checks:
@@ -66,21 +70,21 @@ def _cut_into_sections(program: Program, sections: bool | None) -> Sections | No
     return sections_of(program, always=checks or sections is True)
 
 
-def _built_of_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:
-    """Each section built as a program of its own, and the calls of them all."""
+def _build_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:
+    """Build each different section as a program of its own, and the code that calls them."""
     facts = _describe_build(program, what)
     wanted = []
     for i, section in enumerate(cut.different):
-        mine: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
-        mine["nodes"] = len(section.graph.graph.nodes)
-        wanted.append(WantedSection(section, facts | mine))
-    built = dict(zip(cut.different, have_all(wanted, wires), strict=True))
-    calls = {section: one.call for section, one in built.items()}
-    sources = {section: one.metadata["code"] for section, one in built.items()}
+        section_facts: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
+        section_facts["nodes"] = len(section.graph.graph.nodes)
+        wanted.append(WantedSection(section, facts | section_facts))
+    built = dict(zip(cut.different, build_together(wanted, wires), strict=True))
+    calls = {section: its.call for section, its in built.items()}
+    sources = {section: its.metadata["code"] for section, its in built.items()}
     return Built(
         function_of_sections(cut, calls),
-        all(one.loaded for one in built.values()),
-        sum(one.seconds for one in built.values()),
+        all(its.loaded for its in built.values()),
+        sum(its.seconds for its in built.values()),
         program.key,
         facts,
         functools.cache(lambda: memory_of_sections(sources, cut, program)),

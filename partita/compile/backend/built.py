@@ -1,4 +1,4 @@
-"""Built programs: what was compiled of a program, or loaded, and what is known of it."""
+"""Built programs: the function that was compiled of a program or loaded, with its metadata."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Built:
     """A program that is ready to run.
 
     Attributes:
-        call: runs it, over its inputs.
-        loaded: from the store; else it was compiled here.
-        seconds: that this took, without waiting for other ranks.
+        call: runs the program, over its inputs.
+        loaded: whether it came from the store; else it was compiled here.
+        seconds: of compiling or loading, without waiting for other ranks.
         key: of the artifact in the store: of the program and of what it is compiled for.
-        metadata: of the artifact: what it is, when, and in how many seconds it was compiled.
-        schedule: reckons its schedule of memory, where that is not in the metadata.
-        sections: the different ones that it calls, where it was cut.
+        metadata: of the artifact: what it is, when and in how many seconds it was compiled.
+        schedule: computes its memory schedule, where that is not in the metadata.
+        sections: the different sections that it calls, where it was cut.
     """
 
     call: Callable[..., Sequence[torch.Tensor]]

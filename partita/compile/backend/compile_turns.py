@@ -1,9 +1,11 @@
-"""Turns of ranks that compile: which rank compiles what, and how do the others come by it?
+"""Turns of the ranks that compile: of the ranks of a host one compiles, and the others load.
 
-What is in the store is loaded. Of the ranks of one host that find something not there one compiles
-it and puts the result into the store, and the others wait and load it; where there are several such
-things, they do that at once. Where a store cannot serve, each compiles for itself. No rank is left
-behind: where one fails, all raise the same error.
+1. Each rank loads what is in the store.
+2. Of the ranks of one host that miss a program, the first compiles it and puts it into the store;
+   several programs are shared out among the ranks, which compile at the same time.
+3. The others load it. Where the store does not work, they compile it themselves.
+
+Where one rank fails, all raise the same error, so that none waits for it.
 """
 
 from __future__ import annotations
@@ -23,58 +25,62 @@ from partita.layout import Fix, LayoutError
 from ..memory.codegen_memory import memory_of_code
 from ..program import Program
 from .built import Built
-from .inductor import compiled, digest_of_compiler, load, load_boxed
+from .inductor import compile_program, digest_of_compiler, load, load_boxed
 from .sections import Section
 from .store import Artifact, Store, default_store
 
-__all__ = ["Wanted", "WantedSection", "have_all"]
+__all__ = ["Wanted", "WantedSection", "build_together"]
 
 
-def have_all(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> list[Built]:
-    """What is wanted, after all ranks of the wires have come by it. They all call this.
+def build_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> list[Built]:
+    """Load or compile programs, on all ranks of the wires together.
 
     Args:
         wanted: the same on all ranks, in the same order.
-        wires: the widest first.
+        wires: the one with most ranks first.
 
     Raises:
         LayoutError: something could not be compiled on some rank; the same on all.
     """
-    for one in wanted:
-        one.attempt(one.load)
+    for program in wanted:
+        program.attempt(program.load)
     turns = _assign_turns(wanted, wires[0]) if wires else [0] * len(wanted)
-    for one, turn in zip(wanted, turns, strict=True):
+    for program, turn in zip(wanted, turns, strict=True):
         if turn == 0:
-            one.attempt(one.compile)
+            program.attempt(program.compile)
     _raise_together(wanted, wires)
-    for one, turn in zip(wanted, turns, strict=True):
+    for program, turn in zip(wanted, turns, strict=True):
         if turn > 0:
-            one.attempt(one.load)
-            one.attempt(one.compile)
+            program.attempt(program.load)
+            program.attempt(program.compile)
     _raise_together(wanted, wires)
-    return [one.built for one in wanted if one.built is not None]
+    return [program.built for program in wanted if program.built is not None]
 
 
 def _assign_turns(wanted: Sequence[Wanted], wire: Wire) -> list[int]:
-    """Of each, which this rank is among those of its host that have it not; -1 if it is none.
+    """For each program this rank's turn among the ranks of its host that miss it; -1 if it has it.
 
-    The first is another rank for the next: so they have each as many to compile.
+    Turn 0 compiles. It rotates from program to program, so that each rank has as many to compile.
     """
-    keys = " ".join(one.key for one in wanted)
+    keys = " ".join(program.key for program in wanted)
     place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
     host = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
-    told = wire.gather_ints((host, *(int(one.is_missing) for one in wanted)))
+    missing_by_rank = wire.gather_ints((host, *(int(program.is_missing) for program in wanted)))
     found = []
     for i in range(len(wanted)):
-        without = [r for r, (where, *missing) in enumerate(told) if where == host and missing[i]]
-        mine = wire.rank in without
-        found.append((without.index(wire.rank) - i) % len(without) if mine else -1)
+        missing_ranks = [
+            r for r, (where, *missing) in enumerate(missing_by_rank) if where == host and missing[i]
+        ]
+        is_missing = wire.rank in missing_ranks
+        found.append(
+            (missing_ranks.index(wire.rank) - i) % len(missing_ranks) if is_missing else -1
+        )
     return found
 
 
 def _raise_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> None:
-    """Raise if a rank has failed, on all ranks of the wires that it is in."""
-    error = next((one.error for one in wanted if one.error is not None), None)
+    """Raise, on all ranks, if one has failed. Raises LayoutError, the same on all."""
+    error = next((program.error for program in wanted if program.error is not None), None)
     text = ""
     if error is not None:
         text = f"on rank {wires[0].rank if wires else 0}: {_describe_error(error)}"
@@ -90,11 +96,16 @@ def _raise_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> None:
 
 
 class Wanted:
-    """What this rank does to have a program.
+    """A program that this rank has to load or compile.
+
+    Args:
+        program: to be built, or a section.
+        facts: metadata of the artifact.
 
     Attributes:
-        built: what it has, if anything.
-        error: what it could not do; then it does nothing more.
+        built: the program, once it is loaded or compiled.
+        error: of a failed attempt, after which nothing more is attempted.
+        key: of the program and of the compiler, in the store.
     """
 
     def __init__(self, program: Program | Section, facts: dict[str, Any]):
@@ -112,11 +123,12 @@ class Wanted:
 
     @property
     def is_missing(self) -> bool:
-        """Has this rank to come by it?"""
+        """Is it neither built nor failed?"""
         return self.built is None and self.error is None
 
     def attempt(self, do: Callable[[], None]) -> None:
-        """Do it, if that is still of use. Other ranks are waiting: an error is kept for them."""
+        """Call `do` if the program is missing; an error is kept, since other ranks wait for this
+        one."""
         if self.is_missing:
             try:
                 do()
@@ -126,7 +138,7 @@ class Wanted:
     # -- what can be done --------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Have what is in the store, if it is of use."""
+        """Load the program from the store, if it is there and loads."""
         assert self.store is not None
         found = self.store.get(self.key)
         if found is None:
@@ -142,10 +154,10 @@ class Wanted:
         self.built = Built(call, True, seconds, self.key, found.metadata)
 
     def compile(self) -> None:
-        """Have the program compiled, for this rank and for the store."""
+        """Compile the program, and put it into the store."""
         assert self.store is not None
         begin = time.perf_counter()
-        call, payload = compiled(self.program, self.note)
+        call, payload = compile_program(self.program, self.note_code)
         call = self.make_callable(call, payload)
         seconds = time.perf_counter() - begin
         metadata = self.facts | {"seconds": seconds, **self.program.metadata}
@@ -154,15 +166,16 @@ class Wanted:
         self.built = Built(call, False, seconds, self.key, metadata)
 
     def load_callable(self, payload: bytes) -> Callable[..., Any]:
-        """What runs, of what was compiled in some process."""
+        """The function to call, from a payload of the store."""
         return load(payload)
 
     def make_callable(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
-        """What runs, of what was compiled in this one."""
+        """The function to call, from what this process has compiled."""
         return call
 
-    def note(self, code: list[str]) -> None:
-        """Keep beside the program what its code allocates: other ranks only load it."""
+    def note_code(self, code: list[str]) -> None:
+        """Keep the memory schedule of generated code in the metadata, for ranks that only load
+        it."""
         assert isinstance(self.program, Program)
         try:
             self.program.metadata["memory"] = memory_of_code(code, self.program).to_json()
@@ -171,7 +184,7 @@ class Wanted:
 
 
 class WantedSection(Wanted):
-    """What this rank does to have a section, which is called with a list."""
+    """A section that this rank has to load or compile. It is called with a list."""
 
     def load_callable(self, payload: bytes) -> Callable[..., Any]:
         return load_boxed(payload)
@@ -179,13 +192,13 @@ class WantedSection(Wanted):
     def make_callable(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
         return (lambda taken: call(*taken)) if payload is None else load_boxed(payload)
 
-    def note(self, code: list[str]) -> None:
-        """Keep the code: what a section allocates hangs on what its caller still holds."""
+    def note_code(self, code: list[str]) -> None:
+        """Keep the code: when a section's memory is freed depends on what its caller holds."""
         self.program.metadata["code"] = code
 
 
 def _identify_host() -> str:
-    """What ranks that share a machine and its files have in common, and no others."""
+    """A text that is equal for processes of one machine, and for no others."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

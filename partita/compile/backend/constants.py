@@ -1,6 +1,7 @@
-"""Constants of a graph: tensors that a step makes of numbers, as code that is compiled gets them.
+"""Constants of a graph: tensors that a step makes of Python numbers, passed to compiled code as
+inputs.
 
-They are its last inputs: compiled code that held them would lose them on its way through a store.
+They follow the inputs of the graph. Compiled code that held them would lose them in the store.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Call = Callable[..., Sequence[torch.Tensor]]
 
 
 def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
-    """The tensors that a graph holds itself, in the order in which it reads them."""
+    """The constants of a graph, in the order in which it reads them."""
     return [getattr(graph, name) for name in names_of_constants(graph)]
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
-    """Have a graph take its constants behind its inputs."""
+    """Change a graph so that it takes its constants as inputs, after its own."""
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]
@@ -42,7 +43,7 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """A function of the inputs of `graph`, where `call` takes its constants, too."""
+    """A function of the inputs of `graph` alone, of a `call` that takes its constants, too."""
     constants = constants_of(graph)
     if not constants:
         return call
@@ -54,6 +55,6 @@ def with_constants(call: Call, graph: fx.GraphModule) -> Call:
 
 
 def names_of_constants(graph: fx.GraphModule) -> list[str]:
-    """The names under which a graph holds them, in the order in which it reads them."""
+    """The attribute names of a graph's constants, in the order in which it reads them."""
     found = graph.graph.find_nodes(op="get_attr", sort=True)
     return list(dict.fromkeys(str(node.target) for node in found))

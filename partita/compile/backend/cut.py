@@ -1,8 +1,8 @@
-"""The cutting of a graph into sections.
+"""The cutting of a graph into sections, so that equal sections are compiled once.
 
-A section takes values that own their memory and gives such: what only shows memory is made again
-where it is read. Between sections stand the collectives, and what checks a value: a compiler may
-drop that, since nobody reads what it gives.
+The graph is cut at collectives and at checks of values (which a compiler might drop); what stands
+between is cut further where it repeats itself, as the layers of a model do. A section takes and
+returns only values that own their memory: views are made again in the section that reads them.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 
 DEEP = 3000
-"""Calls of a graph above which it is cut: below, to compile it whole takes no longer than the parts
-of a deep one, and a call of a section costs some microseconds."""
+"""Calls in a graph above which it is cut. A smaller one is compiled whole in as little time, and
+the call of a section costs some microseconds."""
 
 _LEFT = 0.5
-"""The part of a deep graph that may be left of what is equal, for it to be cut."""
+"""The largest part of a deep graph that the different sections may be, for it to be cut."""
 
 _LONG = 600
-"""Calls between two collectives above which they are cut although others do the same: how many
-layers stand there may hang on how many there are."""
+"""Calls between two collectives above which they are cut although an equal stretch exists: the
+number of layers in a stretch may depend on the depth of the model."""
 
 _PIECES = 0.5
-"""The part of a value that a section reads, at most, to be given only that."""
+"""The largest part of a value that a section may read to be passed only the pieces that it
+reads."""
 
 LEAST = 24
-"""Calls in what is cut out of a part that repeats itself."""
+"""The least calls of a repeated part that is cut out."""
 
 
 def sections_of(program: Program, always: bool = False, least: int = LEAST) -> Sections | None:
     """A program's graph as sections; None where it has values that are no tensors.
 
     Args:
-        always: also where that is not worth it: where the graph is not deep, or too little is
-            equal in it.
-        least: calls in what is cut out of a part that repeats itself.
+        always: whether to cut it also where the graph is not deep, or has too few equal parts.
+        least: the least calls of a repeated part that is cut out.
     """
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:
         return None
-    found = _Cutting(program, least).sections()
+    found = _GraphCutter(program, least).sections()
     if found is None or not found.different or (not always and found.nodes > _LEFT * calls):
         return None
     return found
 
 
 class _Uncut(Exception):
-    """What one part has for another is not what a section may give."""
+    """A part returns to another what no section may return: a view, or no tensor."""
 
 
-class _Cutting:
+class _GraphCutter:
     """The cutting of one graph."""
 
     def __init__(self, program: Program, least: int):
@@ -80,12 +80,12 @@ class _Cutting:
         self.storages = storages_of(program)
         order = with_early_writes(program.graph.graph, self.storages)
         self.order = [node for node in order if not self._is_remakeable_view(node)]
-        self.of: dict[fx.Node, int] = {}  # the part in which a call stands
+        self.of: dict[fx.Node, int] = {}  # for each call the number of its part
         self.known: dict[tuple[str, frozenset[torch.device]], Section] = {}
         self.calls = 0
         self._outer = fx.Graph()
-        self._values: dict[fx.Node, fx.Node] = {}  # in the outer graph
-        self._read: dict[fx.Node, None] = {}  # by other parts
+        self._values: dict[fx.Node, fx.Node] = {}  # for each node its node in the outer graph
+        self._read: dict[fx.Node, None] = {}  # values of parts that are read from outside
 
     def sections(self) -> Sections | None:
         try:
@@ -119,22 +119,24 @@ class _Cutting:
     # -- which calls are together ------------------------------------------------------------------
 
     def _split_into_parts(self) -> Iterator[list[fx.Node]]:
-        """What stands between collectives; of what is long, or stands there once, each repeat."""
+        """The stretches between collectives; long ones, and those without an equal, cut into
+        repeats."""
         runs: list[list[fx.Node]] = [[]]
         for node in self.order:
             if _stands_between(node):
                 runs.append([])
             else:
                 runs[-1].append(node)
-        said = [tuple(map(_key_of_call, run)) for run in runs]
-        times = Counter(said)
-        for run, text in zip(runs, said, strict=True):
-            if times[text] == 1 or len(run) > _LONG:
+        keys = [tuple(map(_key_of_call, run)) for run in runs]
+        times = Counter(keys)
+        for run, key in zip(runs, keys, strict=True):
+            if times[key] == 1 or len(run) > _LONG:
                 yield from self._split_repeats(run)
             elif run:
                 yield run
 
     def _split_repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
+        """A stretch of calls, cut into the repeats of the part that repeats itself in it."""
         is_long = len(run) >= 2 * self.least
         found = repeats_of([*map(_key_of_call, run)], self.least) if is_long else None
         if found is None:
@@ -144,7 +146,7 @@ class _Cutting:
         part, period = found
         alive = self._count_live_values(run)
         second = [i for i in part[period : 2 * period] if not _is_piece(run[i])]
-        cut = min(second, key=lambda i: alive[i]) - period  # where the least is handed over
+        cut = min(second, key=lambda i: alive[i]) - period  # where the fewest values cross the cut
         yield from self._split_repeats(run[:cut])
         while (end := cut + period) <= part.stop and not (run[end:] and _is_piece(run[end])):
             yield run[cut:end]
@@ -152,7 +154,8 @@ class _Cutting:
         yield from self._split_repeats(run[cut:])
 
     def _count_live_values(self, run: list[fx.Node]) -> list[int]:
-        """Before each call of a run, how many values of earlier ones are read by later ones."""
+        """For each call of a run, the number of values of earlier calls that it or later ones
+        read."""
         place = {node: i for i, node in enumerate(run)}
         change = [0] * (len(run) + 1)
         for node, i in place.items():
@@ -163,10 +166,11 @@ class _Cutting:
         alive = 0
         return [alive := alive + more for more in change[:-1]]
 
-    # -- what only shows memory --------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def _is_remakeable_view(self, node: fx.Node) -> bool:
-        """Does it only show memory, so that it can be made again? Not a piece of what one makes."""
+        """Is it a view, which can be made again where it is read? Not an item of a call's new
+        result."""
         if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
         if node.target is operator.getitem:
@@ -174,7 +178,8 @@ class _Cutting:
         return not self.storages.made_by(node) and not has_effect(node)
 
     def _find_owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What is read where a node is: itself, or what those that it shows are made of."""
+        """The nodes that own the memory of a node's value: itself, or the bases of the views it is
+        of."""
         if self._is_remakeable_view(node):
             for read in node.all_input_nodes:
                 yield from self._find_owners(read)
@@ -182,7 +187,7 @@ class _Cutting:
             yield node
 
     def _read_from_outside(self) -> dict[fx.Node, None]:
-        """The values of parts that others read, or the graph gives."""
+        """The values of parts that other parts read, or that the graph returns."""
         found: dict[fx.Node, None] = {}
         for node in self.program.graph.graph.nodes:
             if self._is_remakeable_view(node):
@@ -201,7 +206,7 @@ class _Cutting:
         return copy
 
     def _have_operands(self, node: fx.Node) -> None:
-        """Have the outer graph make what a call of its own reads, where that shows memory."""
+        """Make the views in the outer graph that one of its own calls reads."""
         for read in node.all_input_nodes:
             self._ensure_value(read)
 
@@ -212,16 +217,17 @@ class _Cutting:
             self._values[node] = self._copy_to_outer(node)
 
     def _check_owned(self, gives: Sequence[fx.Node]) -> None:
-        """Raise _Uncut where what a part gives may be a view of what it takes, or of each other."""
+        """Raise _Uncut where a value that a part returns is a view of an input, or of another
+        value."""
         shown = [s for node in gives for s in self.storages.of[node]]
         makers = {self.storages.maker[s] for s in shown}
         if len(set(shown)) < len(shown) or any(self.of.get(m) != self.of[gives[0]] for m in makers):
             raise _Uncut
 
     def _call_section(self, part: Sequence[fx.Node]) -> None:
-        """Have the outer graph call the section that does what a part does."""
-        made = _Part(self, part)
-        if not made.does_something:
+        """Add a call of the section that equals a part to the outer graph."""
+        made = _SectionGraph(self, part)
+        if not made.has_effect_or_value:
             return
         key = made.key()  # which does not say on which GPU, as that differs between ranks
         section = self.known.get((key, made.devices))
@@ -240,14 +246,15 @@ class _Cutting:
             piece.meta = _meta_of(node)
 
 
-class _Part:
+class _SectionGraph:
     """A part of a graph as a graph of its own.
 
     Attributes:
-        takes, gives: values of the whole, that it reads and that others read of it.
+        takes: the nodes of the whole graph that it reads.
+        gives: its nodes that others read.
     """
 
-    def __init__(self, cutting: _Cutting, part: Sequence[fx.Node]):
+    def __init__(self, cutting: _GraphCutter, part: Sequence[fx.Node]):
         self._cutting = cutting
         self.graph = fx.Graph()
         self.takes: list[fx.Node] = []
@@ -257,7 +264,7 @@ class _Part:
             self._have_operands(node)
             self._of[node] = self._add_call(node)
         self.gives = [n for n in part if n in cutting._read]
-        self.does_something = bool(self.gives) or any(has_effect(n) for n in part)
+        self.has_effect_or_value = bool(self.gives) or any(has_effect(n) for n in part)
         self.graph.output([self._of[n] for n in self.gives])
 
     def _add_call(self, node: fx.Node) -> fx.Node:
@@ -276,9 +283,10 @@ class _Part:
                 self._of[read] = self._add_placeholder(read)
 
     def _pieces_of_more(self, part: Sequence[fx.Node]) -> set[fx.Node]:
-        """What is taken as a piece of what others made, of which the part reads little.
+        """The views of others' values that are passed to the part instead of the values.
 
-        Which piece of a bucket of gradients it is would else be in its text.
+        Where a part reads little of a value, as its piece of a bucket of gradients: the view would
+        otherwise stand in its text, with an offset that differs between equal parts.
         """
         pieces: dict[fx.Node, set[fx.Node]] = {}
         seen: set[fx.Node] = set()
@@ -319,12 +327,12 @@ class _Part:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Of all that it computes with."""
+        """The devices of all its values."""
         values = [n.meta["val"] for n in self.graph.nodes if n.op != "output"]
         return frozenset(t.device for value in values for t in tensors_in(value))
 
     def key(self) -> str:
-        """Of its text: equal where it does the same."""
+        """A hash of its text, equal for parts that compute the same."""
         number: dict[fx.Node, str] = {}
         lines = []
         for node in self.graph.nodes:
@@ -337,25 +345,25 @@ class _Part:
 
 
 def _stands_between(node: fx.Node) -> bool:
-    """Is it no part of a section: a collective, what waits for one, or what checks a value?"""
+    """Does a node stand between sections: a collective, a wait for one, or a check of a value?"""
     return node.target is WAIT or is_collective(node) or checks_value(node)
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:
-    """What is known of a node, for its copy: other entries are of its own graph."""
+    """The metadata of a node that holds for its copy in another graph."""
     return {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
 
 
 def _numel_of_node(node: fx.Node) -> int:
-    """Elements of a tensor, or of all that a call gives."""
+    """The number of elements of a node's value."""
     return sum(t.numel() for t in tensors_in(node.meta["val"]))
 
 
 def _is_piece(node: fx.Node) -> bool:
-    """Of what another call gives, which has to be in the same part."""
+    """Is it an item of another call's result, which has to be in the same part?"""
     return node.target is operator.getitem
 
 
 def _key_of_call(node: fx.Node) -> Hashable:
-    """What a call is, but for which values it reads."""
+    """The text of a call without its operands."""
     return line_of(node, dict.fromkeys(node.all_input_nodes, "%"))

@@ -1,10 +1,13 @@
-"""The executor of a graph as it is: straight-line Python that is written from its nodes.
+"""The executor of a graph as it is: straight-line Python code, written from its nodes.
 
-A line for each call, whose targets, constants and collectives are bound once, and a value's name is
-dropped behind the last line that reads it. The collectives are carried by the ranks' wires
-themselves, so that a captured step runs wherever an eager one does: on process groups, on many
-ranks of one process, on a dry mesh. An all-reduce is under way until the graph waits for it; what
-else is carried is there when its line has run.
+There is a line for each call; targets, constants and collectives are bound to names once, and the
+name of a value is deleted behind the last line that reads it.
+
+    v3 = c0(v1, v2); del v1
+
+Collectives run through the ranks' wires, so that a captured step runs wherever an eager one does:
+on process groups, on ranks that are threads, on a dry mesh. An all-reduce is under way until the
+graph waits for it; the result of another collective is there when its line has run.
 """
 
 from __future__ import annotations
@@ -33,23 +36,22 @@ from partita.comm.splits import Splits
 
 from ..node_metadata import note_of
 
-__all__ = ["FILE", "FIRST_LINE", "Groups", "Writing", "function_of", "run_with_places"]
+__all__ = ["FILE", "FIRST_LINE", "GraphWriter", "Groups", "function_of", "run_with_places"]
 
 Axes = tuple[str, ...]
 Groups = dict[str, tuple[Wire, Axes]]
 
 
 def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence[torch.Tensor]]:
-    """A function of the graph's inputs that gives its outputs.
+    """A function of the graph's inputs that returns its outputs.
 
-    An error of a call is noted with the node and with the user's line from which it comes, and
-    keeps none of the values that were there.
+    An error of a call gets a note with the node and the user's line, and keeps no values alive.
     """
-    return run_with_places(Writing(graph, groups))
+    return run_with_places(GraphWriter(graph, groups))
 
 
-def run_with_places(written: Writing) -> Callable[..., Sequence[torch.Tensor]]:
-    """The function that was written; an error of it says where it comes from."""
+def run_with_places(written: GraphWriter) -> Callable[..., Sequence[torch.Tensor]]:
+    """The function that was written, whose errors get a note of where they come from."""
     run, nodes = written.function(), written.nodes
 
     def call_noting_place(*inputs: Any) -> Sequence[torch.Tensor]:
@@ -64,7 +66,7 @@ def run_with_places(written: Writing) -> Callable[..., Sequence[torch.Tensor]]:
 
 
 def _note_place(error: BaseException, code: CodeType, nodes: Sequence[fx.Node]) -> None:
-    """Say where an error comes from, and let go of what the code held."""
+    """Add a note of where an error comes from, and clear the values that the code held."""
     at: TracebackType | None = error.__traceback__
     while at is not None and at.tb_frame.f_code is not code:
         at = at.tb_next
@@ -82,14 +84,16 @@ FIRST_LINE = 3
 """The line of the first node."""
 
 
-class Writing:
-    """The code of one graph: one line a node, behind two that begin it.
+class GraphWriter:
+    """Writes the code of one graph: two lines that begin it, then a line for each node.
 
     Args:
-        groups: of the graph's collectives; None for torch to carry these.
+        groups: wire and axes of the graph's process groups, by name; None for torch's own
+            collectives.
 
     Attributes:
-        nodes: by line.
+        names: for each node the name of its value.
+        nodes: by line, from `FIRST_LINE`.
     """
 
     def __init__(self, graph: fx.GraphModule, groups: Groups | None):
@@ -97,17 +101,17 @@ class Writing:
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._of: dict[Any, str] = {}
         self.names: dict[fx.Node, str] = {}
-        self._begun: set[fx.Node] = set()
+        self._under_way: set[fx.Node] = set()
         self.nodes: list[fx.Node] = []
 
     def function(self) -> Callable[[Sequence[Any]], Any]:
-        """It takes its inputs as one sequence."""
+        """The function of the code, which takes its inputs as one sequence."""
         nodes = self.graph.graph.nodes
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.names = {n: f"v{i}" for i, n in enumerate(nodes)}
         given = "".join(f"{self.names[n]}, " for n in inputs)
         lines = ["def run(inputs):", f" {given}= inputs" if given else " pass"]
-        dropped = self._last_read(nodes)
+        dropped = self._find_last_reads(nodes)
         for node in nodes:
             if node.op != "placeholder":
                 lines.append(f" {self.statements(node, dropped.get(node, ()))}")
@@ -117,14 +121,15 @@ class Writing:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """What a node does, in one line, and the end of the names that it is the last to read."""
+        """The line of a node, with the deletion of the names that it is the last to read."""
         return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        """What has to be there until a node has run."""
+        """The values that must live until a node has run."""
         return node.all_input_nodes
 
     def line(self, node: fx.Node) -> str:
+        """The statement of a node."""
         target: Any = node.target
         if node.op == "output":
             return f"return {self.text(node.args[0])}"
@@ -135,8 +140,8 @@ class Writing:
         if target is operator.getitem:
             return f"{name} = {args[0]}[{args[1]}]"
         if self.groups is not None:
-            if target is WAIT:  # what wires carry otherwise is there when they return
-                begun = node.args[0] in self._begun
+            if target is WAIT:  # only an all-reduce may be under way still
+                begun = node.args[0] in self._under_way
                 return (
                     f"{name} = {self.bind(_wait_for_collective)}({args[0]})"
                     if begun
@@ -147,13 +152,14 @@ class Writing:
                 wire, axes = self.groups[str(node.args[-1])]
                 if _may_be_under_way(node, wire, axes):
                     carry = _begin_all_reduce
-                    self._begun.add(node)
+                    self._under_way.add(node)
                 target, args = partial(carry, wire, axes, *node.args[1:]), args[:1]
         args += [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         return f"{name} = {self.bind(target)}({', '.join(args)})"
 
-    def _last_read(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
-        """What each node is the last to read; itself where nobody reads it. Inputs are others'."""
+    def _find_last_reads(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
+        """For each node the values that it is the last to read: itself where unused, but no
+        inputs."""
         found: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(nodes):
@@ -170,7 +176,7 @@ class Writing:
         return found
 
     def text(self, value: Any) -> str:
-        """An operand, as the code names it."""
+        """The text of an operand in the code."""
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):
@@ -181,11 +187,11 @@ class Writing:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """The name under which the code finds an object."""
+        """The name of an object in the code, which is bound to it."""
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"
-            self._bound[name] = value  # which keeps it, and its identity its own
+            self._bound[name] = value  # kept alive, so that its id stays its own
         return name
 
 
@@ -212,7 +218,7 @@ def _all_reduce(wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor) -> 
 
 
 def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
-    """Is it an all-reduce that is waited for, and that keeps nothing but its result meanwhile?"""
+    """Is it an all-reduce whose result may be waited for later, and which needs no other memory?"""
     value = node.meta["val"]
     return (
         node.target is ALL_REDUCE
@@ -269,4 +275,4 @@ _COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     ALL_TO_ALL: _all_to_all,
     BROADCAST: _broadcast_copy,
 }
-"""What carries each collective that a graph may have: bound but for the tensor that it carries."""
+"""For each collective of a graph the function that runs it; `partial` binds all but the tensor."""

@@ -1,4 +1,8 @@
-"""Trust in files that are going to be run: that nobody but this user, or root, could write them."""
+"""Trust in files that are executed: only this user, or root, can have written them.
+
+A compiled artifact is code. So a file is read only if it and its folder belong to this user or
+root, no other user may write to them, and nobody may put another folder in its place.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(Exception):
-    """Why what is in a file or folder is not run."""
+    """A file or folder is not trusted; the message says why."""
 
 
 def open_trusted(path: Path) -> BinaryIO:
-    """A file of a folder that `check_folder` has passed, to be read.
+    """Open a file for reading, in a folder that `check_folder` has passed.
 
     Raises:
         Untrusted: it is a link or no file, or others could have written it.
@@ -25,7 +29,7 @@ def open_trusted(path: Path) -> BinaryIO:
     """
     if path.is_symlink():
         raise Untrusted("it is a symbolic link")
-    # What was looked at is what is read; and to open a pipe is not to wait for who writes to it.
+    # The opened file is checked, so that it cannot be exchanged; opening a pipe must not block.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     file = os.fdopen(os.open(path, flags | getattr(os, "O_BINARY", 0)), "rb")
     try:
@@ -40,10 +44,11 @@ def open_trusted(path: Path) -> BinaryIO:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise Untrusted if others than this user could put a file into a folder, or another for it.
+    """Check that only this user can write into a folder, or replace it by another.
 
     Raises:
-        OSError: there is no such folder, or it cannot be looked at.
+        Untrusted: others can.
+        OSError: there is no such folder, or it cannot be read.
     """
     found = folder.stat()
     if not stat.S_ISDIR(found.st_mode):

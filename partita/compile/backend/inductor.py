@@ -1,9 +1,10 @@
-"""Inductor: how does a graph become machine code, and machine code that another process can load?
+"""Inductor: compiling a graph to machine code that another process can load.
 
-Inductor compiles. What it can save of a result is generated Python and the binaries of Triton's
-kernels; the kernels in C++ it would compile again wherever the result is loaded. So a payload here
-is Inductor's own and the libraries beside it, and to load it takes neither a compiler nor anything
-in Inductor's caches. What of this machine the code was made for, `digest_of_compiler` says.
+What Inductor saves of a result is generated Python and the binaries of Triton's kernels; C++
+kernels it compiles again wherever the result is loaded. So a payload here holds Inductor's result
+and the libraries of its C++ kernels, and loading it takes neither a compiler nor anything in
+Inductor's caches. `digest_of_compiler` identifies the machine, versions and settings that it was
+made for.
 """
 
 from __future__ import annotations
@@ -36,59 +37,71 @@ from ..capture.fakes import fake_mode_of
 from ..memory.codegen_memory import code_of
 from ..node_metadata import NOTE
 from ..program import Program
-from .artifact_slimming import is_whole, lighter, without_compiler, without_input_checks
+from .artifact_slimming import (
+    remove_compiler_data,
+    remove_input_checks,
+    runs_by_itself,
+    without_compiler,
+)
 from .constants import constants_as_inputs, constants_of
 from .file_trust import Untrusted, check_folder
 from .sections import Section, SectionCall
-from .stale_library_cleanup import without_unfinished
+from .stale_library_cleanup import cleaning_up_libraries
 
-__all__ = ["CONFIG", "compiled", "digest_of_compiler", "load", "load_boxed", "use_private_cache"]
+__all__ = [
+    "CONFIG",
+    "compile_program",
+    "digest_of_compiler",
+    "load",
+    "load_boxed",
+    "use_private_cache",
+]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
 CONFIG: dict[str, Any] = {
-    # Random numbers are drawn by torch's own kernels, so that they are those of eager.
+    # Torch's own kernels draw random numbers, so that they are those of eager code.
     "fallback_random": True,
-    # Code asks how many threads there are, so that one artifact serves any number. Its loops are
-    # cut as for 16: for one, Inductor would have each thread do what one of them is to do.
+    # Code reads the number of threads at run time, so that one artifact serves any number. Its
+    # loops are divided as for 16: for one thread, Inductor would have each thread do all the work.
     "cpp.dynamic_threads": True,
     "cpp.threads": 16,
-    # The order is that of the passes, which know what holds the memory
+    # The order is that of the passes, which know the memory peak
     # (`inductor_scheduling.InOrder`).
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
 }
-"""What Inductor is asked for. All of it is in the name of an artifact: plain values only. And one
-rank compiles while others wait: nothing that has ranks talk to each other (spmd_check, estimates
-that are aligned between ranks, distributed autotuning)."""
+"""Settings of Inductor, all in the digest of the compiler: plain values only. No setting may make
+ranks communicate (spmd_check, estimates aligned between ranks, distributed autotuning), since one
+rank compiles while others wait."""
 
 _aten = torch.ops.aten
 
 _FORMAT = 4  # of a payload
-# Of how a graph is compiled, and of what is said of its memory.
-_PARTS = (
+# Files that decide what is compiled of a graph, and the schedule of its memory.
+_FILES_OF_COMPILER = (
     *("backend/inductor.py", "backend/constants.py", "backend/artifact_slimming.py"),
     *("backend/inductor_scheduling.py", "ordering.py"),
     *("memory/codegen_memory.py", "memory/workspace.py", "backend/sections.py", "backend/cut.py"),
 )
-# Settings that say where and how fast something is compiled, not what.
-_ELSEWHERE = re.compile(
+# Settings of where and how fast something is compiled, which do not change the code.
+_IRRELEVANT_SETTINGS = re.compile(
     r"(_dir|path)$|cache|debug|^trace|log|worker|compile_threads|cpp\.(cxx|threads)$"
 )
 
 
-def compiled(
-    program: Program | Section, noted: Callable[[list[str]], None]
+def compile_program(
+    program: Program | Section, note_code: Callable[[list[str]], None]
 ) -> tuple[Call, bytes | None]:
-    """A function of the program's inputs and constants that gives its outputs; what `load` takes.
+    """Compile a program to a function of its inputs and constants, and a payload for `load`.
 
-    The latter is None, with a warning, where this torch cannot say it.
+    The payload is None, with a warning, where this torch cannot save the result.
 
     Args:
-        noted: is given what Inductor generated.
+        note_code: is given the code that Inductor generated.
 
     Raises:
-        Exception: whatever Inductor does where it cannot compile.
+        Exception: of any kind, where Inductor cannot compile.
     """
     from .inductor_scheduling import mark
 
@@ -98,14 +111,15 @@ def compiled(
         mark(node)
         node.meta.pop(NOTE, None)
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
-            # Of bytes, as which groups carry bools: Inductor's vectors of them do not compile.
+            # Of bytes, as which process groups carry bools: Inductor's vector code does not
+            # compile.
             node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
         if node.target is _aten._assert_async.default:
-            # Only where a graph cannot be cut. Without a text, torch.fx drops it.
-            said = "Expected Tensor with single nonzero value, but got zero"
-            node.target, node.args = _aten._assert_async.msg, (*node.args, said)
+            # Only in a graph that cannot be cut. Without a message, torch.fx drops it.
+            message = "Expected Tensor with single nonzero value, but got zero"
+            node.target, node.args = _aten._assert_async.msg, (*node.args, message)
         if node.target is all_to_all:
-            # Of torch's own, Inductor knows that what is sent is read until it is waited for.
+            # Inductor knows of torch's own that its operand is read until it is waited for.
             x, n, name = node.args
             even = [node.meta["val"].shape[0] // n] * n
             node.target = ALL_TO_ALL
@@ -122,22 +136,22 @@ def compiled(
     use_private_cache()
     with ExitStack() as stack:
         _silence_torch(stack)
-        stack.enter_context(without_unfinished())
+        stack.enter_context(cleaning_up_libraries())
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
         libraries = stack.enter_context(_record_libraries())
         code = stack.enter_context(code_of())
-        # Private torch, though vLLM stands on it: the one way to a result that can be saved.
+        # Private torch, though vLLM relies on it: the one way to a result that can be saved.
         artifact: Any = torch._inductor.standalone_compile(
             graph, examples, dynamic_shapes="from_tracing_context", aot=True
         )
-        noted(code())
+        note_code(code())
         try:
             saved = artifact.serialize()
-            if _is_looked_at(program):
-                saved = without_input_checks(saved)
-            whole = is_whole(saved)
-            parts = _FORMAT, lighter(saved), libraries(), whole
+            if _has_checked_inputs(program):
+                saved = remove_input_checks(saved)
+            whole = runs_by_itself(saved)
+            parts = _FORMAT, remove_compiler_data(saved), libraries(), whole
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             warnings.warn(f"a compiled program cannot be saved: {text}", stacklevel=2)
@@ -146,22 +160,21 @@ def compiled(
     return (load(payload) if whole else artifact), payload
 
 
-# Whose shapes and strides are looked at before a call: by a call's guards and signature.
-_LOOKED_AT = frozenset(
+# Kinds of inputs whose shapes and strides guards and signature check before a call.
+_CHECKED_KINDS = frozenset(
     "parameter buffer optimizer value argument gradient number coordinate".split()
 )
 
 
-def _is_looked_at(program: Program | Section) -> bool:
-    return isinstance(program, Program) and all(i.kind in _LOOKED_AT for i in program.inputs)
+def _has_checked_inputs(program: Program | Section) -> bool:
+    return isinstance(program, Program) and all(i.kind in _CHECKED_KINDS for i in program.inputs)
 
 
 def load_boxed(payload: bytes) -> SectionCall:
-    """As `load`, but a function of a list, which it empties.
+    """As `load`, but the function takes its inputs in a list, which it empties to free them early.
 
-    So what it reads last can be gone when it has read that. Private torch: the function that
-    Inductor generated is called itself, not by what would give outputs that are views of inputs,
-    or inputs that are written, their places in autograd. Sections have none.
+    Private torch: the function that Inductor generated is called directly, without the runtime that
+    handles outputs that are views of inputs, and inputs that are written. Sections have none.
     """
     _, code, _ = _load_payload(payload)
     call: SectionCall = code.current_callable
@@ -169,40 +182,41 @@ def load_boxed(payload: bytes) -> SectionCall:
 
 
 def load(payload: bytes) -> Call:
-    """What `compiled` has made, maybe in another process, from what it gave.
+    """The function of a payload that `compile_program` has made, maybe in another process.
 
-    The payload is run: it must come from where only the user can have put it.
+    The payload is executed: it must come from a file that only this user can have written.
 
     Raises:
-        Exception: any, where it is not for this torch or this machine.
+        Exception: of any kind, where it is not for this torch or this machine.
     """
     call, code, whole = _load_payload(payload)
     return (lambda *inputs: code.current_callable([*inputs])) if whole else call
 
 
 def _load_payload(payload: bytes) -> tuple[Call, Any, bool]:
-    """What torch has of a payload; Inductor's object within it; and whether its code is all."""
-    number, result, libraries, whole = pickle.loads(zlib.decompress(payload))
-    if number != _FORMAT:
-        raise ValueError(f"its format is {number}, not {_FORMAT}")
+    """Torch's function of a payload; its `CompiledFxGraph`; whether generated code runs by
+    itself."""
+    version, result, libraries, whole = pickle.loads(zlib.decompress(payload))
+    if version != _FORMAT:
+        raise ValueError(f"its format is {version}, not {_FORMAT}")
     use_private_cache()
-    seen: list[Any] = []
+    loaded: list[Any] = []
     with ExitStack() as stack:
         _silence_torch(stack)
         stack.enter_context(_provide_libraries(libraries))
-        stack.enter_context(without_compiler(seen.append))
+        stack.enter_context(without_compiler(loaded.append))
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
         call: Call = AOTCompiledArtifact.deserialize(result)
-    (code,) = seen
+    (code,) = loaded
     return call, code, whole
 
 
 def digest_of_compiler(devices: set[torch.device]) -> str:
-    """What decides what code is made of a program, besides the program: 16 hexadecimal digits.
+    """A digest of all that decides, besides the program, what code is made of it: 16 hex digits.
 
-    The machine and its processor, versions, and how Inductor is set; on a GPU also its number. Not
-    in it: how many threads there are, where files are, what the host is called.
+    The machine and its processor, versions, Inductor's settings, and on a GPU its index. Not the
+    number of threads, paths or the host's name.
     """
     from torch._inductor import config
 
@@ -211,15 +225,15 @@ def digest_of_compiler(devices: set[torch.device]) -> str:
         f"{sys.implementation.cache_tag} {sys.platform} {platform.machine()}",
         f"processor {torch.backends.cpu.get_cpu_capability()} {_find_cpu_features()}",
         *(f"{name} = {value!r}" for name, value in sorted(CONFIG.items())),
-        # As files: to import what has a part in compiling is to import the compiler.
-        *(f"{name} {_digest_of_file(name)}" for name in _PARTS),
+        # Read as files: importing them would import the compiler.
+        *(f"{name} {_digest_of_file(name)}" for name in _FILES_OF_COMPILER),
     ]
-    # How the user has set it besides, in code or by environment variables.
+    # Settings of the user, in code or by environment variables.
     for name, value in sorted(config.save_config_portable().items()):
-        if name not in CONFIG and not _ELSEWHERE.search(name):
+        if name not in CONFIG and not _IRRELEVANT_SETTINGS.search(name):
             lines.append(re.sub(" at 0x[0-9a-f]+", "", f"{name} = {value!r}"))
     for device in sorted(devices, key=str):
-        if hardware := describe_hardware(device):  # its number stands in generated code
+        if hardware := describe_hardware(device):  # generated code has the device's index
             lines.append(hardware)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -229,7 +243,7 @@ def _digest_of_file(name: str) -> str:
 
 
 def _find_cpu_features() -> str:
-    """What the processor can do: C++ is compiled for all of it, not for its vector units alone."""
+    """The processor's features: C++ is compiled for all of them, not for its vector units alone."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("flags", "features")):
@@ -243,9 +257,9 @@ def _find_cpu_features() -> str:
 
 
 def use_private_cache() -> None:
-    """Have Inductor keep its files where nobody else could have put any: it runs what is there.
+    """Have Inductor use a cache folder that only this user can write to: it executes files of it.
 
-    Its own folder is one of a known name in /tmp, which whoever came first may have made.
+    Its default is a folder of a known name in /tmp, which another user may have made first.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -276,67 +290,68 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     stack.enter_context(config.patch(CONFIG))
     hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
     stack.enter_context(config.patch(hooks))
-    # Should torch find a result of its own, then of this program and not of one that looks like it.
+    # A result in torch's own cache then is of this program, not of one that looks like it.
     stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))  # type: ignore[attr-defined]
     if hasattr(functorch, "bypass_autograd_cache_key"):
-        # What torch cannot name in its own cache it would not let us save.
+        # Torch does not save a result that it has no cache key for.
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
 
 
 # -- libraries of C++ kernels ----------------------------------------------------------------------
-# Private torch: generated code has each by `AsyncCompile.cpp_pybinding`, of types and a source.
+# Private torch: generated code gets each kernel of `AsyncCompile.cpp_pybinding(types, source)`.
 
 
 @contextmanager
 def _record_libraries() -> Iterator[Callable[[], dict[str, bytes]]]:
-    """Within, the libraries that are compiled are noted; what is given reads them."""
+    """Within, compiled libraries are kept; yields a function that returns their bytes by name."""
     made: dict[str, Any] = {}
 
     def note(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:
-        made[_name(argtypes, source)] = found = compile(self, argtypes, source)
+        made[_name_of_library(argtypes, source)] = found = compile(self, argtypes, source)
         return found
 
     def libraries() -> dict[str, bytes]:
-        # Each is a function, or the promise of one, in an extension module of its own.
+        # Each kernel is a function, or a future of one, of an extension module of its own.
         kernels = {k: f.result() if hasattr(f, "result") else f for k, f in made.items()}
         return {k: Path(f.__self__.__file__).read_bytes() for k, f in kernels.items()}
 
-    with _kernels_by(note):
+    with _patch_kernel_compiler(note):
         yield libraries
 
 
 @contextmanager
 def _provide_libraries(libraries: dict[str, bytes]) -> Iterator[None]:
-    """Within, these libraries are loaded where they would be compiled."""
+    """Within, these libraries are loaded instead of compiled."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     with tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True) as folder:
 
         def provide(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:
-            name = _name(argtypes, source)
+            name = _name_of_library(argtypes, source)
             if name not in libraries:
                 return compile(self, argtypes, source)
             path = Path(folder, name + ".so")
             path.write_bytes(libraries[name])
-            # A library that is mapped needs no file.
+            # A mapped library no longer needs its file.
             return CppPythonBindingsCodeCache._load_library(str(path), name).kernel
 
-        with _kernels_by(provide):
+        with _patch_kernel_compiler(provide):
             yield
 
 
 @contextmanager
-def _kernels_by(have: Callable[..., Any]) -> Iterator[None]:
+def _patch_kernel_compiler(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within, `replacement(compile, self, types, source)` gives C++ kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     compile = AsyncCompile.cpp_pybinding
-    AsyncCompile.cpp_pybinding = lambda *args: have(compile, *args)  # type: ignore[method-assign]
+    AsyncCompile.cpp_pybinding = lambda *args: replacement(compile, *args)  # type: ignore[method-assign]
     try:
         yield
     finally:
         AsyncCompile.cpp_pybinding = compile  # type: ignore[method-assign]
 
 
-def _name(argtypes: Sequence[str], source: str) -> str:
+def _name_of_library(argtypes: Sequence[str], source: str) -> str:
     return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]

@@ -1,10 +1,15 @@
-"""Fusion: which calls may Inductor run in one kernel?
+"""Scheduling of Inductor's kernels: which calls it fuses, and in which order kernels run.
 
-It also fuses calls that only read something together, such as the updates of all parameters, which
-share a learning rate. That saves little where they are large, and then all their gradients live
-until the last of them is there: what a pass has put apart would be together again. And what is made
-again for backward reads what forward read: in one kernel it would be made once, and wait. A sum
-that is fused with what reads it later, a bucket of gradients, has all that it sums wait until then.
+Fusion (`Choices`): Inductor also fuses calls that only read something in common, as the updates of
+all parameters read a learning rate. That saves little for large tensors, and all their gradients
+then live until the last is there, which undoes the pass `lifetime`. A recomputed call reads what
+the call in forward reads: fused with it, it would be computed once, and live until backward. A sum
+that is fused with a later reader, as a bucket of gradients, keeps all its operands alive until
+then.
+
+Order (`InOrder`): Inductor moves every write into an input, and so every update of a parameter, to
+the end of the graph, where all gradients wait for it, and calls that need little to its beginning.
+Kernels are put back into the order of the passes, and each write to where its operands are there.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from ..ordering import behind_needs
 
 __all__ = ["Choices", "InOrder", "mark"]
 
-_SMALL = 1 << 16  # bytes: what is less may wait
-_SHARED = 4  # of what each of two calls reads and writes, one in so many must be common
+_SMALL = 1 << 16  # bytes, below which lifetimes do not matter
+_SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 
 
 _FORWARD, _AGAIN = "forward", "again"
@@ -29,9 +34,9 @@ _OURS = "partita"
 
 
 def mark(node: fx.Node) -> None:
-    """Have what Inductor makes of a node tell whether it is forward's, or made again for backward.
+    """Mark a node as forward's, or as recomputed for backward, for `Choices`.
 
-    `custom` is the one entry of a node's `meta` that is the user's own and that tracing hands on.
+    `custom` is the one entry of a node's `meta` that is the user's own and that tracing copies.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
@@ -40,18 +45,17 @@ def mark(node: fx.Node) -> None:
 
 
 class Choices(InductorChoices):
-    """Inductor's own, but that what is made again is never in one kernel with what made it first.
-
-    And large calls side by side must have much in common to be fused.
+    """Inductor's choices, but recomputed calls are never fused with calls of forward, and large
+    calls that do not need each other are fused only if they share much.
     """
 
     def uuid(self) -> str:
-        """Of these rules, for Inductor's keys."""
+        """Identifies these rules in Inductor's cache keys."""
         return f"partita.compile.backend.inductor_scheduling fusion 4 {_SMALL} {_SHARED}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """May two be one kernel, whether or not one needs the other?"""
+        """May two nodes be one kernel, whether or not one needs the other?"""
         marks = _marks_of_kernel(node1), _marks_of_kernel(node2)
         if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
             return False
@@ -59,19 +63,19 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """May the second, which needs the first, be one kernel with it?"""
+        """May the second node, which needs the first, be one kernel with it?"""
         if node1.is_reduction():
             read, written = (
                 _count_bytes_read(scheduler, node1),
                 _count_written_bytes(scheduler, node1),
             )
             if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
-                return False  # it lets go of more than it makes, and should do so when it can
+                return False  # it frees more than it makes, and should run when it can
         return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
 
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """May two that do not need each other be one kernel?"""
+        """May two nodes that do not need each other be one kernel?"""
         least = min(_count_moved_bytes(scheduler, node1), _count_moved_bytes(scheduler, node2))
         if least > _SMALL and _SHARED * shared_data_score < least:
             return False
@@ -91,7 +95,7 @@ def _count_written_bytes(scheduler: Any, node: Any) -> int:
 
 
 def _marks_of_kernel(node: Any) -> set[str]:
-    """Of the nodes of the graph that a kernel computes."""
+    """The marks of the graph's nodes that a kernel computes."""
     origins = (
         o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()
     )
@@ -100,19 +104,19 @@ def _marks_of_kernel(node: Any) -> set[str]:
 
 # -- the order of fused kernels --------------------------------------------------------------------
 
-# Torch 2.11 has no class of its own for a pass over what is fused, and takes any.
+# Torch 2.11 has no class of its own for a pass over fused kernels, and takes any graph pass.
 _Pass: Any = getattr(torchs, "CustomSchedulerPass", torchs.CustomGraphPass)
 
 
 class InOrder(_Pass):  # type: ignore[misc]
-    """Runs on what Inductor is to make kernels of, after it has fused.
+    """Orders what Inductor is to make kernels of, after it has fused.
 
-    Private torch: there is no public hook behind fusion, and before it there is no place for a
-    write into an input but the end.
+    Private torch: there is no public hook behind fusion, and before it a write into an input has to
+    stand at the end.
     """
 
     def uuid(self) -> str:
-        """Of this order, for Inductor's keys."""
+        """Identifies this order in Inductor's cache keys."""
         return "partita.compile.backend.inductor_scheduling order 1"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -127,7 +131,7 @@ class InOrder(_Pass):  # type: ignore[misc]
             ready[node] = max(places, default=-1)
         behind: dict[int, list[Any]] = {}
         for node in nodes:
-            # What reads inputs alone could run at once: it waits for who needs it.
+            # What reads inputs alone could run at the start: it is put before its first reader.
             if node in late and (ready[node] >= 0 or _writes_input(node)):
                 behind.setdefault(ready[node], []).append(node)
         done: set[Any] = set()
@@ -142,14 +146,14 @@ class InOrder(_Pass):  # type: ignore[misc]
 
 
 def _as_in_graph(nodes: list[Any]) -> list[Any]:
-    """In the graph's order, as far as what each needs allows."""
+    """The kernels in the graph's order, as far as their dependencies allow."""
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph.module.graph
     index = {node: i for i, node in enumerate(graph.nodes)}
 
     def place_in_graph(node: Any) -> int:
-        """Where the graph computes the last of what a kernel computes."""
+        """The place of the last node of the graph that a kernel computes."""
         parts = [part.node for part in node.get_nodes() if part.node is not None]
         return max((index.get(o, -1) for p in parts for o in p.get_origins()), default=-1)
 
@@ -171,7 +175,7 @@ def _writes_input(node: Any) -> bool:
 
 
 def _find_late_kernels(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
-    """What writes into inputs, and kernels that are there for nothing else."""
+    """The kernels that write into inputs, and those whose results only such kernels read."""
     users: dict[Any, list[Any]] = {}
     for node in nodes:
         for need in needs[node]:

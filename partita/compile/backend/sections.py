@@ -1,7 +1,10 @@
-"""Sections: a graph as parts of which equal ones are compiled once.
+"""Sections of a graph: its parts between collectives, of which equal ones are compiled once.
 
-The collectives stand between them, and a part that repeats itself is cut into its repeats: so a
-model of many equal layers is a few sections, called many times.
+A part that repeats itself is cut into its repeats (`cut`), so that a model of many equal layers is
+a few different sections, called many times from an outer graph. `function_of_sections` writes the
+outer graph as Python code that calls what was compiled. A section is passed its inputs in a list,
+which it empties, so that it frees what it is the last to read. Collectives are torch's own, and
+what they read is held until they are waited for.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ from torch import fx
 
 from partita.comm.graph_collectives import WAIT, all_gather
 
-from .executor import Groups, Writing, run_with_places
+from .executor import GraphWriter, Groups, run_with_places
 
 __all__ = [
     "Section",
     "SectionCall",
-    "SectionWriting",
+    "SectionWriter",
     "Sections",
     "call_section",
     "function_of_sections",
@@ -29,12 +32,12 @@ __all__ = [
 
 @dataclass(eq=False)
 class Section:
-    """A part of a graph, over inputs of its own.
+    """A part of a graph, as a graph of its own.
 
     Attributes:
-        graph: its placeholders are what it takes, its output the list of what it gives.
-        key: of its text; equal for equal sections.
-        metadata: what is kept of it beside what is compiled; JSON.
+        graph: its output is a list.
+        key: a hash of its text, equal for equal sections.
+        metadata: of its artifact, as JSON.
     """
 
     graph: fx.GraphModule
@@ -42,7 +45,7 @@ class Section:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def example(self) -> list[torch.Tensor]:
-        """Tensors without memory like the inputs, for a compiler."""
+        """Fake tensors like its inputs, for the compiler."""
         return [n.meta["val"] for n in self.graph.graph.find_nodes(op="placeholder")]
 
     def __repr__(self) -> str:
@@ -50,7 +53,8 @@ class Section:
 
 
 def call_section(section: Section, takes: Sequence[Any]) -> Any:
-    """What a section gives; in a graph, which is run by what was compiled of it."""
+    """The target of nodes that call a section; the code of the outer graph calls what was
+    compiled."""
     raise RuntimeError("a section was not compiled")
 
 
@@ -59,10 +63,10 @@ class Sections:
     """A graph as calls of sections.
 
     Attributes:
-        outer: takes what the graph takes; its calls are collectives, what only shows memory, and
+        outer: a graph of the same inputs and outputs; its calls are collectives, views and
             `call_section`.
-        different: the sections, each once, in the order of their first call.
-        calls: how many calls of sections there are.
+        different: the different sections, in the order of their first call.
+        calls: the number of calls of sections.
     """
 
     outer: fx.GraphModule
@@ -71,7 +75,7 @@ class Sections:
 
     @property
     def nodes(self) -> int:
-        """Of all different sections: what is compiled."""
+        """The number of nodes of all different sections, which are compiled."""
         return sum(len(s.graph.graph.nodes) for s in self.different)
 
 
@@ -79,22 +83,22 @@ class Sections:
 
 
 SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
-"""What was compiled of a section: it empties the list of what it takes."""
+"""A compiled section: takes a list of its inputs, which it empties."""
 
 
 def function_of_sections(
     sections: Sections, calls: Mapping[Section, SectionCall], groups: Groups | None = None
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """A function of the graph's inputs that gives its outputs. Its errors are those of a graph.
+    """A function of the graph's inputs that returns its outputs, with errors as of `function_of`.
 
     Args:
-        groups: for wires to carry the collectives; None for torch to.
+        groups: for collectives through wires; None for torch's own.
     """
-    return run_with_places(SectionWriting(sections, calls, groups))
+    return run_with_places(SectionWriter(sections, calls, groups))
 
 
-class SectionWriting(Writing):
-    """The code of the calls of sections, and of what stands between them."""
+class SectionWriter(GraphWriter):
+    """Writes the code of an outer graph: calls of sections, and what stands between them."""
 
     def __init__(
         self,
@@ -119,6 +123,8 @@ class SectionWriting(Writing):
         if node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
-        if begun.op == "placeholder" or begun.target is all_gather:  # which has read by then
+        if (
+            begun.op == "placeholder" or begun.target is all_gather
+        ):  # it has read its operand by then
             return (begun,)
         return (begun, *begun.all_input_nodes)

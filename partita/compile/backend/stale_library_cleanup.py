@@ -1,8 +1,9 @@
-"""Stale libraries: what does a compile leave behind that was killed?
+"""Cleanup of stale libraries, which a killed compile leaves half-written.
 
-Half a library, in the folder in which torch keeps what it compiles: it takes that for a whole one
-the next time, and the process dies of it. So a note lies there while something is compiled. One
-whose process is gone says since when there may be half libraries, and these are deleted.
+They lie in the folder in which torch keeps what it compiles, and torch loads them as if they were
+complete, which crashes the process. So while something is compiled, a locked marker file lies
+there. A marker without a lock is of a process that was killed: half-written libraries that are not
+older than it are deleted.
 """
 
 from __future__ import annotations
@@ -15,57 +16,57 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["without_unfinished"]
+__all__ = ["cleaning_up_libraries"]
 
 _PREFIX = "partita-compiles-"
 
 
 @contextmanager
-def without_unfinished() -> Iterator[None]:
-    """Within, there is no half library in torch's folder, nor is one left by what fails within."""
+def cleaning_up_libraries() -> Iterator[None]:
+    """Within, and after a failure, there is no half-written library in torch's folder."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir())
     folder.mkdir(parents=True, exist_ok=True)
-    for note in folder.glob(_PREFIX + "*"):
-        _delete_stale_halves(folder, note)
+    for marker in folder.glob(_PREFIX + "*"):
+        _delete_stale_libraries(folder, marker)
     fd, name = tempfile.mkstemp(dir=folder)
     file = Path(name)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as this process lives
+        fcntl.flock(fd, fcntl.LOCK_EX)  # until this process ends
         file = file.rename(folder / (_PREFIX + file.name))  # where others see it
         try:
             yield
         except BaseException:  # Ctrl-C reaches the compiler too
-            _delete_halves(folder, file)
+            _delete_incomplete(folder, file)
             raise
     finally:
         file.unlink(missing_ok=True)
         os.close(fd)
 
 
-def _delete_stale_halves(folder: Path, note: Path) -> None:
-    with suppress(OSError), note.open() as file:
+def _delete_stale_libraries(folder: Path, marker: Path) -> None:
+    with suppress(OSError), marker.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody is at work
+        except BlockingIOError:  # its process still compiles
             return
-        _delete_halves(folder, note)
-        note.unlink()
+        _delete_incomplete(folder, marker)
+        marker.unlink()
 
 
-def _delete_halves(folder: Path, note: Path) -> None:
-    """Delete the half libraries that are not older than `note`."""
+def _delete_incomplete(folder: Path, marker: Path) -> None:
+    """Delete the half-written libraries that are not older than the marker."""
     with suppress(OSError):
-        begin = note.stat().st_mtime
+        begin = marker.stat().st_mtime
         for library in folder.glob("*/*.so"):
             with suppress(OSError):
-                if library.stat().st_mtime >= begin and not _is_whole(library):
+                if library.stat().st_mtime >= begin and not _is_complete(library):
                     library.unlink()
 
 
-def _is_whole(library: Path) -> bool:
-    """Does it end where its header says? The table of its sections is written last."""
+def _is_complete(library: Path) -> bool:
+    """Is a library complete? The table of sections, which its header locates, is written last."""
     with library.open("rb") as file:
         header = file.read(64)
     if header[:4] != b"\x7fELF" or len(header) < 64:

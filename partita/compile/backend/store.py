@@ -1,8 +1,8 @@
-"""The store of compiled programs: where are compiled programs kept, from one run to the next?
+"""The store of compiled programs: a folder with one file for each key, kept from run to run.
 
-In a folder, one file for each key: a header that says what the file is, metadata, and the bytes of
-the artifact. What is not whole, or not ours, is as if it were not there, but for one warning. The
-folder is bounded, what was not used for longest goes first, and many processes may write to it.
+A file is a header with a checksum, metadata as JSON, and the payload. A file that is damaged, of
+another version or not trusted counts as missing, with one warning. The size of the folder is
+bounded, the least recently used files are deleted first, and many processes may use it at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .file_trust import Untrusted, check_folder, open_trusted
 __all__ = ["Artifact", "Entry", "Store", "default_store", "read_limit"]
 
 MAGIC = b"partita artifact 1\n"
-"""The first line; the number goes up when files are read in another way."""
+"""The first line of a file; its number is raised when the format changes."""
 SUFFIX, PART = ".artifact", ".part"
 LIMIT = 2 << 30
-_PART_LIVES = 3600.0  # seconds after which a file that nobody finished is taken for abandoned
+_PART_LIVES = 3600.0  # seconds after which an unfinished file counts as abandoned
 _HEADER = re.compile(rb"([0-9a-z-]+) ([0-9a-f]{64}) ([0-9]+) ([0-9]+)\n")
 _HEADER_BYTES = 512
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -38,8 +38,8 @@ class Artifact:
     """What a compiler made of a program.
 
     Attributes:
-        payload: what it takes to run it, for whoever made it.
-        metadata: what may be said of it without running it; JSON.
+        payload: bytes that `inductor.load` turns into a function.
+        metadata: what is known of it without loading it, as JSON.
     """
 
     payload: bytes
@@ -51,11 +51,11 @@ class Entry:
     """One file of a store.
 
     Attributes:
-        key: of the program that it holds, as its name says.
+        key: of the program that it holds, by its name.
         nbytes: of the whole file.
-        used: when it was last put or got, in seconds since 1970.
+        used: when it was last written or read, in seconds since 1970.
         metadata: of the artifact; empty where there is a problem.
-        problem: why it cannot be used; "" where it can, as far as was looked.
+        problem: why it cannot be used; "" where no problem was found.
     """
 
     path: Path
@@ -70,9 +70,8 @@ class Store:
     """A folder of artifacts.
 
     Args:
-        folder: made by the first `put`, for this user alone: whoever can write to it can have
-            programs of this user run what they like. So one that others can write to is not used,
-            nor a file that others could have written.
+        folder: made by the first `put`, writable by this user alone, since its files are executed.
+            A folder or file that others can write to is not used.
         limit: bytes of all files together; 0 to keep nothing.
     """
 
@@ -80,7 +79,7 @@ class Store:
         self.folder, self.limit = folder, limit
 
     def path(self, key: str) -> Path:
-        """Where the artifact of a key is, or would be."""
+        """The path of the file of a key."""
         if not re.fullmatch("[0-9a-z-]+", key):
             raise ValueError(f"a key is of digits, small letters and dashes, not {key!r}")
         return self.folder / (key + SUFFIX)
@@ -94,7 +93,7 @@ class Store:
             check_folder(self.folder)
             with open_trusted(path) as file:
                 artifact = _read_artifact(file, key)
-            os.utime(path)  # it is of use
+            os.utime(path)  # for the order of deletion
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (_Unusable, Untrusted) as problem:
@@ -106,9 +105,9 @@ class Store:
         return artifact
 
     def put(self, key: str, artifact: Artifact) -> bool:
-        """Keep an artifact, in place of any that has its key. False, with a warning, if that fails.
+        """Write an artifact, replacing one of the same key. False, with a warning, if that fails.
 
-        Others see the file whole or not at all.
+        Others see the complete file or none.
         """
         path = self.path(key)
         metadata = json.dumps(artifact.metadata).encode()
@@ -139,16 +138,16 @@ class Store:
     # -- all of them -------------------------------------------------------------------------------
 
     def entries(self, check: bool = False) -> list[Entry]:
-        """What is there, last used first.
+        """The files of the store, the last used first.
 
         Args:
-            check: read all of each file, to see whether it is as it was written.
+            check: whether to read all of each file and compare its checksum.
         """
         found = [_read_entry(path, check) for path in self._list_files(SUFFIX)]
         return sorted((e for e in found if e is not None), key=lambda e: -e.used)
 
     def clear(self) -> tuple[int, int]:
-        """Forget everything. How many files that were, and bytes.
+        """Delete all files; their number and bytes.
 
         Raises:
             OSError: a file cannot be removed.
@@ -191,7 +190,7 @@ class Store:
 
 
 def default_store() -> Store:
-    """The store in `PARTITA_CACHE`, else in partita's folder of the user's cache.
+    """The store in the folder `PARTITA_CACHE`, else in `partita` of the user's cache folder.
 
     Raises:
         ValueError: PARTITA_CACHE_LIMIT is no size.
@@ -204,10 +203,10 @@ def default_store() -> Store:
 
 
 def read_limit(text: str) -> int:
-    """Bytes, of a number that may be followed by K, M, G or T (of 1024), and B or iB.
+    """Parse a number of bytes, which may be followed by K, M, G or T (powers of 1024), and B or iB.
 
     Raises:
-        ValueError: `text` is no such thing.
+        ValueError: `text` is no size.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -219,7 +218,7 @@ def read_limit(text: str) -> int:
 
 
 class _Unusable(Exception):
-    """Why a file is no artifact."""
+    """A file is no valid artifact; the message says why."""
 
 
 def _digest_artifact(key: str, metadata: bytes, payload: bytes) -> str:
@@ -243,7 +242,7 @@ def _write_atomically(path: Path, parts: tuple[bytes, ...]) -> None:
 
 
 def _read_header(file: BinaryIO, key: str) -> tuple[str, int, int]:
-    """The digest, and how many bytes of metadata and of payload follow."""
+    """The digest, and the numbers of bytes of metadata and of payload that follow."""
     magic = file.readline(_HEADER_BYTES)
     if magic != MAGIC:
         ours = magic.startswith(b"partita artifact ")

@@ -27,7 +27,7 @@ from partita.comm.graph_collectives import WAIT
 from ..backend.constants import constants_of, names_of_constants
 from ..backend.executor import FILE as OUTER_FILE
 from ..backend.executor import FIRST_LINE
-from ..backend.sections import Section, SectionCall, Sections, SectionWriting
+from ..backend.sections import Section, SectionCall, Sections, SectionWriter
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import lazy_graph_module
 from ..node_metadata import Note, note_of
@@ -205,7 +205,7 @@ class _FakeRun(TorchDispatchMode):
             for name, constant in zip(names, inputs[given:], strict=True):
                 setattr(held, name, constant)
             outer = lazy_graph_module(held, sections.outer.graph)
-            written = SectionWriting(replace(sections, outer=outer), calls)
+            written = SectionWriter(replace(sections, outer=outer), calls)
             run = written.function()
             self._outer = dict(enumerate(written.nodes, FIRST_LINE))
             return run(inputs[:given])

@@ -42,8 +42,7 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """A saved result without what only the compiler reads. Private torch: the format it is saved
-    in."""
+    """A saved result without what only the compiler reads. Private torch: its format."""
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     for line, ours in _LINES.items():
@@ -121,8 +120,7 @@ def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Itera
 
 
 class _ExternKernels:
-    """Torch's functions as kernels; others are looked up in the compiler, which is then
-    imported."""
+    """Torch's functions as kernels; others are looked up in the compiler, imported then."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):

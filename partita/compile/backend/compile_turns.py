@@ -127,8 +127,7 @@ class Wanted:
         return self.built is None and self.error is None
 
     def attempt(self, do: Callable[[], None]) -> None:
-        """Call `do` if the program is missing; an error is kept, since other ranks wait for this
-        one."""
+        """Call `do` if the program is missing; an error is kept, for other ranks wait."""
         if self.is_missing:
             try:
                 do()
@@ -174,8 +173,7 @@ class Wanted:
         return call
 
     def note_code(self, code: list[str]) -> None:
-        """Keep the memory schedule of generated code in the metadata, for ranks that only load
-        it."""
+        """Keep the memory schedule of generated code in the metadata, for ranks that load it."""
         assert isinstance(self.program, Program)
         try:
             self.program.metadata["memory"] = memory_of_code(code, self.program).to_json()

@@ -1,5 +1,4 @@
-"""Constants of a graph: tensors that a step makes of Python numbers, passed to compiled code as
-inputs.
+"""Constants of a graph: tensors made of Python numbers, which compiled code takes as inputs.
 
 They follow the inputs of the graph. Compiled code that held them would lose them in the store.
 """

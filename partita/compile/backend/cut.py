@@ -119,8 +119,7 @@ class _GraphCutter:
     # -- which calls are together ------------------------------------------------------------------
 
     def _split_into_parts(self) -> Iterator[list[fx.Node]]:
-        """The stretches between collectives; long ones, and those without an equal, cut into
-        repeats."""
+        """The stretches between collectives; long and unique ones are cut into their repeats."""
         runs: list[list[fx.Node]] = [[]]
         for node in self.order:
             if _stands_between(node):
@@ -154,8 +153,7 @@ class _GraphCutter:
         yield from self._split_repeats(run[cut:])
 
     def _count_live_values(self, run: list[fx.Node]) -> list[int]:
-        """For each call of a run, the number of values of earlier calls that it or later ones
-        read."""
+        """For each call of a run, how many values of earlier calls it or later ones read."""
         place = {node: i for i, node in enumerate(run)}
         change = [0] * (len(run) + 1)
         for node, i in place.items():
@@ -169,8 +167,7 @@ class _GraphCutter:
     # -- views -------------------------------------------------------------------------------------
 
     def _is_remakeable_view(self, node: fx.Node) -> bool:
-        """Is it a view, which can be made again where it is read? Not an item of a call's new
-        result."""
+        """Is it a view, to be made again where it is read? (No item of a call's new result.)"""
         if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
         if node.target is operator.getitem:
@@ -178,8 +175,7 @@ class _GraphCutter:
         return not self.storages.made_by(node) and not has_effect(node)
 
     def _find_owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes that own the memory of a node's value: itself, or the bases of the views it is
-        of."""
+        """The nodes that own the memory of a value: its node, or the bases that it is a view of."""
         if self._is_remakeable_view(node):
             for read in node.all_input_nodes:
                 yield from self._find_owners(read)
@@ -217,8 +213,7 @@ class _GraphCutter:
             self._values[node] = self._copy_to_outer(node)
 
     def _check_owned(self, gives: Sequence[fx.Node]) -> None:
-        """Raise _Uncut where a value that a part returns is a view of an input, or of another
-        value."""
+        """Raise _Uncut where a part returns a view of an input or of another result."""
         shown = [s for node in gives for s in self.storages.of[node]]
         makers = {self.storages.maker[s] for s in shown}
         if len(set(shown)) < len(shown) or any(self.of.get(m) != self.of[gives[0]] for m in makers):

@@ -158,8 +158,7 @@ class GraphWriter:
         return f"{name} = {self.bind(target)}({', '.join(args)})"
 
     def _find_last_reads(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
-        """For each node the values that it is the last to read: itself where unused, but no
-        inputs."""
+        """For each node the values it reads last: itself where unused, but no inputs."""
         found: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(nodes):

@@ -194,8 +194,7 @@ def load(payload: bytes) -> Call:
 
 
 def _load_payload(payload: bytes) -> tuple[Call, Any, bool]:
-    """Torch's function of a payload; its `CompiledFxGraph`; whether generated code runs by
-    itself."""
+    """Torch's function of a payload; its `CompiledFxGraph`; whether that runs by itself."""
     version, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if version != _FORMAT:
         raise ValueError(f"its format is {version}, not {_FORMAT}")

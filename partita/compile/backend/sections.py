@@ -53,8 +53,7 @@ class Section:
 
 
 def call_section(section: Section, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a section; the code of the outer graph calls what was
-    compiled."""
+    """The target of nodes that call a section. (Written code calls what was compiled.)"""
     raise RuntimeError("a section was not compiled")
 
 

@@ -1,5 +1,4 @@
-"""Attributes and hooks of tensors: those that a program has set on a tensor, guarded for all at
-once.
+"""Attributes and hooks that a program has set on tensors, guarded for all tensors at once.
 
 Each parameter of a step has places for both (`places_of_attributes_and_hooks`), which guards
 compare and report like others. They hardly ever change, so `AttributesAndHooks` first compares the

@@ -33,8 +33,7 @@ _VIEWS = tuple(
 
 
 def has_raw_content(value: Any) -> bool:
-    """Is it an array, a buffer, a file in memory or a decimal context: content that changes in
-    place?"""
+    """Is it an array, a buffer, a file in memory or a decimal context, mutable in place?"""
     if isinstance(value, (*_BUFFERS, *_FILES, decimal.Context)):
         return True
     numpy = sys.modules.get("numpy")

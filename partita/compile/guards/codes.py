@@ -44,16 +44,7 @@ _LIBRARIES_OF_TORCH = tuple(
     os.sep + name + os.sep
     for name in "filelock functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
 )
-_LIBRARY_MODULES = (
-    "torch",
-    "partita",
-    "builtins",
-    "numpy",
-    "sympy",
-    "mpmath",
-    "functorch",
-    "torchgen",
-)
+_LIBRARY_MODULES = "torch partita builtins numpy sympy mpmath functorch torchgen".split()
 _GLOBAL_OPS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _WRITE_OPS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL")
 _ATTRIBUTE_OPS = ("LOAD_METHOD", "LOAD_ATTR")
@@ -65,8 +56,7 @@ _MUTATING_METHODS = frozenset(
 
 @functools.cache
 def is_recorded(filename: str) -> bool:
-    """Is code of this file recorded: the user's, or a library's beside torch, partita and
-    Python's?"""
+    """Is a file's code recorded: not torch's, partita's or Python's own?"""
     if filename.startswith("<frozen"):
         return False
     path = os.path.abspath(filename)
@@ -97,8 +87,7 @@ def global_names(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """The chains of attributes that code reads of variables: ("torch", "relu"), ("cfg", "a",
-    "b")."""
+    """The chains of attributes that code reads of variables: ("torch", "relu")."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for i in dis.get_instructions(code):
@@ -123,8 +112,7 @@ def strings_of(code: CodeType) -> set[str]:
 
 
 def line_of_write(codes: list[CodeType], key: object) -> str | None:
-    """The `"file:line"` at which one of `codes` writes the name `key`; None where that is
-    unsure."""
+    """The `"file:line"` where one of `codes` writes the name `key`; None where unsure."""
     writes_by_name, mutations = [], []
     for code in codes:
         line = code.co_firstlineno

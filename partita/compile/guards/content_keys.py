@@ -47,8 +47,7 @@ class ByIdentity:
 
 
 def argument_key(value: Any) -> Any:
-    """The key of an argument that is no tensor; of a float only its type, for it is a graph
-    input."""
+    """The key of an argument that is no tensor; of a float, a graph input, its type."""
     if isinstance(value, float):  # what the step asks of it is in the program's conditions
         return (type(value),)
     return content_key(value)

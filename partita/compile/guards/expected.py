@@ -91,8 +91,7 @@ class Expected:
         raise NotImplementedError
 
     def parts(self, now: Any) -> Iterator[tuple[Expected, Any]]:
-        """The parts whose contents may change in place: for each what it was, and what it is
-        now."""
+        """The parts that may change in place: for each what it was, and what it is now."""
         return iter(())
 
 
@@ -409,8 +408,7 @@ def as_expected(
 
 
 def compares_by_value(value: Any) -> bool:
-    """Is it an immutable value with `==` of a library: of numpy, a path, a fraction, a date, a
-    UUID?"""
+    """Is it an immutable value with `==`: of numpy, a path, a fraction, a date, a UUID?"""
     kind = type(value)
     root = kind.__module__.split(".")[0]
     if root == "numpy":

@@ -83,8 +83,7 @@ class Functions:
         self._substitutes = Substitutes()
 
     def namespaces(self) -> list[tuple[str, dict[str, Any], frozenset[str]]]:
-        """The namespaces that were reached: name, variables, and the names that may be read of
-        each."""
+        """The reached namespaces: name, variables, and the names that may be read of each."""
         return [
             (name, variables_of(space), frozenset(self._names_asked))
             for space, name in (self._without_attributes | self._namespaces).values()
@@ -142,16 +141,14 @@ class Functions:
                             self._by_operators[id(f.__code__)] = (base, key)
 
     def _reach_layer(self, kind: type) -> None:
-        """Record the functions that a class of torch's layers calls, which a program may
-        replace."""
+        """Record functions that a class of torch's layers calls: a program may replace them."""
         self._codes_of_functions.add(id(kind))
         for f in list(vars(kind).values()):
             if isinstance(f, types.FunctionType):
                 self._read_libraries(f.__code__, {"F": f.__globals__.get("F")})
 
     def reach_cached_function(self, f: Any, name: str) -> None:
-        """Enter a cached function at once: results cached before this step ran came of its
-        reads."""
+        """Enter a cached function at once: results cached before the step came of its reads."""
         self._record.reach_value(f, name)
         waiting = self._waiting.pop(id(getattr(f, "__code__", None)), ())
         for f, called in waiting:
@@ -165,8 +162,7 @@ class Functions:
             read_all_names(self._record, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record the variables of a module, class or function by the names in use, now and
-        later."""
+        """Record variables of a module, class or function by the names used, now and later."""
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)

@@ -53,8 +53,7 @@ INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 @functools.lru_cache(maxsize=1024)
 def names_of_class(kind: type) -> frozenset[str]:
-    """The names that a class and its bases have now. (New ones show in the number of
-    attributes.)"""
+    """The names that a class and its bases have now. (New ones change their number.)"""
     return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
 
 

@@ -87,8 +87,7 @@ class StateReader(Protocol):
         """Record that an attribute is read."""
 
     def read_place(self, place: Place, value: Any, shallow: bool = False) -> None:
-        """Record that a place is read, where `value` stands, and reach the value unless
-        `shallow`."""
+        """Record that a place is read, where `value` stands; reach that unless `shallow`."""
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
         """Record that an attribute of a class is read; its value, or MISSING."""

@@ -177,8 +177,7 @@ class ReadRecord:
 
     @contextmanager
     def reaching_by_name(self) -> Iterator[None]:
-        """Within, values are reached since code uses their names: what is refused else may go
-        unread."""
+        """Within, values are reached since code uses their names: the step may not read them."""
         before, self.reached_by_name = self.reached_by_name, True
         try:
             yield

@@ -60,8 +60,7 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a program is made for, of a tensor, beside its strides: shape, dtype, layout,
-    hooks..."""
+    """What a program is made for, of a tensor: shape, layout, dtype, hooks, not strides."""
     with Local():
         return _key_of_tensor(t)
 

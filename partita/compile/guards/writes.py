@@ -18,14 +18,13 @@ import torch
 from ..arguments import is_taken_apart
 from .c_objects import make_restorer, read_raw_content
 from .expected import MISSING, is_container, items_of, same_bits
-from .objects import dict_of, slots_of
+from .objects import INSIDE, dict_of, slots_of
 from .places import Place, place_of_entry, place_of_slot
 
 __all__ = ["Snapshots", "Write"]
 
 _PLAIN = (bool, int, float, str, bytes, complex, type(None))
 _MUTABLE = (list, dict, set, collections.deque, types.SimpleNamespace)
-_INSIDE = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +86,7 @@ class Snapshots:
             self._containers[id(value)] = (value, name, _copy(value))
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
-        """Copy a container or object that the capture has made, and those in it, but those in
-        `known`."""
+        """Copy a container or object that capture has made, and those in it, not in `known`."""
         if id(value) in known:
             return
         if is_taken_apart(value):
@@ -218,7 +216,7 @@ def _find_dict_writes(
 ) -> Iterator[Write]:
     for key in dict.fromkeys([*before, *held]):
         was, now = before.get(key, MISSING), dict.get(held, key, MISSING)
-        if not _is_same_value(was, now) and not (dotted and key in _INSIDE):
+        if not _is_same_value(was, now) and not (dotted and key in INSIDE):
             called = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
             yield _make_place_write(place_of_entry(called, held, key), was, now, attribute=dotted)
 

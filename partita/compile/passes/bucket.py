@@ -130,8 +130,7 @@ def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
 
 
 def _split_by_readiness(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """Split gathers, in order, into parts whose operands are there before the part's first
-    gather."""
+    """Split gathers, in order, into parts whose operands are there before their first."""
     parts: list[list[fx.Node]] = []
     for node in members:
         if parts and _is_ready_before(_operand_of_collective(node), parts[-1][0]):

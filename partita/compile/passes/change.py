@@ -60,8 +60,7 @@ class Change:
         return self.text()
 
     def text(self, *more: str) -> str:
-        """The change as text, with the first lines of the diff, before which the lines `more`
-        stand."""
+        """The change as text: figures, the lines `more`, and the first lines of the diff."""
         said = [f"{self.name}: {self.promise}", f"  {self.did}"]
         for what, label in _LABELS.items():
             before, after = (format_figure(what, value) for value in getattr(self, what))

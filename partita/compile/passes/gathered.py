@@ -130,8 +130,7 @@ def _find_moved_views(node: fx.Node) -> set[fx.Node]:
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """A collective with the views, casts and copies that pack its operand; the nodes that these
-    read."""
+    """A collective with the nodes that pack its operand; the nodes that these read."""
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:

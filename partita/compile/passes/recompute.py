@@ -40,8 +40,7 @@ def is_late(node: fx.Node) -> bool:
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Have backward read copies of `chosen`, each made where it is first read; the copies by
-    node."""
+    """Have backward read copies of `chosen`, made where first read; the copies by node."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy_for_backward(node: fx.Node) -> fx.Node:
@@ -66,8 +65,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
-    """A copy of a program in which the nodes of these names are recomputed, and the copies by
-    node."""
+    """A copy of a program in which these nodes are recomputed, and their copies by node."""
     trial = copy.copy(program)
     trial.graph = lazy_graph_module(program.graph, copy.deepcopy(program.graph.graph))
     graph = trial.graph.graph

@@ -59,8 +59,7 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 
 
 def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
-    """The nodes that make no kept storage. (Views of kept storages are recomputed: they are
-    free.)"""
+    """The nodes that make no kept storage. (Views of kept ones are recomputed: free.)"""
     return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
 
 

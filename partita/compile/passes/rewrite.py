@@ -22,8 +22,7 @@ __all__ = ["Making", "fake_value_of", "find", "put", "replace"]
 
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
-    """The calls of a graph that match, in order; a list, so that the graph may be changed
-    meanwhile.
+    """The matching calls of a graph, in order; a list, so that the graph may be changed.
 
     Args:
         targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where

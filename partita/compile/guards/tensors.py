@@ -1,8 +1,7 @@
-"""Tensor guards: whether the tensors that a step reaches are what they were, where they were.
+"""Tensor guards: whether the tensors that a step reaches are the same, with the same metadata.
 
-Another memory, dtype, layout or history is another tensor, though it be the same object. There are
-four tensors for each parameter, so each question is asked of all of them in one pass that runs in
-C.
+The same object may have another storage, shape, dtype or layout than before. There are four tensors
+for each parameter, so each property is read of all tensors in one pass that runs in C.
 """
 
 from __future__ import annotations

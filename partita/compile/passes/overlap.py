@@ -1,4 +1,8 @@
-"""Overlap: what can be under way while something else is computed?"""
+"""Overlap of collectives with computation: gathers begin early, reductions are waited for late.
+
+Each change is tried on an order of the nodes (`_Order`) and taken only if the predicted peak of
+memory stays within a limit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ __all__ = ["overlap"]
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _FEW, _SMALL = 16, 1 << 15
-"""Calls that make what is carried of inputs, and its bytes: a count of the batch's targets, say."""
+"""A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
+step: as one that counts the targets of a batch."""
 _ROOM = 1.05
 """How far prefetching may raise the predicted peak, inputs included."""
 
@@ -29,12 +34,12 @@ _ROOM = 1.05
 def overlap(program: Program) -> str:
     """A gather is under way while the block before computes, a sum while the next ones do.
 
-    A gather begins when the block before has what it needs and begins to compute, so that no more
-    than two are gathered at once; a reduction is waited for when the next one begins, and one that
-    an optimizer's step asked for behind backward. What is carried besides begins with the step, if
-    it is made of inputs alone, and is waited for where it is read. Each only where the predicted
-    peak of memory, the inputs included, stays within 5 % of what it was: where activations fill the
-    memory, nothing is fetched ahead.
+    A gather begins when the block before it begins to compute, so that at most two blocks are
+    gathered at once. A reduction is waited for when the next one begins; one that an optimizer's
+    step asked for, behind backward. Other collectives begin with the step, if they are small and
+    made of inputs alone, and are waited for where they are read. Each change is made only if the
+    predicted peak of memory, the inputs included, stays within 5 % of what it was: where
+    activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)
     limit = _ROOM * order.peak()
@@ -49,10 +54,10 @@ def overlap(program: Program) -> str:
 
 
 class _Order:
-    """The nodes of a graph in an order that is tried out before it is taken.
+    """An order of a graph's nodes, in which moves are tried before the graph is changed.
 
-    What is tried lies within a window of it. Outside of that nothing changes, neither what is in
-    memory nor where a node stands: a try takes as long as its window.
+    A try moves nodes within a window. Outside of it neither the memory nor the place of a node
+    changes, so that a try takes time for its window alone.
     """
 
     def __init__(self, program: Program):
@@ -65,9 +70,9 @@ class _Order:
         self._live, self._peak = self._simulate_memory(self.nodes, 0, self._last)
 
     def _read_by(self, node: fx.Node) -> set[int]:
-        """The storages that must be there when a node runs."""
+        """The storages that must be allocated when a node runs."""
         reads = node.all_input_nodes
-        # What is under way reads its operand until it is waited for; an all-reduce a copy of it.
+        # A collective reads its operand until it is waited for; an all-reduce reads a copy.
         if node.target is WAIT and reads[0].target is not ALL_REDUCE:
             reads = [*reads, *reads[0].all_input_nodes]
         return {s for read in reads for s in self._storages.of[read]}
@@ -77,16 +82,16 @@ class _Order:
         return self._storages.of[node.args[0]] if node.target is _COPY else ()  # type: ignore[index]
 
     def peak(self) -> int:
-        """Bytes at the fullest place, the inputs' among them."""
+        """The peak of memory in bytes, the inputs included."""
         return self._peak
 
     def _simulate_memory(
         self, nodes: Sequence[fx.Node], live: int, last: Mapping[int, fx.Node]
     ) -> tuple[list[int], int]:
-        """Bytes that are there before each of `nodes`, `live` of them before the first; the most.
+        """The bytes allocated before each of `nodes`, `live` before the first; and the peak.
 
         Args:
-            last: of each storage that one of them reads, who reads it last.
+            last: for each storage that one of them reads, its last reader.
         """
         found, nbytes = self._storages, self._storages.nbytes
         before, most = [], live
@@ -101,10 +106,10 @@ class _Order:
         return before, most
 
     def try_behind(self, some: set[fx.Node], behind: fx.Node, limit: float) -> bool:
-        """Have `some`, in their order, right behind another node, if that stays within the limit.
+        """Move `some` nodes, in their order, right behind another, if the peak stays in the limit.
 
         Args:
-            limit: within which the order is now.
+            limit: bytes; the peak of the order is within it now.
         """
         at = self.place[behind]
         places = [self.place[node] for node in some]
@@ -149,9 +154,8 @@ def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
-    """Wait for a collective where the next of its kind begins and then, for a reduction that serves
-    an optimizer's step, behind backward: for the last ones first, whose results are there for the
-    shortest time."""
+    """Move the wait for a collective to where the next of its kind begins. Then move waits for
+    reductions of an optimizer's step behind backward, the last first: its result lives shortest."""
     moved: dict[fx.Node, bool] = {}
     place = order.place
     for reasons in (("gradient", "settle"), ("update",)):
@@ -170,8 +174,8 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
-    """What a step itself asked for is waited for where something is computed of it, and begins with
-    the step where it is small and made of inputs by little: then it costs no time but the way."""
+    """Wait for the user's own collectives where something is computed of them, and begin them with
+    the step where they are small and made of inputs by few calls: then only latency is left."""
     inputs = [n for n in order.nodes if n.op == "placeholder"]
     for wait in [n for n in order.nodes if n.target is WAIT]:
         if note_of(wait).reason in ("implicit", "explicit"):
@@ -193,7 +197,7 @@ def _try_with_step(order: _Order, wait: fx.Node, inputs: fx.Node, limit: float) 
     while waiting and len(made) <= _FEW:
         node = waiting.pop()
         assert isinstance(node, fx.Node)
-        if node not in made and node.op != "placeholder":  # a constant stands where it is read
+        if node not in made and node.op != "placeholder":  # (a constant may be moved)
             made.add(node)
             waiting += node.all_input_nodes
     if len(made) > _FEW or any(is_collective(n) for n in made - {wait.args[0]}):
@@ -221,11 +225,11 @@ def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _made_late(order: _Order, wait: fx.Node, behind: fx.Node) -> set[fx.Node] | None:
-    """What must come behind another node if `wait` does; None where it cannot or does already."""
+    """The nodes that must move behind another with `wait`; None where that cannot be or is so."""
     place = order.place
     late, reads = {wait}, order.reads[wait]
     for node in order.nodes[place[wait] + 1 : place[behind] + 1]:
-        # What writes into memory that is read late must wait for that too.
+        # A write into memory that a moved node reads must move with it.
         written = order.written_by(node)
         if not (late.isdisjoint(node.all_input_nodes) and reads.isdisjoint(written)):
             late.add(node)

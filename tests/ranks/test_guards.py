@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import partita as pt
+from partita.app.models import GPT, gpt
 from partita.compile.node_metadata import note_of
 
 from . import library_changes, number_changes, tensor_changes, world_changes  # noqa: F401 (entries)
@@ -541,3 +542,17 @@ def test_what_computes_under_settings_of_its_own_is_refused_with_its_line(settin
         assert pt.compile(lambda x: x + torch.ones(1), backend="graph")(
             torch.zeros(2)
         ).tolist() == [1, 1]
+
+
+def test_partitas_own_models_are_recorded_as_a_users_are(monkeypatch):
+    model = GPT(layers=1, width=16, heads=2, context=8)
+    tokens = torch.randint(0, 256, (2, 8))
+
+    def step(tokens):
+        return model(tokens).square().mean()
+
+    fast = pt.compile(step, backend="graph")
+    torch.testing.assert_close(fast(tokens), step(tokens))
+    monkeypatch.setattr(gpt, "rotate", lambda x, cos, sin: x)
+    torch.testing.assert_close(fast(tokens), step(tokens))
+    assert len(fast.reasons) == 2 and "rotate" in fast.reasons[1]

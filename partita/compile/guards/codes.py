@@ -34,8 +34,8 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 # Our own models and training loop are recorded like a user's.
 _RECORDED_OF_PARTITA = (
-    os.path.join(_PARTITA, "train", "models", ""),
-    os.path.join(_PARTITA, "train", "trainer.py"),
+    os.path.join(_PARTITA, "app", "models", ""),
+    os.path.join(_PARTITA, "app", "trainer.py"),
 )
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)

@@ -82,10 +82,14 @@ def find_difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float)
     apart = (found.to(precise) - wanted.to(precise)).abs()
     apart = apart.nan_to_num(math.inf, math.inf).masked_fill(close, -1.0)
     at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
-    text = f"is {found[at].item()} and not {wanted[at].item()}"
-    if at:
-        text += f" at {at}"
-    return f"{text}, which differs most: by {apart[at].item():.3g}, of {tolerance:.1g} allowed"
+    place = f" at {at}" if at else ""
+    values = f"{_format_number(found[at].item())} and not {_format_number(wanted[at].item())}"
+    difference = f"differs most{place}: {values}, by {apart[at].item():.3g}"
+    return f"{difference} ({tolerance:.1g} would be rounding)" if tolerance else difference
+
+
+def _format_number(x: complex) -> str:
+    return str(x) if isinstance(x, int) else f"{x:.7g}"
 
 
 def _text_of(x: torch.Tensor, what: str) -> str:

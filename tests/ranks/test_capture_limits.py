@@ -161,6 +161,8 @@ def test_an_int_that_is_another_in_each_call_is_told_of():
         for k in range(6):
             fast(torch.ones(2), float(k))
     assert len(fast.reasons) == 1
+    fast(torch.ones(2), 7)
+    assert fast.reasons[1] == "argument[1]: a float became 7"  # and not which float
 
 
 def test_a_container_of_another_length_is_named_as_one():

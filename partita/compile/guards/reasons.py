@@ -47,6 +47,8 @@ def describe_call(
     for name, value in zip(names, tensors, strict=True):
         if isinstance(value, torch.Tensor):
             found[name] = _describe_tensor(value, first.setdefault(id(value), name), name)
+        elif isinstance(value, float):  # an input: its value is no part of what it was made for
+            found[name] = {"value": f"a {type(value).__name__}"}
         else:
             found[name] = {"value": text_of(value)}
     for name, value in state.settings():

@@ -197,11 +197,15 @@ def _find_rule_named(name: str) -> Rule | None:
 
 @cache
 def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of a function's first `count` parameters, as torch's own table of overrides has
-    them; `operand0`, ... where it has none (then they can only be given by position)."""
+    """The names of a function's first `count` parameters, as torch's own table of overrides or an
+    operator's schema has them; `operand0`, ... where neither does (then they can only be given by
+    position)."""
     stand_in = torch.overrides.get_testing_overrides().get(func)
     names: list[str] = []
-    if stand_in is not None:
+    overloads = overloads_of(func)
+    if len(overloads) == 1 and overloads[0].namespace != "aten":
+        names = [a.name for a in overloads[0]._schema.arguments]
+    elif stand_in is not None:
         for p in inspect.signature(stand_in).parameters.values():
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) and p.name != "out":
                 names.append(p.name)

@@ -56,6 +56,24 @@ def test_every_error_is_in_the_catalogue():
     assert {e for e in errors if not re.search(rf"\b{e}`", page)} == inner
 
 
+def test_the_first_line_of_every_error_is_on_the_page_of_errors():
+    pytest.importorskip("mkdocs", reason="the site's builder is not installed")
+    hook = runpy.run_path(str(DOCS / "hooks/pages.py"))
+    page = hook["on_page_markdown"]((DOCS / "errors.md").read_text())
+    for text in (
+        "add: two meshes in one operation",
+        "...: two meshes in one operation",
+        "distribute_batch: the ranks have not read the same batch",
+        "capture: the step calls ..., an operator of a library of its own",
+        "zero: this model is sharded already",
+        "the ranks do not ask for the same",
+        "...: its rule does not fit this call",
+        "the recompute of ... makes a call that its forward did not make",
+    ):
+        assert text in page
+    assert len(hook["list_messages"]()) > 200
+
+
 @pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
 def test_what_a_page_names_of_the_code_is_there(page: Path):
     named = re.findall(r"`((?:partita/)?[a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", page.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
+EVERY_MESSAGE = "<!-- every message -->"
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 
 
@@ -44,5 +46,47 @@ def find_definition(named: re.Match) -> str:
     return f"::: {path}"
 
 
+_PYTHONS = {"RuntimeError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError"}
+_NO_PLACE = {"bench", "testing", "rules", "predict", "report"}  # of errors of the library itself
+
+
+def list_messages() -> list[str]:
+    """The first line of each error of the package, with `...` for what it puts in."""
+    found = set()
+    for path in sorted((ROOT / "partita").rglob("*.py")):
+        if path.relative_to(ROOT / "partita").parts[0] in _NO_PLACE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            found |= set(map(_read_text, _find_messages(node)))
+    return sorted(text for text in found if re.search(r"[a-z]{3}.* .*[a-z]{3}", text))
+
+
+def _find_messages(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.FunctionDef):  # where `fact` has a default
+        defaults = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        return [default for arg, default in defaults if arg.arg == "fact" and default]
+    if not isinstance(node, ast.Call):
+        return []
+    name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+    facts = [k.value for k in node.keywords if k.arg == "fact"]
+    if name == "not_captured" and node.args:
+        facts.append(ast.JoinedStr([ast.Constant("capture: "), *_parts_of(node.args[0])]))
+    elif name.endswith("Error") and name not in _PYTHONS and node.args:
+        facts.append(node.args[0])
+    return facts
+
+
+def _parts_of(text: ast.expr) -> list[ast.expr]:
+    return text.values if isinstance(text, ast.JoinedStr) else [text]
+
+
+def _read_text(text: ast.expr) -> str:
+    parts = [p.value if isinstance(p, ast.Constant) else "..." for p in _parts_of(text)]
+    return re.sub(r"(\.\.\. ?)+\.\.\.", "...", "".join(map(str, parts))).partition("\n")[0].strip()
+
+
 def on_page_markdown(markdown: str, **_) -> str:
+    if EVERY_MESSAGE in markdown:
+        lines = "\n".join(list_messages())
+        markdown = markdown.replace(EVERY_MESSAGE, f"```text\n{lines}\n```")
     return re.sub(r"^::: partita\.(\w+)$", find_definition, markdown, flags=re.MULTILINE)

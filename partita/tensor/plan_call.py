@@ -114,7 +114,12 @@ class _UnplannedCall:
         return self.form.inplace and not self.form.reshapes
 
     def let_torch_complain(self) -> None:
-        """Run it on tensors without storage, so that a bad shape gets torch's own message."""
+        """Run it on tensors without storage, so that a bad shape gets torch's own message.
+
+        Not a user's operator, which need not say what it makes of such tensors.
+        """
+        if self.form.operator is not None and not self.form.operator.is_torchs:
+            return
         new = {
             path: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
             for path, t in self.tensors

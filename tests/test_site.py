@@ -74,6 +74,12 @@ def test_the_first_line_of_every_error_is_on_the_page_of_errors():
     assert len(hook["list_messages"]()) > 200
 
 
+def test_every_example_is_a_part_of_its_page():
+    shown = re.findall(r"<!-- source: (\S+) -->", (DOCS / "examples.md").read_text())
+    there = [p for p in (ROOT / "examples").rglob("*.*") if "__pycache__" not in p.parts]
+    assert sorted(shown) == sorted(str(p.relative_to(ROOT)) for p in there)
+
+
 @pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
 def test_what_a_page_names_of_the_code_is_there(page: Path):
     named = re.findall(r"`((?:partita/)?[a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", page.read_text())

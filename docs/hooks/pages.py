@@ -19,14 +19,17 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
 }
 EVERY_MESSAGE = "<!-- every message -->"
+SOURCE = re.compile(r"^<!-- source: (\S+) -->$", re.MULTILINE)
+LANGUAGES = {".py": "python", ".sbatch": "sh", ".yaml": "yaml"}
+LINKS = {**PAGES, "examples": "examples.md"}
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 
 
 def follow_link(link: re.Match) -> str:
     """A link as the site has it: between pages, or the text alone where a file is no page."""
     text, target = link.groups()
-    if target in PAGES:
-        return f"[{text}]({PAGES[target]})"
+    if target in LINKS:
+        return f"[{text}]({LINKS[target]})"
     return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
 
 
@@ -85,7 +88,13 @@ def _read_text(text: ast.expr) -> str:
     return re.sub(r"(\.\.\. ?)+\.\.\.", "...", "".join(map(str, parts))).partition("\n")[0].strip()
 
 
+def show_source(named: re.Match) -> str:
+    path = ROOT / named[1]
+    return f"```{LANGUAGES[path.suffix]}\n{path.read_text().rstrip()}\n```"
+
+
 def on_page_markdown(markdown: str, **_) -> str:
+    markdown = SOURCE.sub(show_source, markdown)
     if EVERY_MESSAGE in markdown:
         lines = "\n".join(list_messages())
         markdown = markdown.replace(EVERY_MESSAGE, f"```text\n{lines}\n```")

@@ -59,7 +59,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Args:
         fn: a function of torch, one of yours, or a module; on any mesh, dry ones (`pt.dry_mesh`)
             among them.
-        args, kwargs: its arguments, DTensors and others; they may have no memory (device "meta").
+        args: its arguments, DTensors and others; they may have no memory (device "meta").
+        kwargs: those by name.
 
     Returns:
         An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see

@@ -84,7 +84,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _name_of_function(fn: Any) -> str:
     if isinstance(fn, nn.Module):
         return type(fn).__name__
-    return getattr(fn, "__name__", None) or type(fn).__name__
+    # What torch.library.custom_op gives has the name of its operator only.
+    name = getattr(fn, "__name__", None) or getattr(fn, "_name", None) or type(fn).__name__
+    return str(name)
 
 
 class ExplainedWire(DryWire):

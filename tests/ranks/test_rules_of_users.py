@@ -128,3 +128,10 @@ def test_a_rule_of_a_function_of_torch_is_held_to_its_calls_and_torchs_own_compl
 
     with pt.ranks(dp=2) as world, pytest.raises(RuntimeError, match="1D tensors expected"):
         world.run(bad_call)
+
+
+def test_an_explanation_has_the_names_of_the_operator_and_of_its_arguments():
+    pt.rule("... h, h -> ... h", bias_gelu)
+    x = pt.zeros(4, 3, 6, device_mesh=pt.dry_mesh(tp=2), placements=[pt.Shard(2)])
+    text = str(pt.explain(bias_gelu, x, BIAS))
+    assert text.startswith("bias_gelu on tp=2") and "bias slice" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import runpy
@@ -108,6 +109,14 @@ def test_every_public_name_is_in_the_reference():
     shown = re.findall(r"^::: partita\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     torchs = {"DeviceMesh"}
     assert sorted(shown) == sorted(set(pt.__all__) - torchs)
+
+
+def test_what_the_reference_shows_of_modules_can_be_imported_from_there():
+    shown = re.findall(r"^::: (partita\.\S+\.\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert len(shown) > 10
+    for path in shown:
+        home, _, name = path.rpartition(".")
+        assert inspect.getdoc(getattr(importlib.import_module(home), name)), path
 
 
 def test_every_public_name_says_what_it_is():

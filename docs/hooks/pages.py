@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-
-import partita
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -42,9 +41,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def find_definition(named: re.Match) -> str:
-    """The path at which mkdocstrings, reading sources, finds a public name: `partita.ranks` is a
-    function for Python, but there is a module of that name, too."""
-    value = getattr(partita, named[1])
+    """The path at which mkdocstrings, reading sources, finds what programs import from elsewhere:
+    `partita.ranks` is a function for Python, but there is a module of that name, too."""
+    home, _, name = named[1].rpartition(".")
+    value = getattr(importlib.import_module(home), name)
     path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__name__}"
     return f"::: {path}"
 
@@ -98,4 +98,4 @@ def on_page_markdown(markdown: str, **_) -> str:
     if EVERY_MESSAGE in markdown:
         lines = "\n".join(list_messages())
         markdown = markdown.replace(EVERY_MESSAGE, f"```text\n{lines}\n```")
-    return re.sub(r"^::: partita\.(\w+)$", find_definition, markdown, flags=re.MULTILINE)
+    return re.sub(r"^::: (partita\S+)$", find_definition, markdown, flags=re.MULTILINE)

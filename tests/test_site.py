@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import runpy
@@ -56,6 +57,30 @@ def test_every_error_is_in_the_catalogue():
     assert {e for e in errors if not re.search(rf"\b{e}`", page)} == inner
 
 
+def test_the_first_line_of_every_error_is_on_the_page_of_errors():
+    pytest.importorskip("mkdocs", reason="the site's builder is not installed")
+    hook = runpy.run_path(str(DOCS / "hooks/pages.py"))
+    page = hook["on_page_markdown"]((DOCS / "errors.md").read_text())
+    for text in (
+        "add: two meshes in one operation",
+        "...: two meshes in one operation",
+        "distribute_batch: the ranks have not read the same batch",
+        "capture: the step calls ..., an operator of a library of its own",
+        "zero: this model is sharded already",
+        "the ranks do not ask for the same",
+        "...: its rule does not fit this call",
+        "the recompute of ... makes a call that its forward did not make",
+    ):
+        assert text in page
+    assert len(hook["list_messages"]()) > 200
+
+
+def test_every_example_is_a_part_of_its_page():
+    shown = re.findall(r"<!-- source: (\S+) -->", (DOCS / "examples.md").read_text())
+    there = [p for p in (ROOT / "examples").rglob("*.*") if "__pycache__" not in p.parts]
+    assert sorted(shown) == sorted(str(p.relative_to(ROOT)) for p in there)
+
+
 @pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
 def test_what_a_page_names_of_the_code_is_there(page: Path):
     named = re.findall(r"`((?:partita/)?[a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", page.read_text())
@@ -84,6 +109,14 @@ def test_every_public_name_is_in_the_reference():
     shown = re.findall(r"^::: partita\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     torchs = {"DeviceMesh"}
     assert sorted(shown) == sorted(set(pt.__all__) - torchs)
+
+
+def test_what_the_reference_shows_of_modules_can_be_imported_from_there():
+    shown = re.findall(r"^::: (partita\.\S+\.\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert len(shown) > 10
+    for path in shown:
+        home, _, name = path.rpartition(".")
+        assert inspect.getdoc(getattr(importlib.import_module(home), name)), path
 
 
 def test_every_public_name_says_what_it_is():

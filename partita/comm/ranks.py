@@ -40,6 +40,7 @@ class RankWire(Wire):
         (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         + (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     )
+    kind = "of pt.ranks"
 
     def __init__(
         self, world: World, number: int, handle: MeshHandle, members: tuple[int, ...], own: Scope

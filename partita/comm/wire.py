@@ -49,6 +49,8 @@ class Wire(Transport):
     """Are shards padded to equal size, as they are while a step is captured?"""
     has_peers = True
     """Are there other ranks to compare with?"""
+    kind = "of process groups"
+    """In a few words, for errors."""
 
     def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
         super().__init__(mesh, at)

@@ -1,10 +1,11 @@
 """The verifier: the grammar of legal graphs.
 
 Checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph has
-inputs, constants, calls of ATen or of functional collectives, and one output. Each value is made
-before it is used. Nothing writes but a `copy_` into an input, once, after which nobody reads that
-input. A collective is waited for before it is read, and its group is one of the program's. No node
-knows more of a rank than the coordinates among the inputs.
+inputs, constants, calls of ATen, of functional collectives or of a user's operators that do nothing
+but make tensors, and one output. Each value is made before it is used. Nothing writes but a `copy_`
+into an input, once, after which nobody reads that input. A collective is waited for before it is
+read, and its group is one of the program's. No node knows more of a rank than the coordinates among
+the inputs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 
 from partita.comm.graph_collectives import WAIT
 from partita.layout import LayoutError
+from partita.tensor.forms import find_unknown_effect
 from partita.tensor.op_facts import facts_of
 
 from .graph import is_collective
@@ -76,9 +78,9 @@ def _check_call(program: Program, node: fx.Node, after: str) -> None:
         return
     if not isinstance(target, torch._ops.OpOverload):
         raise _make_illegal_error(after, node, f"{target} is no operator of torch")
-    if target.namespace not in SPACES:
+    if target.namespace not in SPACES and (effect := find_unknown_effect(target)):
         raise _make_illegal_error(
-            after, node, f"operators of {target.namespace} have no meaning here"
+            after, node, f"operators of {target.namespace} have no meaning here: {effect}"
         )
     if target is _COPY:
         if not isinstance(node.args[0], fx.Node) or node.args[0].op != "placeholder":

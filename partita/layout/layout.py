@@ -77,8 +77,9 @@ class Layout:
         if isinstance(own_placement(placements), Placement):
             placements = (own_placement(placements),)
         if len(placements) != mesh.ndim:
+            n, axes = len(placements), "axis" if mesh.ndim == 1 else "axes"
             raise LayoutError(
-                f"{len(placements)} placements for mesh {mesh}, which has {mesh.ndim} axes",
+                f"{n} placement{'s' * (n != 1)} for mesh {mesh}, which has {mesh.ndim} {axes}",
                 operands=(f"placements  {list(placements)}",),
                 reason="give one placement for each axis of the mesh, in its order",
                 fixes=(_fix_of_placements([*placements, *[Replicate()] * mesh.ndim][: mesh.ndim]),),

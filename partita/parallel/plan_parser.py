@@ -54,10 +54,13 @@ class ParsedPlan:
     def __post_init__(self) -> None:
         places: dict[str, Places] = {}
         boundaries: dict[str, list[Inputs | Outputs]] = {}
+        faulty: tuple[list[str], list[str]] = [], []  # of parameters, of modules
         for pattern, value in self.plan.items():
             if isinstance(value, Mapping):
                 if self._check_placements(pattern, value):
                     places[pattern] = value
+                else:
+                    faulty[0].append(pattern)
             else:
                 each = [value] if isinstance(value, (Inputs, Outputs)) else value
                 if not isinstance(each, (list, tuple)) or not all(
@@ -75,8 +78,10 @@ class ParsedPlan:
                     ]
                     if all(fits):
                         boundaries[pattern] = list(each)
-        self._read_parameters(places)
-        self._read_boundaries(boundaries)
+                    else:
+                        faulty[1].append(pattern)
+        self._read_parameters(places, faulty[0])
+        self._read_boundaries(boundaries, faulty[1])
 
     def raise_problems(self) -> None:
         """Raise LayoutError with all that is wrong, if anything is."""
@@ -104,7 +109,8 @@ class ParsedPlan:
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def _read_parameters(self, plan: dict[str, Places]) -> None:
+    def _read_parameters(self, plan: dict[str, Places], faulty: Sequence[str]) -> None:
+        """Note where parameters go. Of `faulty` patterns it is only checked whether they match."""
         parameters, buffers = find_parameters_and_buffers(self.model)
         used: set[str] = set()
         for held in parameters:
@@ -126,8 +132,8 @@ class ParsedPlan:
                 continue
             self._record_layout(held, _find_start_layout(held))
         known = [name for held in parameters for name in held.names]
-        for pattern in plan:
-            if pattern not in used:
+        for pattern in (*plan, *faulty):
+            if pattern not in used and not _matches_any_name(pattern, known):
                 self._report_unmatched(pattern, "parameter", known, [h.name for h in buffers])
 
     def _apply_placements(self, held: HeldParameter, pattern: str, places: Places) -> Layout | None:
@@ -169,7 +175,10 @@ class ParsedPlan:
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def _read_boundaries(self, plan: dict[str, list[Inputs | Outputs]]) -> None:
+    def _read_boundaries(
+        self, plan: dict[str, list[Inputs | Outputs]], faulty: Sequence[str]
+    ) -> None:
+        """As `_read_parameters`, of modules."""
         names: dict[nn.Module, list[str]] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(plain_name(name))
@@ -193,11 +202,10 @@ class ParsedPlan:
                     self.boundaries.append((module, its[0], boundary))
                 except ValueError as error:
                     self.wrong.append(str(error))
-        for pattern in plan:
-            if pattern not in used:
-                self._report_unmatched(
-                    pattern, "module", [n for its in names.values() for n in its], []
-                )
+        known = [n for its in names.values() for n in its]
+        for pattern in (*plan, *faulty):
+            if pattern not in used and not _matches_any_name(pattern, known):
+                self._report_unmatched(pattern, "module", known, [])
 
     def _report_unmatched(
         self, pattern: str, what: str, known: list[str], others: list[str]

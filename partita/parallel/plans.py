@@ -85,10 +85,13 @@ def transformer(
     """A whole transformer.
 
     Args:
-        columns, rows: its linear layers, by what splits them.
+        columns: its linear layers that are split by outputs.
+        rows: those that are split by inputs.
         inners: the modules that begin with columns and end with rows.
         norms: the modules between those, which `sequence` lets work on pieces.
-        embed, head: split by words. Where they share one weight, that is split once.
+        embed: the embedding, split by words. Where it and `head` share one weight, that is split
+            once.
+        head: likewise.
         split_words: False leaves embed and head whole on every rank, which costs memory and work,
             and saves the moves of a split loss: for a small vocabulary.
         sequence: sequence parallel: between the inner modules, activations are cut along the

@@ -59,7 +59,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Args:
         fn: a function of torch, one of yours, or a module; on any mesh, dry ones (`pt.dry_mesh`)
             among them.
-        args, kwargs: its arguments, DTensors and others; they may have no memory (device "meta").
+        args: its arguments, DTensors and others; they may have no memory (device "meta").
+        kwargs: those by name.
 
     Returns:
         An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see
@@ -83,7 +84,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _name_of_function(fn: Any) -> str:
     if isinstance(fn, nn.Module):
         return type(fn).__name__
-    return getattr(fn, "__name__", None) or type(fn).__name__
+    # What torch.library.custom_op gives has the name of its operator only.
+    name = getattr(fn, "__name__", None) or getattr(fn, "_name", None) or type(fn).__name__
+    return str(name)
 
 
 class ExplainedWire(DryWire):

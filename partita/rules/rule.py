@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .names import Names
+from .sentence import SentenceError, parse
 
 __all__ = [
     "ON_NEW_RULE",
@@ -24,6 +25,7 @@ __all__ = [
     "Rule",
     "Said",
     "rule",
+    "table_rule",
     "teach_rule",
 ]
 
@@ -136,12 +138,17 @@ class Like:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of a function: a fixed sentence, or a function of its declared arguments."""
+    """What is known of a function: a fixed sentence, or a function of its declared arguments.
+
+    Attributes:
+        must_fit: is it an error if a call does not fit it? Else its operands are gathered.
+    """
 
     name: str
     text: str = ""
     derive: Callable[..., str | Said | Rewrite | Like | None] | None = None
     params: tuple[inspect.Parameter, ...] = ()
+    must_fit: bool = False
 
 
 RULES: dict[Callable[..., Any], Rule] = {}
@@ -162,28 +169,64 @@ def teach_rule(function: Callable[..., Any], taught: Rule) -> None:
 def _name_of(function: Any) -> str:
     """Its name; what `torch.library.custom_op` makes has only that of its operator."""
     name = getattr(function, "__name__", None) or getattr(function, "_name", "")
-    return str(name or function)
+    return str(name or function).removesuffix(".default")
 
 
 def rule(*what: Any) -> Any:
     """Teach partita an op.
 
-    `rule("... m k * ... k n -> ... m n", torch.matmul)` ties one sentence to functions.
-    `@rule(torch.sum)` decorates a function that returns the sentence, a `Said`, a `Rewrite`, a
+    `pt.rule("... m k * ... k n -> ... m n", matmul)` ties one sentence to functions: torch's own,
+    or operators of `torch.library`. Its terms speak of the first arguments, in order; one that is
+    None or a number counts as absent.
+
+    `@pt.rule(f)` decorates a function that returns the sentence, a `Said`, a `Rewrite`, a
     `Like`, or None ("I have nothing to say of these arguments": the operands are gathered). Its
     parameters are the function's own, by name and in order; it may leave out any at the end, and
     one that begins with an underscore only holds its place and is not read.
+
+    A call that the sentence does not fit, by its number of tensors or by their shapes, raises
+    `LayoutError`: a function that returns None for such calls has their operands gathered.
+
+    Raises:
+        SentenceError: the sentence cannot be read, or has more terms than an operator of
+            `torch.library` takes, or none for a tensor that it always takes.
     """
+    return _teach(what, must_fit=True)
+
+
+def table_rule(*what: Any) -> Any:
+    """`rule`, of partita's own: the operands of a call that it does not fit are gathered."""
+    return _teach(what, must_fit=False)
+
+
+def _teach(what: Sequence[Any], must_fit: bool) -> Any:
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]
         for f in functions:
-            teach_rule(f, Rule(_name_of(f), text))
+            if must_fit:
+                _check_terms(len(parse(text).terms), text, f)
+            teach_rule(f, Rule(_name_of(f), text, must_fit=must_fit))
         return None
 
     def register_derivation(derive: Callable[..., Any]) -> Callable[..., Any]:
         params = tuple(inspect.signature(derive).parameters.values())
         for f in what:
-            teach_rule(f, Rule(_name_of(f), derive=derive, params=params))
+            teach_rule(f, Rule(_name_of(f), derive=derive, params=params, must_fit=must_fit))
         return derive
 
     return register_derivation
+
+
+def _check_terms(count: int, text: str, function: Any) -> None:
+    """Raise SentenceError if an operator of torch.library never takes `count` operands."""
+    schema = getattr(getattr(function, "_opoverload", function), "_schema", None)
+    if schema is None:
+        return
+    arguments = [f"{a.type} {a.name}" for a in schema.arguments]
+    always = [i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor"]
+    if count > len(arguments) or (always and count <= always[-1]):
+        terms = "1 term" if count == 1 else f"{count} terms"
+        raise SentenceError(
+            f"the rule {text!r} has {terms}, and {_name_of(function)} takes "
+            f"({', '.join(arguments)}): a rule has a term for each argument up to its last tensor"
+        )

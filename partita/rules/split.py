@@ -5,7 +5,8 @@ Pieces are of uneven size; shares are lopsided and of both signs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from partita.layout import Partial as Shares
 from partita.layout import Placement, Shard, chunk
 
-__all__ = ["cut", "joined", "same", "tolerance_of"]
+__all__ = ["cut", "find_difference", "joined", "same", "tolerance_of"]
 
 SCALES = {2: ((3.7, 1.0), (-2.7, -1.0)), 3: ((3.7, 1.0), (-1.2, -2.0), (-1.5, 1.0))}
 """Share r of a value x over n ranks is a * x + b * noise of `SCALES[n][r]`; they add up to x."""
@@ -37,8 +38,12 @@ def cut(x: Any, p: Placement | None, n: int) -> list[Any]:
     return _split_into_partials(x, n) if isinstance(p, Shares) else [x] * n
 
 
-def joined(parts: Sequence[torch.Tensor], p: Placement) -> torch.Tensor:
-    """The value; raises ValueError where ranks differ that should agree."""
+def joined(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
+    """The value; raises ValueError where ranks differ that should agree.
+
+    Args:
+        terms: of how many terms an element may be the sum, as `tolerance_of` takes it.
+    """
     if isinstance(p, Shard):
         return torch.cat(list(parts), p.dim)
     if isinstance(p, Shares):
@@ -47,19 +52,69 @@ def joined(parts: Sequence[torch.Tensor], p: Placement) -> torch.Tensor:
             return stacked.sum(0).to(parts[0].dtype)
         return stacked.amax(0) if p.reduce_op == "max" else stacked.amin(0)
     for part in parts[1:]:
-        if not same(part, parts[0]):
-            raise ValueError("ranks differ on a whole value")
+        reason = find_difference(part, parts[0], tolerance_of([part], parts, terms))
+        if reason:
+            raise ValueError(f"ranks differ on a whole value: {reason}")
     return parts[0]
 
 
 def same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    near = max(tolerance, tolerance_of(a))
-    return torch.allclose(a, b, near, near, equal_nan=True) if near else torch.equal(a, b)
+    return not find_difference(a, b, max(tolerance, tolerance_of([a])))
 
 
-def tolerance_of(x: torch.Tensor) -> float:
-    """How far apart two roundings of shares may lie: 0 for integers."""
-    exact = not (x.dtype.is_floating_point or x.dtype.is_complex)
-    return 0.0 if exact else max(1e-8, 8 * torch.finfo(x.dtype).eps)
+def find_difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> str:
+    """In which way `found` is not `wanted`; empty where it is.
+
+    Args:
+        tolerance: absolute, and relative up to the precision of the dtype; 0 for integers.
+    """
+    for what in ("shape", "dtype"):
+        if getattr(found, what) != getattr(wanted, what):
+            return f"has the {what} {_text_of(found, what)} and not {_text_of(wanted, what)}"
+    if torch.equal(found, wanted):
+        return ""
+    relative = min(tolerance, tolerance_of([found]))
+    tolerance = tolerance if _is_rounded(found) else 0.0
+    close = torch.isclose(found, wanted, relative, tolerance, equal_nan=True)
+    if close.all():
+        return ""
+    precise = torch.complex128 if found.is_complex() else torch.float64
+    apart = (found.to(precise) - wanted.to(precise)).abs()
+    apart = apart.nan_to_num(math.inf, math.inf).masked_fill(close, -1.0)
+    at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    place = f" at {at}" if at else ""
+    values = f"{_format_number(found[at].item())} and not {_format_number(wanted[at].item())}"
+    difference = f"differs most{place}: {values}, by {apart[at].item():.3g}"
+    return f"{difference} ({tolerance:.1g} would be rounding)" if tolerance else difference
+
+
+def _format_number(x: complex) -> str:
+    return str(x) if isinstance(x, int) else f"{x:.7g}"
+
+
+def _text_of(x: torch.Tensor, what: str) -> str:
+    return str(tuple(x.shape)) if what == "shape" else str(x.dtype).removeprefix("torch.")
+
+
+def tolerance_of(
+    of: Iterable[torch.Tensor], parts: Iterable[torch.Tensor] = (), terms: int = 1
+) -> float:
+    """How far apart two roundings may lie: 0 where all is exact.
+
+    Args:
+        of: what takes part; the coarsest of their dtypes counts.
+        parts: the pieces or shares of which the value is made, which may be larger than it is.
+        terms: of how many of them an element may be the sum. Roundings of a sum add up as a random
+            walk does: by the root of the terms.
+    """
+    floating = [x.dtype for x in of if _is_rounded(x)]
+    if not floating:
+        return 0.0
+    large = [x.detach().abs().to(torch.float64) for x in parts if _is_rounded(x)]
+    largest = max([1.0, *(x[x.isfinite()].max().item() for x in large if x.isfinite().any())])
+    eps = max(torch.finfo(dtype).eps for dtype in floating)
+    return max(1e-8, 8 * eps * math.sqrt(max(1, terms)) * largest)
+
+
+def _is_rounded(x: torch.Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex

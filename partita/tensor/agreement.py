@@ -164,7 +164,10 @@ def _make_disagreement_error(
     true = _find_shape_of_pieces(by_coordinate, layout, wire) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
-        return make_disagreement_error("from_local", texts, fixes=[fix] if fix else [])
+        uneven = fix is None and cut_alike and len({len(shape) for shape in shapes}) == 1
+        way = Fix("cut as torch.chunk does", "the first ranks have the larger pieces, then: shape=")
+        fixes = [fix] if fix else [way] if uneven else []
+        return make_disagreement_error("from_local", texts, fixes=fixes)
     wrong = next(c for c, s in by_coordinate.items() if s != layout.local_shape(wire.mesh, c))
     return _make_misfit_error(by_coordinate[wrong], layout, wire, wrong, fix=fix)
 

@@ -38,7 +38,7 @@ from .hot_path import IN_C
 from .out import run_into_out
 from .plan import CallPlan
 from .plan_cache import HASHABLE, NUMBERS, Op, Run, freeze_value, note_miss, operand_kind
-from .plan_call import make_plan
+from .plan_call import check_undeclared_tensors, make_plan
 from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from .torch_patches import holds_dtensor, operands_of_collective
 from .watch import HERE
@@ -191,6 +191,7 @@ def _plan_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
         key = op.key(*args, **kwargs)
     except TypeError:
         # The arguments do not fit the rule's parameters: the call is run as if there were no rule.
+        check_undeclared_tensors(op.form, func, args, kwargs)
         return _choose_run_without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
     if plan is not None:

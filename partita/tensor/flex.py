@@ -20,8 +20,9 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import BlockMask
 
 from partita.layout import Partial, Replicate
-from partita.rules import Arg, Kernel, KernelCall, Said, rule
+from partita.rules import Arg, Kernel, KernelCall, Said
 from partita.rules.own_op import op
+from partita.rules.rule import table_rule as rule
 
 from .autograd import alias_without_base
 from .dtensor import DTensor

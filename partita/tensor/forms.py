@@ -26,15 +26,25 @@ from typing import Any
 
 import torch
 
-# Not public, but where torch keeps the types of what `torch.ops.a.b` and `.default` are.
+# Not public, but where torch keeps what `torch.library.custom_op` has made, by name, and the types
+# of what `torch.ops.a.b` and `.default` are.
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload, OpOverloadPacket
 
 from partita.rules import RULES, Rule
 
 from .dtensor import DTensor
 from .function_facts import OF_ONE_OPERAND, facts_of_function
+from .op_facts import facts_of
 
-__all__ = ["Form", "form_of", "is_collective", "overloads_of", "parameter_names"]
+__all__ = [
+    "Form",
+    "find_unknown_effect",
+    "form_of",
+    "is_collective",
+    "overloads_of",
+    "parameter_names",
+]
 
 _DUNDERS = {
     "and": "bitwise_and",
@@ -197,11 +207,15 @@ def _find_rule_named(name: str) -> Rule | None:
 
 @cache
 def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of a function's first `count` parameters, as torch's own table of overrides has
-    them; `operand0`, ... where it has none (then they can only be given by position)."""
+    """The names of a function's first `count` parameters, as torch's own table of overrides or an
+    operator's schema has them; `operand0`, ... where neither does (then they can only be given by
+    position)."""
     stand_in = torch.overrides.get_testing_overrides().get(func)
     names: list[str] = []
-    if stand_in is not None:
+    overloads = overloads_of(func)
+    if len(overloads) == 1 and overloads[0].namespace != "aten":
+        names = [a.name for a in overloads[0]._schema.arguments]
+    elif stand_in is not None:
         for p in inspect.signature(stand_in).parameters.values():
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) and p.name != "out":
                 names.append(p.name)
@@ -249,6 +263,29 @@ def operator_of(func: Callable[..., Any]) -> Operator | None:
         return None
     packet = overloads[0].overloadpacket
     return Operator(packet.__name__, packet, overloads[0].namespace == "aten")
+
+
+def find_unknown_effect(target: Any) -> str:
+    """What an operator of a library of its own may do beside giving tensors that it makes of its
+    arguments; empty where its schema, and who has made it, say that it does nothing else.
+
+    That it draws no numbers without its tag and sends nothing is asked by `torch.library.custom_op`
+    and by a rule, under which it runs on a rank's piece.
+    """
+    if not isinstance(target, OpOverload):
+        return "no schema says what it does"
+    facts = facts_of(target)
+    if facts.writes:
+        return f"it writes {' and '.join(w.name for w in facts.writes)}"
+    if facts.is_view:
+        return "what it gives shows memory of what it takes"
+    if facts.draws:
+        return "it draws random numbers, in a way that a graph does not know"
+    if not target._schema.returns:
+        return "it gives nothing, so that what it is for is an effect"
+    if target._schema.name not in OPDEFS and form_of(target).rule is None:
+        return "it is not made by torch.library.custom_op, and no rule says that it runs on pieces"
+    return ""
 
 
 def wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:

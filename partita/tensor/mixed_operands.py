@@ -124,6 +124,7 @@ def admit(
                 reason="a plain tensor is taken as one whole value, the same on every rank",
                 fixes=(
                     Fix("pt.DTensor.from_local(t, mesh, placements)", "if it is this rank's piece"),
+                    Fix('pt.distribute_batch(..., each_rank_has="piece")', "its rows of a batch"),
                     Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
                 ),
             )

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Wire
-from partita.layout import Layout
+from partita.comm import Wire, user_line
+from partita.layout import Fix, Layout, LayoutError
 from partita.rules import (
     NUMBER,
     Arg,
@@ -65,7 +65,7 @@ from .arguments import (
 from .autocast import as_autocast_casts
 from .choose import Choice, Considered, choose
 from .dtensor import DTensor
-from .forms import Form
+from .forms import Form, parameter_names
 from .function_facts import facts_of_function
 from .mixed_operands import write_into_plain
 from .plan import CallPlan, Target, work_of_plan
@@ -74,7 +74,7 @@ from .spec import spec_of
 from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 from .watch import HERE
 
-__all__ = ["make_plan"]
+__all__ = ["check_undeclared_tensors", "make_plan"]
 
 _NUMBERS = (int, float, bool, complex)
 
@@ -114,7 +114,12 @@ class _UnplannedCall:
         return self.form.inplace and not self.form.reshapes
 
     def let_torch_complain(self) -> None:
-        """Run it on tensors without storage, so that a bad shape gets torch's own message."""
+        """Run it on tensors without storage, so that a bad shape gets torch's own message.
+
+        Not a user's operator, which need not say what it makes of such tensors.
+        """
+        if self.form.operator is not None and not self.form.operator.is_torchs:
+            return
         new = {
             path: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
             for path, t in self.tensors
@@ -233,6 +238,7 @@ def _plan_sentence(
     form, wire = call.form, call.wire
     paths = [path for path, _ in operands]
     if any(path not in paths for path, _ in call.tensors):
+        check_undeclared_tensors(form, call.func, call.args, call.kwargs)
         return None  # a tensor where the rule declares none: nothing is known of it
     values = [value for _, value in operands]
     bound = _bind_sentence(call, answer.text, values)
@@ -282,14 +288,63 @@ def _bind_sentence(call: _UnplannedCall, text: str, values: Sequence[Any]) -> Bo
     """The sentence bound to the operands' shapes; None if they do not fit it."""
     try:
         sentence = parse(text)
-    except SentenceError:  # made of sizes that torch would refuse, or the rule's own mistake
+    except SentenceError as error:  # of sizes that torch would refuse, or the rule's own mistake
         call.let_torch_complain()
-        raise
+        raise _make_misfit_error(call, text, str(error)) from None
     try:
         return bind(sentence, tuple(_classify_operand(v) for v in values))
-    except SentenceError:
+    except SentenceError as error:
         call.let_torch_complain()
+        if call.form.rule is not None and call.form.rule.must_fit:
+            raise _make_misfit_error(call, text, str(error)) from None
         return None
+
+
+def check_undeclared_tensors(
+    form: Form, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raise LayoutError if a call that a user's rule must fit has a tensor that it does not
+    declare."""
+    rule, tensors = form.rule, all_tensors(args, kwargs)
+    if rule is None or not rule.must_fit:
+        return
+    operands = (
+        operands_of_call(form, args, kwargs)
+        if rule.derive is None
+        else bind_declared_arguments(form, args, kwargs)[2]
+    )
+    declared = [path for path, _ in operands]
+    undeclared = [at for (at, *more), _ in tensors if (at, *more) not in declared]
+    if undeclared:
+        call = _UnplannedCall(
+            form, func, args, kwargs, tensors, find_wire(form.name, [t for _, t in tensors])
+        )
+        call.let_torch_complain()
+        name = _name_of_argument(call, undeclared[0])
+        raise _make_misfit_error(call, rule.text, f"it says nothing of {name}, a tensor")
+
+
+def _name_of_argument(call: _UnplannedCall, at: Any) -> str:
+    return parameter_names(call.func, len(call.args))[at] if isinstance(at, int) else str(at)
+
+
+def _make_misfit_error(call: _UnplannedCall, text: str, reason: str) -> LayoutError:
+    """What to raise where a user's rule does not fit a call."""
+    name = call.form.name
+    shown = [f"rule  {text!r}"] if text else []
+    for (at, *_), t in call.tensors:
+        layout = t._spec.layout.brief() if isinstance(t, DTensor) else f"{tuple(t.shape)}, plain"
+        shown.append(f"{_name_of_argument(call, at)}  {layout}")
+    return LayoutError(
+        f"{name}: its rule does not fit this call",
+        place=user_line(),
+        operands=tuple(shown),
+        reason=reason,
+        fixes=(
+            Fix(f'pt.rule("...", {name})', "a sentence that fits: a term for each tensor"),
+            Fix(f"@pt.rule({name})", "that returns None for such calls: they are gathered"),
+        ),
+    )
 
 
 def _choose_rows(

@@ -30,8 +30,9 @@ import torch
 from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_agreed
 from partita.comm.device import default_generator
 from partita.layout import Fix
-from partita.rules import Kernel, KernelCall, Like, Said, rule
+from partita.rules import Kernel, KernelCall, Like, Said
 from partita.rules.pieces import part
+from partita.rules.rule import table_rule as rule
 
 from .aliasing import strides_of_whole
 from .forms import Form

@@ -193,10 +193,15 @@ def spec_for_write_into(spec: Spec) -> Spec:
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
     """The error to raise where `op` is called with tensors of two meshes."""
+    shown = [f"mesh {one.mesh}", f"mesh {other.mesh}"]
+    if len(set(shown)) == 1:  # they differ in what they are made for
+        shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
+        if one.kind == other.kind:
+            shown[1] += ", made by another call"
     return LayoutError(
         f"{op}: two meshes in one operation",
         place=user_line(),
-        operands=(f"mesh {one.mesh}", f"mesh {other.mesh}"),
+        operands=tuple(shown),
         reason="moves are planned along the axes of one mesh",
         fixes=(
             Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),

@@ -17,7 +17,13 @@ __all__ = ["Trial", "direction"]
 
 
 class Trial:
-    """One sample: its operands, in the order of the rule's terms, and how to replace them."""
+    """One sample: its operands, in the order of the rule's terms, and how to replace them.
+
+    Attributes:
+        expected: what the function gives on one device.
+        tensors: the operands, and what is expected.
+        products: the elements of all dimensions that a sentence names, together.
+    """
 
     def __init__(self, function: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> None:
         self.function, self.rule, self.args, self.kwargs = function, rule, args, kwargs
@@ -26,7 +32,13 @@ class Trial:
         where = {id(x): i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
         self.places = [where[id(x)] if isinstance(x, torch.Tensor) else None for x in self.operands]
         self.expected = self.run(function, self.operands)
+        self.tensors = [x for x in [*self.operands, *self.expected] if isinstance(x, torch.Tensor)]
+        self.products = max([x.numel() for x in self.tensors], default=1)
         self.differentiable = self._differentiable()
+
+    def count_terms(self, value: torch.Tensor) -> int:
+        """Of how many terms each element of an output or of a gradient may be the sum."""
+        return max(1, self.products // max(1, value.numel()))
 
     def _declared(self) -> Iterator[tuple[inspect.Parameter, Any]]:
         given, named = list(self.args), dict(self.kwargs)

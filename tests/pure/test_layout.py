@@ -130,7 +130,7 @@ def test_a_negative_shard_dimension_counts_from_the_end():
 @pytest.mark.parametrize(
     ("shape", "placements", "fact"),
     [
-        ((4,), [Shard(0)], "1 placements for mesh dp=2 tp=3, which has 2 axes"),
+        ((4,), [Shard(0)], "1 placement for mesh dp=2 tp=3, which has 2 axes"),
         ((4,), [Shard(1), Replicate()], r"Shard\(1\) on axis dp is out of range"),
         ((4,), [Shard(-2), Replicate()], r"Shard\(-2\) on axis dp is out of range"),
         ((), [Shard(0), Replicate()], "out of range"),

@@ -127,6 +127,53 @@ def test_a_hundred_lengths_keep_few_programs_and_say_why_each_was_made():
         fast(torch.ones(2))
 
 
+def test_only_what_was_captured_before_and_dropped_is_said_to_have_been():
+    settings = {"k": 0}
+
+    def step(x):
+        return x * settings["k"]
+
+    fast = graph_of(step, keep=2)
+    with pytest.warns(UserWarning, match="step is captured at each call: settings"):
+        for k in range(5):
+            settings["k"] = k
+            assert fast(torch.ones(2)).tolist() == [k, k]
+    assert fast.reasons[1:] == [f"settings['k']: {k} became {k + 1}" for k in range(4)]
+    settings["k"] = 0
+    with pytest.warns(UserWarning, match="captured again and again") as warned:
+        fast(torch.ones(2))
+    assert fast.reasons[-1].endswith("became 0 (captured before, and dropped)")
+    assert str(warned[0].message).endswith("Raise keep=")  # and nothing of shapes
+
+
+def test_an_int_that_is_another_in_each_call_is_told_of():
+    def step(x, k):
+        return x * k
+
+    fast = graph_of(step)
+    with pytest.warns(UserWarning, match=r"give argument\[1\] as a float or a tensor") as warned:
+        for k in range(6):
+            fast(torch.ones(2), k)
+    assert len(warned) == 1 and len(fast.reasons) == 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = graph_of(step)
+        for k in range(6):
+            fast(torch.ones(2), float(k))
+    assert len(fast.reasons) == 1
+    fast(torch.ones(2), 7)
+    assert fast.reasons[1] == "argument[1]: a float became 7"  # and not which float
+
+
+def test_a_container_of_another_length_is_named_as_one():
+    seen = [0]
+    fast = graph_of(lambda x: x * len(seen))
+    fast(torch.ones(2))
+    seen.append(0)
+    fast(torch.ones(2))
+    assert fast.reasons[1] == "seen: a list of 1 became a list of 2"
+
+
 class Settings:
     factor = 2.0
 

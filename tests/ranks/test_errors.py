@@ -135,9 +135,9 @@ TAKES_PLACEMENTS = {
     "local_map": lambda mesh, p: pt.local_map(lambda x: x, p)(spread(mesh, first=Replicate())),
 }
 BAD_PLACEMENTS = {
-    "too few": ([Shard(0)], "1 placements for mesh dp=2 tp=2"),
+    "too few": ([Shard(0)], "1 placement for mesh dp=2 tp=2"),
     "too many": ([Shard(0)] * 3, "3 placements for mesh dp=2 tp=2"),
-    "not a list": (Shard(0), "1 placements for mesh dp=2 tp=2"),
+    "not a list": (Shard(0), "1 placement for mesh dp=2 tp=2"),
     "out of range": ([Replicate(), Shard(2)], "Shard(2) on axis tp is out of range"),
     "below range": ([Shard(-3), Replicate()], "Shard(-3) on axis dp is out of range"),
     "no placement": ([Shard(0), "tp"], "'tp' on axis tp is no placement"),

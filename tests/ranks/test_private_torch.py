@@ -740,3 +740,16 @@ def test_a_storage_of_dlpack_shows_a_part_of_memory_and_keeps_what_is_said_of_it
     shown.share_memory_()  # elsewhere, and the same object still
     storage = shown.untyped_storage()
     assert storage.data_ptr() != start == storage.room.data_ptr()
+
+
+def test_torch_lists_the_operators_that_custom_op_has_made():
+    """partita/tensor/forms.py: of these it is known that they do nothing but give tensors."""
+    from torch._library.custom_ops import OPDEFS
+
+    @torch.library.custom_op("private_torch::listed", mutates_args=())
+    def listed(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    assert OPDEFS["private_torch::listed"] is listed
+    assert listed._opoverload._schema.name == "private_torch::listed"
+    assert not any(name.startswith(("c10d", "_dtensor", "symm_mem", "aten")) for name in OPDEFS)

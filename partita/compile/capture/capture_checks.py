@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from partita.layout import Fix
+from partita.tensor.forms import find_unknown_effect
 from partita.tensor.op_facts import facts_of
 
 from ..arguments import is_taken_apart
@@ -41,13 +42,20 @@ def check_constants(graph: fx.Graph) -> None:
 
 
 def check_operators(graph: fx.Graph) -> None:
-    """Raise CaptureError if the step calls an operator that is not torch's own."""
+    """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
+    not known that it only makes tensors of its arguments."""
     for node in graph.nodes:
         space = getattr(node.target, "namespace", "aten")
-        if node.op == "call_function" and space not in (*SPACES, "profiler"):
+        if node.op != "call_function" or space in (*SPACES, "profiler"):
+            continue
+        if effect := find_unknown_effect(node.target):
             raise not_captured(
                 f"the step calls {node.target}, an operator of a library of its own",
-                "what it writes, draws or sends no schema says for sure, and a graph must know",
+                effect,
+                Fix(
+                    "torch.library.custom_op(..., mutates_args=())",
+                    "for what only gives new tensors",
+                ),
                 Fix("call it outside the step", "before or after, or between compiled regions"),
                 place=note_of(node).source,
             )

@@ -222,7 +222,8 @@ class ContainerContents(Expected):
             if (found := _other_keys(self.keys, keys)) is not None:
                 return found
         elif len(values) != len(self.values):
-            return ("", f"{_name(self.kind)} of {len(self.values)}", f"of {len(values)}")
+            kind = _name(self.kind)
+            return ("", f"{kind} of {len(self.values)}", f"{kind} of {len(values)}")
         self._busy = True
         try:
             for i, (expected, value) in enumerate(zip(self.values, values, strict=True)):
@@ -267,12 +268,13 @@ class HugeContainer(Expected):
             return ("", brief(self.value), brief(now))
         keys, values = _entries_of(now)
         if len(values) != len(self.values):
-            return ("", f"{_name(kind)} of {len(self.values)}", f"of {len(values)}")
+            name = _name(kind)
+            return ("", f"{name} of {len(self.values)}", f"{name} of {len(values)}")
         if isinstance(now, _SETS):
             known = {v: v for v in self.values}
             if all(_same_entry(known.get(v, MISSING), v) for v in values):
                 return None
-            return ("", f"{_name(kind)} of {len(values)}", "of others")
+            return ("", f"{_name(kind)} of {len(values)}", "one of others")
         if self.keys is not None and (found := _other_key(self.keys, keys or [])) is not None:
             return found
         if all(map(is_, self.values, values)):

@@ -17,6 +17,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from .attributes_and_hooks import AttributesAndHooks, is_attributes_or_hooks
+from .content_keys import content_key
 from .expected import (
     MISSING,
     AnyTensor,
@@ -41,6 +42,16 @@ class _Guard:
 
     place: Place
     expected: Expected
+
+
+def _key_of(guard: _Guard) -> Any:
+    """What is expected, to be compared while it is still what stands there."""
+    if isinstance(guard.expected, AnyTensor):
+        return None
+    value = guard.place.value
+    if isinstance(guard.expected, OnlyType):
+        return type(value)
+    return id(value) if isinstance(guard.expected, HugeContainer) else content_key(value)
 
 
 class Guards:
@@ -95,6 +106,10 @@ class Guards:
         """Guards of the same places, which expect the values of now."""
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
+
+    def digest(self) -> int:
+        """A hash of what is expected: equal for captures that have read the same of Python."""
+        return hash(tuple((g.place.name, _key_of(g)) for g in self._guards))
 
     def hold(self) -> bool:
         """Is everything as expected?"""

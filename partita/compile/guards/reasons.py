@@ -47,6 +47,8 @@ def describe_call(
     for name, value in zip(names, tensors, strict=True):
         if isinstance(value, torch.Tensor):
             found[name] = _describe_tensor(value, first.setdefault(id(value), name), name)
+        elif isinstance(value, float):  # an input: its value is no part of what it was made for
+            found[name] = {"value": f"a {type(value).__name__}"}
         else:
             found[name] = {"value": text_of(value)}
     for name, value in state.settings():
@@ -130,6 +132,10 @@ def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
     raise AssertionError("they are equal")
 
 
+def _is_int(text: str) -> bool:
+    return text.removeprefix("-").isdigit()
+
+
 def _shorten_text(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
@@ -148,7 +154,8 @@ class History:
         self.what = what
         self.reasons: list[str] = []
         self._described: dict[Any, tuple[Description, Guards | None]] = {}
-        self._dropped: set[int] = set()
+        self._identities: dict[Any, int] = {}  # of each described program, a hash of its conditions
+        self._dropped: set[int] = set()  # likewise
         self._warned = False
         # Of each capture since a program was reused, the names that changed.
         self._changed_in_a_row: list[set[str]] = []
@@ -169,10 +176,12 @@ class History:
             keep: how many programs the step keeps.
         """
         self._look_for_counters(reason, description)
-        if hash(key[0]) in self._dropped:
+        identity = hash((key[0], None if guards is None else guards.digest()))
+        if identity in self._dropped:
             reason += " (captured before, and dropped)"
             self._warn_of_recapture(reason, keep)
         self._described[key] = description, guards
+        self._identities[key] = identity
         self.reasons.append(reason)
         del self.reasons[:-_REMEMBERED]
 
@@ -181,32 +190,41 @@ class History:
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
-        """Warn of a Python value that differs in each call, as a counter does."""
+        """Warn of a Python value, or of an int argument, that differs in each call."""
         names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
-        self._changed_in_a_row.append({name for name in names if name not in description})
+        ints = {name for name in names if _is_int(description.get(name, {}).get("value", ""))}
+        changed = ints | {name for name in names if name not in description}
+        self._changed_in_a_row.append(changed)
         always_changed = set.intersection(*self._changed_in_a_row[-_IN_A_ROW:]) - self._warned_of
-        if len(self._changed_in_a_row) >= _IN_A_ROW and always_changed:
-            self._warned_of |= always_changed
-            names_text = " or ".join(sorted(always_changed))
-            warnings.warn(
-                f"{self.what} is captured at each call: {reason}. If the step does not need "
-                f"{names_text}, keep it apart from what the step reads; if it does, give it "
-                "as an argument, as a tensor or a float",
-                stacklevel=6,  # of the call of the step
-            )
+        if len(self._changed_in_a_row) < _IN_A_ROW or not always_changed:
+            return
+        self._warned_of |= always_changed
+        names_text = " or ".join(sorted(always_changed))
+        advice = (
+            f"An int is captured by its value: give {names_text} as a float or a tensor"
+            if always_changed <= ints
+            else f"If the step does not need {names_text}, keep it apart from what the step reads; "
+            "if it does, and it is a number, give it as an argument, as a float or a tensor"
+        )
+        warnings.warn(
+            f"{self.what} is captured at each call: {reason}. {advice}",
+            stacklevel=6,  # of the call of the step
+        )
 
     def note_drop(self, key: Any) -> None:
         """Note that a program was dropped."""
         self._described.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()
-        self._dropped.add(hash(key[0]))
+        self._dropped.add(self._identities.pop(key))
 
     def _warn_of_recapture(self, reason: str, keep: int) -> None:
         if not self._warned:
             self._warned = True
+            shapes = ": shape " in reason
+            fewer = ", or bring batches to fewer shapes with pt.pad_to_bucket" if shapes else ""
             warnings.warn(
                 f"{self.what} is captured again and again: {reason}; keep={keep} programs are "
-                "kept. Raise keep=, or bring batches to fewer shapes with pt.pad_to_bucket",
+                f"kept. Raise keep={fewer}",
                 stacklevel=6,  # of the call of the step
             )

@@ -19,15 +19,20 @@ from partita.tensor.op_facts import facts_of
 from ..graph_nodes import copy_node, lazy_graph_module
 from ..node_metadata import NOTE, note_of
 from ..program import Program
+from ..verify import SPACES
 
 __all__ = ["can_be_made_again", "flops_of", "is_late", "recompute", "trial_of"]
 
 
 def can_be_made_again(node: fx.Node) -> bool:
-    """Is it a call of forward that can be run again with the same result?"""
+    """Is it a call of forward that can be run again with the same result?
+
+    Of a user's operator nobody knows what that costs, or that it draws nothing.
+    """
     facts = facts_of(node.target)
     return (
         node.op == "call_function"
+        and getattr(node.target, "namespace", "aten") in SPACES
         and note_of(node).phase == "forward"
         and not facts.draws
         and not facts.writes

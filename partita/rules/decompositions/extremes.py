@@ -10,7 +10,8 @@ import torch
 
 from ..names import Names
 from ..own_op import op
-from ..rule import Arg, Kernel, KernelCall, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said
+from ..rule import table_rule as rule
 from .pending import settled
 
 __all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max", "stands_at"]

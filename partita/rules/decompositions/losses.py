@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from ..own_op import op
-from ..rule import Arg, rule
+from ..rule import Arg
+from ..rule import table_rule as rule
 from .pending import settled, wide
 from .softmax import log_softmax, logsumexp
 

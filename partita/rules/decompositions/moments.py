@@ -13,7 +13,8 @@ import torch
 
 from ..names import Names
 from ..own_op import op
-from ..rule import Arg, rule
+from ..rule import Arg
+from ..rule import table_rule as rule
 from .extremes import amax
 from .pending import minus, settled, wide
 

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from ..own_op import op
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import table_rule as rule
 
 
 @op

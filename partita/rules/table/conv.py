@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..pieces import of_none
-from ..rule import Arg, Kernel, KernelCall, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said
+from ..rule import table_rule as rule
 
 
 def _derive_conv(

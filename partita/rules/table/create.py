@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Kernel, KernelCall, Like, rule
+from ..rule import Arg, Kernel, KernelCall, Like
+from ..rule import table_rule as rule
 
 
 def _register_like(*functions: Kernel, pending: bool = False) -> None:

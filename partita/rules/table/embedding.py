@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from ..pieces import nothing, own
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import table_rule as rule
 
 
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..pieces import part
-from ..rule import Arg, Kernel, KernelCall, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said
+from ..rule import table_rule as rule
 
 _ALIGNED = 8
 """Elements: rows of 16 bytes are what torch's kernels ask for, in the smallest dtype they take."""

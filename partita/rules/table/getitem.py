@@ -16,7 +16,8 @@ import torch
 
 from ..own_op import op
 from ..pieces import nothing, own, pick_traced
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import table_rule as rule
 
 INDEX = "index"
 """Stands for a tensor of integers in a pattern."""

@@ -9,7 +9,8 @@ import torch
 
 from ..names import Names
 from ..pieces import nothing, own
-from ..rule import Arg, Kernel, KernelCall, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said
+from ..rule import table_rule as rule
 
 # -- one dimension by an index ---------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Rewrite, rule
+from ..rule import Arg, Rewrite
+from ..rule import table_rule as rule
 
 
 @rule(torch.cat)

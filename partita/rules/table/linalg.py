@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, rule
+from ..rule import Arg
+from ..rule import table_rule as rule
 
 _L = torch.linalg
 

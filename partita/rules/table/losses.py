@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from .. import decompositions
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import table_rule as rule
 
 NONE, MEAN, SUM = 0, 1, 2
 _n = torch._C._nn

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Rewrite, rule
+from ..rule import Arg, Rewrite
+from ..rule import table_rule as rule
 
 rule("m k * k n -> m n", torch.mm)
 rule("b m k * b k n -> b m n", torch.bmm)

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import table_rule as rule
 
 
 def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Rewrite, rule
+from ..rule import Arg, Rewrite
+from ..rule import table_rule as rule
 from .pointwise import keeps_sums
 from .reduce import kept_whole
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ..names import Names
 from ..pieces import nothing, pick_traced
-from ..rule import Arg, Kernel, KernelCall, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Said
+from ..rule import table_rule as rule
 
 # -- parts of a dimension --------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Rewrite, rule
+from ..rule import Arg, Rewrite
+from ..rule import table_rule as rule
 
 LINEAR_UNARY = """neg positive clone detach contiguous alias conj conj_physical resolve_conj
     resolve_neg real imag deg2rad rad2deg zero_ float double half bfloat16 cfloat cdouble chalf

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from ..own_op import op
 from ..pieces import unless_empty
-from ..rule import Arg, Rewrite, Said, rule
+from ..rule import Arg, Rewrite, Said
+from ..rule import table_rule as rule
 
 # -- pooling ---------------------------------------------------------------------------------------
 # What decides the size of the result is declared: it must be in the key, although only the kernel

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..names import Names
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, rule
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import table_rule as rule
 from ..views import resolve, views
 
 

@@ -61,7 +61,8 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
         "template": "plotly_white",
         "height": height,
         "margin": {"l": 70, "r": 30, "t": 30, "b": 50},
-        "legend": {"orientation": "h", "y": 1.14},
+        # Of more rows the legend grows away from what is drawn.
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "hovermode": "x unified",
         **more,
     }
@@ -91,7 +92,8 @@ def loss_figure(runs: Sequence[RunFacts]) -> Any:
             )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
-    figure.update_layout(**_figure_layout(400, legend={"orientation": "h", "y": -0.22}))
+    below = {"orientation": "h", "y": -0.22, "yanchor": "top"}
+    figure.update_layout(**_figure_layout(400, legend=below))
     return figure
 
 
@@ -195,7 +197,7 @@ def moves_figure(run: RunFacts) -> Any:
         )
     figure.update_xaxes(title_text="MiB sent by a rank in a step")
     figure.update_yaxes(automargin=True)
-    beside = {"orientation": "v", "x": 1.02, "y": 1}
+    beside = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"}
     height = max(160 + 26 * len(shown), 120 + 20 * len(kinds))
     figure.update_layout(
         **_figure_layout(height, barmode="stack", hovermode="closest", legend=beside)

@@ -31,6 +31,16 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 pre { background: #f6f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; }
 .runs { display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); }
 .runs > div { min-width: 0; } .layout { margin: 14px 0; } .note { color: #666; font-size: 13px; }
+.table { overflow-x: auto; }
+"""
+# At the end of the page, where every column stands: a column is as wide as the page until the next
+# one is read. A picture that was drawn is drawn anew when its place gets another width.
+_DRAW = """
+const places = new ResizeObserver(found => found.forEach(one => Plotly.Plots.resize(one.target)));
+for (const place of document.querySelectorAll(".figure")) {
+  const {data, layout} = JSON.parse(place.nextElementSibling.textContent);
+  Plotly.newPlot(place, data, layout, {displayModeBar: false}).then(() => places.observe(place));
+}
 """
 
 
@@ -64,7 +74,7 @@ def _page_html(runs: Sequence[RunFacts]) -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<title>{title}</title><style>{_STYLE}</style>"
         f"<script>{get_plotlyjs()}</script></head>\n"
-        f"<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+        f"<body><h1>{title}</h1>\n{body}\n<script>{_DRAW}</script></body></html>\n"
     )
 
 
@@ -91,9 +101,12 @@ def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFa
 
 
 def _figure_html(figure: Any) -> str:
-    config = {"displayModeBar": False, "responsive": True}
-    html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
-    return html
+    """The place of a figure, and after it what `_DRAW` draws there."""
+    facts = figure.to_json().replace("<", "\\u003c")  # which would end the script
+    return (
+        f'<div class="figure" style="height:{figure.layout.height}px"></div>'
+        f'<script type="application/json">{facts}</script>'
+    )
 
 
 def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -105,7 +118,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         kinds = [' class="number"' if _is_figure(t) else "" for t in texts]
         cells = "".join(f"<td{k}>{t}</td>" for k, t in zip(kinds, texts, strict=True))
         lines.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f'<div class="table"><table>{"".join(lines)}</table></div>'
 
 
 def _is_figure(text: str) -> bool:

@@ -58,6 +58,7 @@ def run_of(name="first", **more):
 def seen_in_browser(path):
     """The page's document when its scripts have run, and what went wrong in them."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--disable-background-networking", "--window-size=1300,2000"]
     command += ["--virtual-time-budget=10000", "--dump-dom", f"file://{path}"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     wrong = [line for line in ran.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
@@ -90,6 +91,26 @@ def test_a_browser_draws_each_figure_without_an_error(tmp_path):
     ):
         assert section in shown
     assert shown.count('class="partita-layout"') == 2
+
+
+def test_figures_are_drawn_when_all_columns_stand(tmp_path):
+    # A column that is drawn into before the next is read is as wide as the page.
+    write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
+    body = (tmp_path / "run.html").read_text().partition("<body>")[2]
+    assert body.count('class="figure"') == 9
+    assert body.count("newPlot(") == 1 and body.index("newPlot(") > body.rindex('class="runs"')
+    assert body.index("newPlot(") > body.rindex('class="figure"')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_each_run_within_its_own_column(tmp_path):
+    write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
+    shown, _ = seen_in_browser(tmp_path / "run.html")
+    # What is before the second of these is as wide as the page.
+    columns = "".join(shown.split('<div class="runs">')[2:])
+    widths = [int(n) for n in re.findall(r'<svg class="main-svg"[^>]* width="(\d+)"', columns)]
+    assert len(widths) >= 8 and min(widths) > 400 and max(widths) <= (1180 - 28) // 2
 
 
 def trace_in(page):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from partita.layout import Layout, Mesh
+from partita.layout import Layout
 from partita.layout.picture import draw
 from partita.layout.picture_html import html_of
 
+from .events import parse_mesh
 from .figures import loss_figure, memory_figure, moves_figure, passes_figure, timeline_figure
 from .run_facts import RunFacts
 from .timeline import trace_bytes
@@ -31,7 +35,7 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 pre { background: #f6f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; }
 .runs { display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); }
 .runs > div { min-width: 0; } .layout { margin: 14px 0; } .note { color: #666; font-size: 13px; }
-.table { overflow-x: auto; }
+.table { overflow-x: auto; } .warning { color: #a3301c; white-space: pre-wrap; margin: 4px 0; }
 """
 # At the end of the page, where every column stands: a column is as wide as the page until the next
 # one is read. A picture that was drawn is drawn anew when its place gets another width.
@@ -61,7 +65,18 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
         OSError: the file cannot be written.
     """
     check_plotly()
-    Path(path).write_text(_page_html(runs), encoding="utf-8")
+    # Half of a pair, which JSON may hold, is no character of UTF-8.
+    page = _page_html(_tell_apart(runs))
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _tell_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """The runs, those of a name that others have by name and number."""
+    found: list[RunFacts] = []
+    for i, run in enumerate(runs):
+        before = sum(one.name == run.name for one in runs[:i])
+        found.append(replace(run, name=f"{run.name} ({before + 1})") if before else run)
+    return found
 
 
 def _page_html(runs: Sequence[RunFacts]) -> str:
@@ -137,14 +152,12 @@ def _format_size(nbytes: float) -> str:
 
 
 def _summary_html(run: RunFacts) -> str:
-    rows: list[tuple[str, Any]] = []
-    if "parameters" in run.about:
-        rows.append(("parameters", f"{run.about['parameters']:,}"))
+    rows: list[tuple[str, Any]] = [*_describe_run(run)]
     if run.steps:
         last, late = run.steps[-1], run.steps[1:] or run.steps
         seconds = sorted(s["seconds"] for s in late)[len(late) // 2]
         rows += [
-            ("steps", len(run.steps)),
+            ("steps", _describe_steps(run)),
             ("last loss", f"{last['loss']:.4f}"),
             ("a step, median", f"{seconds * 1e3:.1f} ms"),
             ("sent by a rank in a step", _format_size(last["nbytes"])),
@@ -159,7 +172,39 @@ def _summary_html(run: RunFacts) -> str:
         f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
     )
     tables = "".join(_table_html((), table) for table in (rows, run.figures) if table)
-    return tables + options
+    stopped = [f"The run did not reach its end: {run.stopped}"] if run.stopped else []
+    notes = "".join(
+        f'<p class="warning">{escape(note)}</p>'
+        for note in [*stopped, *(f"{note[:1].upper()}{note[1:]}." for note in run.notes)]
+    )
+    return notes + tables + options
+
+
+def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
+    """What was trained, on what, and when."""
+    options = run.options
+    if run.began is not None:
+        with suppress(ValueError, OverflowError, OSError):  # no year that there is
+            began = datetime.fromtimestamp(run.began, UTC)
+            yield "began", f"{began:%Y-%m-%d %H:%M} UTC"
+    if "mesh" in options:
+        stage = f", ZeRO-{options['zero']}" if options.get("zero") else ""
+        yield "mesh", f"{options['mesh'] or 'one rank'}{stage}"
+    sizes = ("layers", "width", "heads", "context")
+    if any(size in options for size in sizes):
+        yield "model", ", ".join(f"{size} {options[size]}" for size in sizes if size in options)
+    if "parameters" in run.about:
+        yield "parameters", f"{run.about['parameters']:,}"
+
+
+def _describe_steps(run: RunFacts) -> str:
+    """How many, and which where they are not all that were asked for."""
+    first, last, asked = run.steps[0]["step"], run.steps[-1]["step"], run.options.get("steps")
+    count = f"{len(run.steps):,}"
+    if first == 0 and asked in (None, len(run.steps)):
+        return count
+    of = f" of {asked}" if asked is not None else ""
+    return f"{count}{of}: {first} to {last}"
 
 
 def _find_peak(memory: dict[str, Any]) -> int:
@@ -235,7 +280,7 @@ def _layouts_html(run: RunFacts) -> str:
         alike.setdefault((layout, mesh), []).append((name, nbytes))
     found = []
     for (layout, mesh), members in [*alike.items()][:_LAYOUTS_SHOWN]:
-        picture = html_of(draw(Layout.parse(layout), _parse_mesh(mesh)), width=460)
+        picture = html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
         names = ", ".join(name for name, _ in members[:3])
         more = f" and {len(members) - 3} more" if len(members) > 3 else ""
         held = _format_size(sum(nbytes for _, nbytes in members))
@@ -243,12 +288,6 @@ def _layouts_html(run: RunFacts) -> str:
         found.append(f'<div class="layout"><div>{about}</div>{picture}</div>')
     left = len(alike) - _LAYOUTS_SHOWN
     return "".join(found) + (f'<p class="note">and {left} more layouts</p>' if left > 0 else "")
-
-
-def _parse_mesh(text: str) -> Mesh:
-    """The mesh that prints so."""
-    axes = [axis.split("=") for axis in text.split()]
-    return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
 
 def _sample_html(run: RunFacts) -> str:

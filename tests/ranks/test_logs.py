@@ -69,6 +69,22 @@ def test_operations_of_a_step_are_those_of_its_matrix_products():
 
 
 @pytest.mark.parametrize("kind", [Progress, LiveProgress])
+@pytest.mark.parametrize("slow", [{0}, {1}, {0, 1}, {5}, {10, 11}], ids=str)
+def test_steps_that_compile_do_not_count_in_how_fast_a_run_is(kind, slow):
+    out = io.StringIO()
+    progress = kind(steps=12, tokens=256, mesh="dp=2", out=out)
+    facts = {"parameters": 1, "bytes": 1, "files": 1, "source": "x", "threads": 1, "first": 0}
+    progress.show("ready", facts)
+    for step in range(12):
+        seconds = 110.0 if step in slow else 0.0128
+        facts = {"step": step, "loss": 1.0, "seconds": seconds, "nbytes": 1, "memory": 1}
+        progress.show("step", facts)
+    progress.stop()
+    assert "20,000 tokens/s" in progress.figures_of(1.0, 1, 1)
+    assert "tokens/s are those of the last 10 steps' median" in " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize("kind", [Progress, LiveProgress])
 def test_progress_shows_what_part_of_the_peak_a_step_reaches(kind):
     def said(**more):
         out = io.StringIO()

@@ -8,7 +8,14 @@ from typing import Any
 from .run_facts import RunFacts
 from .timeline import TimelineEvent, join_short_events
 
-__all__ = ["loss_figure", "memory_figure", "moves_figure", "passes_figure", "timeline_figure"]
+__all__ = [
+    "COLLECTIVES",
+    "loss_figure",
+    "memory_figure",
+    "moves_figure",
+    "passes_figure",
+    "timeline_figure",
+]
 
 CLASSES = (
     "weights",
@@ -42,6 +49,8 @@ _KINDS = {
     "attention": "#a463f2",
     "elementwise": "#97bbf5",
     "other": "#9498a0",
+}
+_COLLECTIVES = {
     "all_gather": "#efb118",
     "reduce_scatter": "#ff725c",
     "all_reduce": "#e03a5b",
@@ -49,7 +58,10 @@ _KINDS = {
     "broadcast": "#3ca951",
     "send": "#6cc5b0",
 }
+_KINDS |= _COLLECTIVES
 """Colours of what streams do, in the order of the legend."""
+COLLECTIVES = (*_COLLECTIVES,)
+"""Kinds of collectives, as moves and timelines call them."""
 _BARS = 400
 """Parts of a timeline that are told apart: two pixels each, as bars of less cover others."""
 _POINTS = 2000
@@ -206,10 +218,12 @@ def moves_figure(run: RunFacts) -> Any:
 
 
 def passes_figure(run: RunFacts) -> Any:
-    """The predicted peak and the bytes that a rank sends, after each pass."""
+    """The predicted peak above the inputs and the bytes that a rank sends, after each pass."""
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=1, cols=2, subplot_titles=("predicted peak, MiB", "sent, MiB"))
+    figure = make_subplots(
+        rows=1, cols=2, subplot_titles=("peak above the inputs, MiB", "sent, MiB")
+    )
     names = ["captured", *(p["name"] for p in run.passes)]
     for column, what in ((1, "peak"), (2, "sent")):
         values = [run.passes[0][what][0], *(p[what][1] for p in run.passes)]

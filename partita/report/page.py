@@ -17,7 +17,14 @@ from partita.layout.picture import draw
 from partita.layout.picture_html import html_of
 
 from .events import parse_mesh
-from .figures import loss_figure, memory_figure, moves_figure, passes_figure, timeline_figure
+from .figures import (
+    COLLECTIVES,
+    loss_figure,
+    memory_figure,
+    moves_figure,
+    passes_figure,
+    timeline_figure,
+)
 from .run_facts import RunFacts
 from .timeline import trace_bytes
 
@@ -166,7 +173,7 @@ def _summary_html(run: RunFacts) -> str:
         if shares:
             rows.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     if run.memory is not None and not run.figures:
-        rows.append(("peak of a step, predicted", _format_size(_find_peak(run.memory))))
+        rows.append(("peak of a step, predicted, with what is held", _format_peak(run.memory)))
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
     options = (
         f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
@@ -207,6 +214,10 @@ def _describe_steps(run: RunFacts) -> str:
     return f"{count}{of}: {first} to {last}"
 
 
+def _format_peak(memory: dict[str, Any]) -> str:
+    return _format_size(_find_peak(memory))
+
+
 def _find_peak(memory: dict[str, Any]) -> int:
     """Bytes of a rank at the place of the step at which most is held."""
     totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
@@ -223,8 +234,19 @@ def _timeline_html(run: RunFacts) -> str:
         f"{len(run.timeline):,} events as a trace</a>, for ui.perfetto.dev"
     )
     note = f'<p class="note">{escape(run.timeline_source)}. Work that is shorter than the picture '
-    note += f"tells apart is joined; {link}.</p>"
+    note += f"tells apart is joined; {link}.{escape(_describe_other_ways(run))}</p>"
     return _figure_html(timeline_figure(run)) + note
+
+
+def _describe_other_ways(run: RunFacts) -> str:
+    """Says which collectives run in place of those that the step asks for, where some do."""
+    asked = {move["kind"] for move in run.moves if move["nbytes"]}
+    run_there = {e.kind for e in run.timeline} & {*COLLECTIVES}
+    if not asked or run_there <= asked:
+        return ""
+    others = ", ".join(sorted(run_there - asked))
+    gone = ", ".join(sorted(asked - run_there)) or "others"
+    return f" Collectives are named by what the backend runs: {others}, to do {gone}."
 
 
 def _memory_html(run: RunFacts) -> str:
@@ -264,14 +286,19 @@ def _moves_html(run: RunFacts) -> str:
 def _passes_html(run: RunFacts) -> str:
     if not run.passes:
         return ""
-    head = ("pass", "what it did", "collectives", "sent", "predicted peak")
+    head = ("pass", "what it did", "collectives", "sent", "peak above the inputs")
     rows = []
     for one in run.passes:
         sizes = ([_format_size(n) for n in one[what]] for what in ("sent", "peak"))
         pairs = [one["collectives"], *sizes]
         told = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
         rows.append((one["name"], one["did"] or one["promise"], *told))
-    return _figure_html(passes_figure(run)) + _table_html(head, rows)
+    note = (
+        '<p class="note">Peaks here are of the graph, run node by node, above what is held between '
+        "steps. That of the memory over a step is of the code that was made of it, where fewer "
+        "results are kept, and with what is held.</p>"
+    )
+    return _figure_html(passes_figure(run)) + note + _table_html(head, rows)
 
 
 def _layouts_html(run: RunFacts) -> str:

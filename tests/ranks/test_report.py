@@ -166,6 +166,29 @@ def test_a_page_holds_its_timeline_as_a_trace(tmp_path):
     assert 'download="a-b.json.gz"' in page
 
 
+def test_a_page_says_where_collectives_are_not_those_that_the_step_asks_for(tmp_path):
+    def note_of(kind):
+        run = run_of()
+        run.timeline = [TimelineEvent("x", "links", 0.0, 0.1, kind)]
+        write_report(tmp_path / "run.html", run)
+        return (
+            (tmp_path / "run.html")
+            .read_text()
+            .partition("named by what the backend runs: ")[2][:30]
+        )
+
+    assert note_of("all_gather") == "" and note_of("matmul") == ""
+    assert note_of("broadcast").startswith(
+        "broadcast are none of the step&#x27;s own, which asks for all_gat"
+    )
+
+
+def test_peaks_of_passes_say_that_they_are_above_what_is_held(tmp_path):
+    write_report(tmp_path / "run.html", replace(run_of(), figures=[]))
+    page = (tmp_path / "run.html").read_text()
+    assert "<th>peak above the inputs</th>" in page and "predicted, with what is held" in page
+
+
 def test_short_events_are_joined_for_a_picture_and_nothing_is_lost():
     short = [
         TimelineEvent(f"k{i}", "compute", i * 1e-3, 1e-3, ("matmul", "other")[i % 3 == 0])

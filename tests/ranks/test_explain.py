@@ -198,6 +198,18 @@ def test_remat_and_compiled_blocks_are_entered():
     assert [op.op for op in told.ops].count("linear") == 4
 
 
+def test_work_of_causal_attention_is_said_to_be_counted_whole():
+    mesh = pt.dry_mesh(dp=2)
+    x = spread(mesh, S0, shape=(2, 8, 16, 4))
+    whole, causal = (
+        pt.explain(F.scaled_dot_product_attention, x, x, x, is_causal=is_causal)
+        for is_causal in (False, True)
+    )
+    assert causal.work == whole.work == 2 * 2 * 8 * 16 * 16 * 4
+    assert "(causal attention whole)" not in str(whole)
+    assert str(causal).count("operations on a rank (causal attention whole)") == 2
+
+
 def test_a_call_without_dtensors_plans_nothing():
     told = pt.explain(torch.add, torch.ones(3), 1)
     assert told.ops == () and "nothing is planned" in str(told)

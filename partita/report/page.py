@@ -242,10 +242,9 @@ def _describe_other_ways(run: RunFacts) -> str:
     """Says which collectives run in place of those that the step asks for, where some do."""
     asked = {move["kind"] for move in run.moves if move["nbytes"]}
     run_there = {e.kind for e in run.timeline} & {*COLLECTIVES}
-    if not asked or run_there <= asked:
+    others, gone = (", ".join(sorted(a - b)) for a, b in ((run_there, asked), (asked, run_there)))
+    if not others or not gone:  # what only reads a value is none of the step's moves
         return ""
-    others = ", ".join(sorted(run_there - asked))
-    gone = ", ".join(sorted(asked - run_there)) or "others"
     return f" Collectives are named by what the backend runs: {others}, to do {gone}."
 
 

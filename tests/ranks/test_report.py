@@ -167,14 +167,14 @@ def test_a_page_holds_its_timeline_as_a_trace(tmp_path):
 
 
 def test_a_page_says_where_collectives_are_not_those_that_the_step_asks_for(tmp_path):
-    def note_of(kind):
+    def note_of(*kinds):
         run = run_of()
-        run.timeline = [TimelineEvent("x", "links", 0.0, 0.1, kind)]
+        run.timeline = [TimelineEvent("x", "links", 0.0, 0.1, kind) for kind in kinds]
         write_report(tmp_path / "run.html", run)
         page = (tmp_path / "run.html").read_text()
         return page.partition("named by what the backend runs: ")[2].partition("</p>")[0]
 
-    assert note_of("all_gather") == "" and note_of("matmul") == ""
+    assert note_of("all_gather") == note_of("matmul") == note_of("all_gather", "all_reduce") == ""
     assert note_of("broadcast") == "broadcast, to do all_gather."
 
 

@@ -36,7 +36,7 @@ from partita.predict.explain_command import add_explain, run_explain
 from partita.predict.machine import load_machine
 from partita.predict.plan_command import add_plan, run_plan
 from partita.predict.simulate_command import add_simulate, run_simulate
-from partita.report import read_log, write_report
+from partita.report import check_outputs, check_plotly, read_logs, write_report
 
 __all__ = ["BENCHES", "main"]
 
@@ -190,7 +190,9 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
     try:
         if not is_rank():
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
-            return launch(argv, options.ranks, logs.show)
+            code = launch(argv, options.ranks, logs.show)
+            logs.end()
+            return code or (0 if logs.complete else 1)
         with joined(logs.show) as me:
             if not asked.verify:
                 train(options, me.tell)
@@ -260,10 +262,15 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 
 def _report(out: Path, logs: list[Path]) -> int:
     try:
-        write_report(out, *map(read_log, logs))
+        check_plotly()
+        check_outputs({"--out": out}, logs)
+        runs = read_logs(logs)
+        write_report(out, *runs)
     except (ValueError, OSError) as error:
         print(f"partita report: {error}", file=sys.stderr)
         return 2
+    for note in (note for run in runs for note in run.notes):
+        print(f"partita report: {note}", file=sys.stderr)
     print(out)
     return 0
 

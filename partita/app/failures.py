@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partita.comm import is_lost, user_line
+from partita.comm import is_lost, user_line_of_error
 
 __all__ = ["Failure", "LastKnown", "failure_of", "obituary", "phase_of"]
 
@@ -60,8 +60,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _place(error: BaseException) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    line = user_line(frames[-1]) if frames else ""
+    line = user_line_of_error(error)
     return ", ".join(filter(None, [line, *getattr(error, "__notes__", [])]))
 
 

@@ -348,7 +348,13 @@ def joined(show: Show) -> Iterator[Rank]:
             tell("failed", when=time.monotonic(), **asdict(failure))
         else:
             said = f"another rank is gone ({failure.place})" if failure.lost else failure.said
-            _say(f"rank {rank} failed {phase_of(at)}: {said}")
+            said = f"rank {rank} failed {phase_of(at)}: {said}"
+            if rank == 0:
+                # torchrun sends SIGTERM as soon as another rank has ended: the logs come first.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                show("job", {"message": said})
+            else:
+                _say(said)
         os._exit(1)  # threads of a broken process group may never end
 
 

@@ -5,28 +5,43 @@ Each hears the events that rank 0 tells of. The three last are imported where th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from partita.report import RunFacts, check_plotly, write_report
+from partita.report import (
+    RunFacts,
+    check_outputs,
+    check_plotly,
+    check_written_folder,
+    read_log,
+    write_report,
+)
 
 from .options import Options, flag
 
 __all__ = ["JsonLines", "Logs", "RunLog", "make_logs"]
 
-_NOT_KEPT = ("at", "done", "failed", "job")  # where ranks are, for who watches them
+_NOT_KEPT = ("at", "done", "failed")  # where ranks are, for who watches them
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class RunLog(Protocol):
-    """Hears of a run. `begin` comes with the first event, in the process that hears of them."""
+    """Hears of a run. `begin` comes with the first event, in the process that hears of them.
+
+    Attributes:
+        asked: the option that asks for it, and where it is: "--log run.jsonl".
+    """
+
+    asked: str
 
     def begin(self, options: dict[str, Any]) -> None: ...
 
@@ -37,6 +52,9 @@ class RunLog(Protocol):
 
 class Logs:
     """All logs of a run. One that fails is left out from then on: training goes on.
+
+    Attributes:
+        complete: has none of them failed?
 
     Args:
         logs: what hears of the run.
@@ -57,6 +75,7 @@ class Logs:
         self._logs, self._options, self._tokens, self._show = [*logs], options, tokens, show
         self._least_seconds = least_seconds
         self._begun = False
+        self.complete = True
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
         """Hear of one event, and pass it on."""
@@ -68,15 +87,21 @@ class Logs:
             facts = {**facts, "tokens_per_second": round(self._tokens / seconds, 1)}
             if self._least_seconds is not None:
                 facts["mfu"] = round(self._least_seconds / seconds, 6)
+        if event == "job":  # the last that is told of a run, whose process may end before `end`
+            if self._begun:
+                self._each(lambda log: log.hear("stopped", facts))
+            self.end()
+            return
         if not self._begun:
             self._begun = True
             self._each(lambda log: log.begin(self._options))
         self._each(lambda log: log.hear(event, facts))
 
     def end(self) -> None:
-        """The run has ended, in whichever way."""
+        """The run has ended, in whichever way. May be called more than once."""
         if self._begun:
             self._each(lambda log: log.end())
+        self._logs = []
 
     def _each(self, call: Callable[[RunLog], None]) -> None:
         for log in [*self._logs]:
@@ -84,7 +109,8 @@ class Logs:
                 call(log)
             except Exception as error:
                 self._logs.remove(log)
-                said = f"{type(log).__name__} fails, and is left out: {error}"
+                self.complete = False
+                said = f"{log.asked} is left out from here on: {type(error).__name__}: {error}"
                 self._show("note", {"message": said})
 
 
@@ -106,16 +132,15 @@ def make_logs(
         if getattr(options, name) is not None and not _is_installed(package):
             raise ValueError(f"--{flag(name)} needs {package}, which is not installed")
     found: list[RunLog] = []
+    check_outputs({"--log": options.log, "--report": options.report})
     if options.log is not None:
-        if not options.log.absolute().parent.is_dir() or options.log.is_dir():
-            raise ValueError(f"--log: {options.log} is no file in a folder that is there")
         found.append(JsonLines(options.log, append=options.resume))
     if options.report is not None:
         check_plotly()
-        if not options.report.absolute().parent.is_dir() or options.report.is_dir():
-            raise ValueError(f"--report: {options.report} is no file in a folder that is there")
-        found.append(ReportPage(options.report))
+        earlier = options.log if options.resume else None
+        found.append(ReportPage(options.report, goes_on_from=earlier))
     if options.tensorboard is not None:
+        check_written_folder(options.tensorboard, "--tensorboard")
         found.append(TensorBoardLog(options.tensorboard))
     if options.wandb is not None:
         found.append(WandbLog(options.wandb))
@@ -146,28 +171,56 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, append: bool = False):
-        self.path, self._mode = path, "a" if append else "w"
+        self.asked = f"--log {path}"
+        self.path, self._append = path, append
 
     def begin(self, options: dict[str, Any]) -> None:
-        self._file = self.path.open(self._mode, encoding="utf-8")
+        self._file = self.path.open("a" if self._append else "w", encoding="utf-8")
+        if self._append and _ends_within_a_line(self.path):
+            print(file=self._file)
         self.hear("begin", {"options": options})
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
         line = json.dumps({"event": event, "time": time.time(), **facts})
-        print(line, file=self._file, flush=True)
+        try:
+            print(line, file=self._file, flush=True)
+        except OSError:
+            with contextlib.suppress(OSError):  # what it could not write it tries again
+                self._file.close()
+            raise
 
     def end(self) -> None:
         self._file.close()
 
 
-class ReportPage:
-    """A page about the run, written when it has ended."""
+def _ends_within_a_line(path: Path) -> bool:
+    """Was a run killed while it wrote the last line of this file?"""
+    if not path.is_file():  # a terminal or a pipe
+        return False
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
-    def __init__(self, path: Path):
+
+class ReportPage:
+    """A page about the run, written when it has ended.
+
+    Args:
+        goes_on_from: the log of the run so far, where it has one: its steps are on the page, too.
+    """
+
+    def __init__(self, path: Path, *, goes_on_from: Path | None = None):
+        self.asked = f"--report {path}"
         self.path, self._run = path, RunFacts(path.stem)
+        self._goes_on_from = goes_on_from
 
     def begin(self, options: dict[str, Any]) -> None:
-        self.hear("begin", {"options": options})
+        if self._goes_on_from is not None and self._goes_on_from.is_file():
+            with contextlib.suppress(ValueError, OSError):  # of what is no log nothing is known
+                self._run = replace(read_log(self._goes_on_from), name=self.path.stem)
+        self.hear("begin", {"options": options, "time": time.time()})
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
         self._run.hear(event, facts)
@@ -191,7 +244,7 @@ class TensorBoardLog:
     """Scalars for each step, and what the model writes, in a folder that TensorBoard reads."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.asked, self.folder = f"--tensorboard {folder}", folder
 
     def begin(self, options: dict[str, Any]) -> None:
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -219,7 +272,7 @@ class WandbLog:
     """A run of a Weights & Biases project."""
 
     def __init__(self, project: str):
-        self.project = project
+        self.asked, self.project = f"--wandb {project}", project
 
     def begin(self, options: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
@@ -237,7 +290,7 @@ class MlflowLog:
     """A run of an MLflow experiment."""
 
     def __init__(self, experiment: str):
-        self.experiment = experiment
+        self.asked, self.experiment = f"--mlflow {experiment}", experiment
 
     def begin(self, options: dict[str, Any]) -> None:
         self._mlflow = importlib.import_module("mlflow")

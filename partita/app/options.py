@@ -17,6 +17,7 @@ from typing import Any
 
 from partita.checkpoint import is_checkpoint
 from partita.comm.device import DEVICES, choose_device
+from partita.report import check_written_folder
 
 __all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "read_positive", "shown_mesh"]
 
@@ -252,8 +253,8 @@ class Options:
             raise ValueError(f"--data: there is no {self.data}")
         if self.resume and self.save is None:
             raise ValueError("--resume goes on from the checkpoint in --save DIR: name the folder")
-        if self.save is not None and self.save.exists() and not self.save.is_dir():
-            raise ValueError(f"--save: {self.save} is no folder")
+        if self.save is not None:
+            check_written_folder(self.save, "--save")
         if self.checkpoint is not None and is_checkpoint(self.checkpoint) and not self.resume:
             raise ValueError(
                 f"--save: {self.save} holds a checkpoint already; --resume goes on from it"

@@ -6,12 +6,15 @@ What does a user see while a model trains? Lines, or a live bar on a terminal.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
+from collections import deque
 from typing import Any, TextIO
 
 __all__ = ["Progress", "make_progress", "printable"]
 
+_LAST_STEPS = 10  # whose median says how fast a run is
 PAUSE = 10.0  # seconds without a line after which plain progress prints one
 
 
@@ -39,10 +42,9 @@ class Progress:
         self.least_seconds = least_seconds
         self.out = out or sys.stdout
         self.last_step = -1
-        self._seconds = 0.0  # of one step, a running mean
+        self._seconds = deque[float](maxlen=_LAST_STEPS)
         self._began = self._said = time.monotonic()
         self._every = max(1, steps // 30)
-        self._first = 0
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
         """Show one event that a rank told of; an unknown one is left out."""
@@ -64,8 +66,11 @@ class Progress:
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
-        """The loss, how fast steps are, MFU too where the peak is known, bytes and memory."""
-        seconds = max(self._seconds, 1e-9)
+        """The loss, how fast steps are, MFU too where the peak is known, bytes and memory.
+
+        Speed is the median's of the last steps: the few that plan or compile say nothing about it.
+        """
+        seconds = max(statistics.median_low(self._seconds), 1e-9)
         share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
         rate = f"{self.tokens / seconds:7,.0f} tokens/s"
         return f"loss {loss:6.4f}  {rate}{share}  {_size(nbytes):>8}/step  {_size(memory):>8} held"
@@ -78,18 +83,16 @@ class Progress:
         self.say(
             f"{parameters:,} parameters on {self.mesh}, {threads} thread{'s' * (threads > 1)} a "
             f"rank; {bytes / 1e6:.1f} MB of text in {files} files from {source}; "
-            f"started in {time.monotonic() - self._began:.1f} s; bytes are those that a rank sends "
-            "and at most has held"
+            f"started in {time.monotonic() - self._began:.1f} s; tokens/s are those of the last "
+            f"{_LAST_STEPS} steps' median, bytes those that a rank sends and at most has held"
         )
         if first:
             self.say(f"goes on at step {first}, from the checkpoint")
         self._began = time.monotonic()
-        self._first = first
 
     def _on_step(self, *, step: int, loss: float, seconds: float, nbytes: int, memory: int) -> None:
         self.last_step = step
-        # The first step plans and allocates: it says nothing about the others.
-        self._seconds = seconds if step <= self._first + 1 else 0.9 * self._seconds + 0.1 * seconds
+        self._seconds.append(seconds)
         self._step(step, loss, nbytes, memory)
 
     def _step(self, step: int, loss: float, nbytes: int, memory: int) -> None:

@@ -54,7 +54,7 @@ from .padded_moves import Uneven, is_uneven, uneven
 from .pending_work import PendingWork
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
-from .source import call_site, first_instruction, user_line
+from .source import call_site, first_instruction, user_line, user_line_of_error
 from .torch_collectives import inspect_collectives
 from .torch_dtensors import (
     local_of_torch_dtensor,
@@ -135,6 +135,7 @@ __all__ = [
     "unpack",
     "use_autocast_state",
     "user_line",
+    "user_line_of_error",
     "wait_for_all_ranks",
     "wire_of",
 ]

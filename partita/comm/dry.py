@@ -23,6 +23,8 @@ from .wire import Wire
 
 __all__ = ["DryWire", "dry_mesh"]
 
+_MOST_RANKS = 1 << 24
+
 
 class DryWire(Wire):
     """A wire without peers: shapes and dtypes are right, values are not.
@@ -137,7 +139,7 @@ def dry_mesh(
         `get_coordinate`, `get_rank` and `get_local_rank`, and has no process groups.
 
     Raises:
-        LayoutError: there is no axis, an axis without ranks, or no such rank.
+        LayoutError: there is no axis, an axis without ranks, no such rank, or more than 16,777,216.
     """
     if not axes:
         raise LayoutError(
@@ -152,6 +154,13 @@ def dry_mesh(
             f"rank {rank} is not one of the {mesh.size()} of mesh {mesh}",
             place=user_line(),
             fixes=(Fix(f"0 <= rank < {mesh.size()}"),),
+        )
+    if mesh.size() > _MOST_RANKS:
+        raise LayoutError(
+            f"a dry mesh of {mesh.size():,} ranks is too large",
+            place=user_line(),
+            reason="the number of each is kept",
+            fixes=(Fix(f"at most {_MOST_RANKS:,} ranks"),),
         )
     numbers = torch.arange(mesh.size()).view(mesh.sizes)
     at = tuple(unravel(rank, mesh.sizes))

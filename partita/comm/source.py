@@ -7,12 +7,19 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-__all__ = ["call_site", "first_instruction", "place_of_user", "user_line"]
+__all__ = [
+    "call_site",
+    "first_instruction",
+    "place_of_user",
+    "user_line",
+    "user_line_of_error",
+]
 
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -47,6 +54,16 @@ def user_line(frame: FrameType | None = None, here: str = "") -> str:
             return f"{_shorten_path(name, here)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
+
+
+def user_line_of_error(error: BaseException) -> str:
+    """As `user_line`, of where an error was raised.
+
+    Of the frames that it went through not each is reached from the innermost: what C has called
+    may have none behind it any more.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, map(user_line, reversed(frames))), "")
 
 
 def place_of_user() -> str:

@@ -141,32 +141,67 @@ def _choose_drawn_dims(layout: Layout, mesh: Mesh) -> tuple[int | None, int | No
 
 def _find_dim_pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ...]:
     """The pieces of a dimension that have elements; the last may stand for several."""
-    axes = tuple(a for a in layout.shards[dim] if mesh.size(a) > 1)
-    if not axes:
+    if not layout.shape[dim] or not _splitting_axes(layout, mesh, dim):
         return (DimPiece(0, layout.shape[dim]),)
-    found = []
-    for at in product(*(range(mesh.size(a)) for a in axes)):
-        place = dict(zip(axes, at, strict=True))
-        rank = tuple(place.get(a, 0) for a in mesh.names)
-        offset, length = layout.local_region(mesh, rank)[dim]
-        if length:
-            found.append(DimPiece(offset, length, tuple(place.items())))
+    found = [
+        DimPiece(offset, length, tuple(at.items()))
+        for at, offset, length in _find_dim_regions(layout, mesh, dim)
+        if length
+    ]
     if len(found) <= PIECES_SHOWN:
-        return tuple(found) or (DimPiece(0, 0),)
+        return tuple(found)
     shown, rest = found[: PIECES_SHOWN - 1], found[PIECES_SHOWN - 1 :]
     length = sum(piece.length for piece in rest)
     return (*shown, DimPiece(rest[0].offset, length, rest[0].at, left_out=len(rest)))
 
 
+def _splitting_axes(layout: Layout, mesh: Mesh, dim: int) -> tuple[str, ...]:
+    return tuple(a for a in layout.shards[dim] if mesh.size(a) > 1)
+
+
+def _find_dim_regions(
+    layout: Layout, mesh: Mesh, dim: int
+) -> Iterator[tuple[dict[str, int], int, int]]:
+    """Each place along the axes that split a dimension, and its offset and length there."""
+    axes = _splitting_axes(layout, mesh, dim)
+    for at in product(*(range(mesh.size(a)) for a in axes)):
+        place = dict(zip(axes, at, strict=True))
+        rank = tuple(place.get(a, 0) for a in mesh.names)
+        yield place, *layout.local_region(mesh, rank)[dim]
+
+
 def _describe_empty_ranks(layout: Layout, mesh: Mesh) -> Iterator[str]:
-    """Who holds no element, where pieces are fewer than ranks."""
-    empty = [
-        str(rank)
-        for rank, at in enumerate(mesh.coordinates())
-        if any(n == 0 for n in layout.local_shape(mesh, at))
-    ]
-    if empty and 0 not in layout.shape:
-        yield f"nothing of it: rank{'s' * (len(empty) > 1)} {_join_shortened(empty, ', ')}"
+    """Who holds no element: few by their numbers, more by their places along the axes."""
+    if 0 in layout.shape:
+        yield "it has no element: every rank holds nothing of it"
+        return
+    holding, where = mesh.size(), []
+    for dim in range(len(layout.shape)):
+        regions = [*_find_dim_regions(layout, mesh, dim)]
+        empty = [place for place, _, length in regions if not length]
+        holding = holding // len(regions) * (len(regions) - len(empty))
+        if empty:
+            where.append(_describe_places(empty, len(regions)))
+    count = mesh.size() - holding
+    if count > RANKS_SHOWN:
+        yield f"nothing of it: {count:,} of {mesh.size():,} ranks, where {' or '.join(where)}"
+    elif count:
+        empty_ranks = [
+            str(rank)
+            for rank, at in enumerate(mesh.coordinates())
+            if 0 in layout.local_shape(mesh, at)
+        ]
+        yield f"nothing of it: rank{'s' * (count > 1)} {', '.join(empty_ranks)}"
+
+
+def _describe_places(places: Sequence[dict[str, int]], count: int) -> str:
+    """Which these are of `count` places: "dp=50…63", or of several axes the first ones."""
+    if len(places[0]) > 1:
+        texts = [" ".join(f"{a}={n}" for a, n in place.items()) for place in places]
+        return f"{_join_shortened(texts, ', ')} ({len(places):,} of {count:,} places)"
+    ((axis, first),), ((_, last),) = places[0].items(), places[-1].items()
+    # Whoever holds nothing of a dimension that one axis splits is behind all that hold some.
+    return f"{axis}={first}" + (f"…{last}" if last > first else "")
 
 
 class _Label:
@@ -174,7 +209,9 @@ class _Label:
 
     def __init__(self, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self.count = layout, mesh, 0
-        split = {a for axes in layout.shards for a in axes}
+        # Of a dimension without elements whoever would split it holds the same: nothing.
+        pairs = zip(layout.shape, layout.shards, strict=True)
+        split = {a for size, axes in pairs if size for a in axes}
         free = [a for a in mesh.names if a not in split and mesh.size(a) > 1]
         pending = dict(layout.partial)
         self.copies = [a for a in free if a not in pending and a not in layout.invariant]

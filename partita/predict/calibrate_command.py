@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from partita.report import check_outputs
+
 from .calibrate import calibrate, machine_toml
 
 __all__ = ["add_calibrate", "run_calibrate"]
@@ -26,6 +28,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     try:
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: at least 1")
+        check_outputs({"--out": options.out})
         text = machine_toml(calibrate(options.ranks))
         options.out.write_text(text)
     except (ValueError, RuntimeError, OSError) as error:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from partita.comm import wire_of
+from partita.comm import user_line_of_error, wire_of
 from partita.layout import Fix, Layout, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import spec_of
 
-__all__ = ["read_call", "read_mesh"]
+__all__ = ["describe_raised", "read_call", "read_mesh"]
 
 _DTYPES = {
     "f64": torch.float64,
@@ -32,6 +32,7 @@ _DTYPES = {
     "c128": torch.complex128,
 }
 _HOMES = {"F": torch.nn.functional, "torch": torch, "Tensor": torch.Tensor}
+_DIGITS = 20  # of a number of ranks that is read as one
 _CALL = re.compile(r"\s*(?P<name>[\w.:]+)\s*(?:\((?P<args>.*)\))?\s*", re.DOTALL)
 _LAYOUT = re.compile(r"[a-z]+\d*\[[^\]]*\](\s*\{[^}]*\})?")
 _NAME = re.compile(r"\s*(\w+)\s*=")
@@ -42,11 +43,18 @@ def read_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if not name.isidentifier() or not size.isdigit() or name in axes:
+        is_number = size.isascii() and size.isdecimal()
+        if not name.isidentifier() or not is_number or name in axes or len(size) > _DIGITS:
             raise LayoutError(
-                f"cannot read {part.strip()!r} in the mesh {text!r}",
+                f"cannot read {part.strip()[:40]!r} in the mesh {text[:80]!r}",
                 reason="a mesh names each of its axes once, with its number of ranks",
                 fixes=(Fix("--mesh dp=2,tp=4"),),
+            )
+        if int(size) < 1:
+            raise LayoutError(
+                f"{name}={size} in the mesh {text!r} has no rank",
+                reason="an axis has at least one rank",
+                fixes=(Fix(f"{name}=1"), Fix("a mesh without it")),
             )
         axes[name] = int(size)
     return axes
@@ -81,8 +89,13 @@ def _find_function(name: str) -> Callable[..., Any]:
     if colon:
         try:
             home: Any = importlib.import_module(module)
-        except ImportError as error:
+        except KeyboardInterrupt:
+            raise
+        except ModuleNotFoundError as error:
             raise _no_function(name, str(error)) from None
+        except BaseException as error:  # a module may raise, and end, as it likes
+            said = describe_raised(f"importing {module}", error, is_user_s=True)
+            raise _no_function(name, said) from None
     else:
         first, _, inner = name.partition(".")
         home = _HOMES.get(first)
@@ -93,6 +106,20 @@ def _find_function(name: str) -> Callable[..., Any]:
     if not callable(home):
         raise _no_function(name, f"nothing that can be called is there as {inner}")
     return home  # type: ignore[no-any-return]
+
+
+def describe_raised(what: str, error: BaseException, *, is_user_s: bool) -> str:
+    """What raised an error, all that this says, and the line of what the user wrote.
+
+    Args:
+        is_user_s: did code of the user's raise it, or call what did?
+    """
+    said, _, _ = str(error).partition("\nException raised from")  # frames of C++
+    # A SyntaxError says by itself where it is.
+    has_line = is_user_s and not isinstance(error, SyntaxError)
+    line = user_line_of_error(error) if has_line else ""
+    at = f" (at {line})" if line else ""
+    return f"{what} raised {type(error).__name__}{at}: {said.strip()}"
 
 
 def _no_function(name: str, reason: str) -> LayoutError:

@@ -40,6 +40,7 @@ from .rehearsal import rehearse
 
 __all__ = ["explain"]
 
+_IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"
 _AS_OPERAND = "(a tensor of its own, laid out as its operand)"
 _REWRITTEN = "(written as the calls below)"
@@ -219,7 +220,8 @@ class Explainer:
                 tuple(call.moves),
                 sum(operations for operations, _ in products),
                 tuple(dict.fromkeys(a for _, axes in products for a in axes)),
-                tuple(call.inner),
+                is_causal=name == "attention" and args[_IS_CAUSAL] is True,
+                inner=tuple(call.inner),
             )
         )
         return out

@@ -8,7 +8,7 @@ import sys
 from partita.comm import dry_mesh
 from partita.layout import LayoutError
 
-from .call_text import read_call, read_mesh
+from .call_text import describe_raised, read_call, read_mesh
 from .explain import explain
 
 __all__ = ["add_explain", "run_explain"]
@@ -34,10 +34,14 @@ def run_explain(options: argparse.Namespace) -> int:
         mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
         fn, args, kwargs = read_call(options.call, options.args, mesh)
         print(explain(fn, *args, **kwargs))
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        first, *_ = str(error).splitlines() or [type(error).__name__]
-        # Of an error of ours all lines count: place, reason and fixes.
-        said = str(error) if isinstance(error, LayoutError) else first
+    except KeyboardInterrupt:
+        raise
+    except LayoutError as error:  # all its lines count: place, reason and fixes
+        print(f"partita explain: {error}", file=sys.stderr)
+        return 2
+    except BaseException as error:  # the function may raise, and end, as it likes
+        name, _, _ = options.call.partition("(")
+        said = describe_raised(name.strip(), error, is_user_s=":" in name)
         print(f"partita explain: {said}", file=sys.stderr)
         return 2
     return 0

@@ -10,6 +10,8 @@ from partita.layout import Layout
 
 __all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "counted", "seconds"]
 
+_COUNTED_WHOLE = " (causal attention whole)"
+
 
 @dataclass(frozen=True)
 class ExplainedMove:
@@ -81,6 +83,8 @@ class ExplainedOp:
         moves: what is moved for it, in order.
         work: multiplications and additions of its matrix products on a rank, forward.
         repeated: the axes along which every rank does the same of them.
+        is_causal: is it an attention of which the work is counted whole, though a fused kernel
+            leaves out what the mask does, half of it? A simulation counts half.
         inner: the calls that it is written as, where it is.
     """
 
@@ -94,6 +98,7 @@ class ExplainedOp:
     moves: tuple[ExplainedMove, ...] = ()
     work: float = 0.0
     repeated: tuple[str, ...] = ()
+    is_causal: bool = False
     inner: tuple[ExplainedOp, ...] = ()
 
     @property
@@ -146,7 +151,8 @@ class ExplainedOp:
 
     def _format_work(self) -> str:
         text = f"{counted(self.work)} operations on a rank"
-        return text + f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
+        text += f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
+        return text + _COUNTED_WHOLE * self.is_causal
 
     def _explain_choice(self, axis: str) -> str:
         best, second = self.chosen(axis), self.runner_up(axis)
@@ -211,7 +217,10 @@ class Explanation:
         said += ", backward too" * self.goes_backward
         if self.backward_nbytes:
             said += f"; {human(self.backward_nbytes)} more in a backward"
-        return said + (f"; {counted(self.work)} operations on a rank" if self.work else "")
+        if not self.work:
+            return said
+        whole = any(op.is_causal for op in _flatten_ops(self.ops))
+        return f"{said}; {counted(self.work)} operations on a rank{_COUNTED_WHOLE * whole}"
 
 
 def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:

@@ -29,6 +29,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan; the exit code is 2 where there is none."""
     try:
+        if options.memory is not None and options.memory.strip().isdecimal():
+            raise ValueError(
+                f"--memory {options.memory} is without a unit: write {options.memory}GB or "
+                f"{options.memory}GiB"
+            )
         given = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "batch"})
         found = autoplan(
             options.model,

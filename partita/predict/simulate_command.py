@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from partita.layout import LayoutError
-from partita.report import check_plotly
+from partita.report import check_outputs, check_plotly
 
 from .call_text import read_mesh
 from .machine import shipped_machines
@@ -55,9 +55,12 @@ def run_simulate(options: argparse.Namespace) -> int:
     """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
     try:
         if options.report:
-            check_plotly()  # before what may take a minute
+            check_plotly()
+        # Before what may take a minute.
+        check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
         found = simulate(options.model, mesh, options.machine, strategy=strategy_of(options))
+        print(found, flush=True)
         if options.trace:
             found.save_trace(options.trace)
         if options.report:
@@ -65,5 +68,4 @@ def run_simulate(options: argparse.Namespace) -> int:
     except (ValueError, LayoutError, OSError) as error:
         print(f"partita simulate: {error}", file=sys.stderr)
         return 2
-    print(found)
     return 0 if found.fits else 1

@@ -1,19 +1,23 @@
 """Reports: a run of training, or a captured step, as one page that needs no network.
 
-In reading order: run_facts (what is known of a run), timeline (of a step), page (the page), figures
-(its pictures).
+In reading order: run_facts (what is known of a run), events (what its log must hold), timeline (of
+a step), page (the page), figures (its pictures), outputs (where files can be written).
 """
 
+from .outputs import check_outputs, check_written_folder
 from .page import check_plotly, write_report
-from .run_facts import RunFacts, read_log
+from .run_facts import RunFacts, read_log, read_logs
 from .timeline import HasTimeline, TimelineEvent, save_trace
 
 __all__ = [
     "HasTimeline",
     "RunFacts",
     "TimelineEvent",
+    "check_outputs",
     "check_plotly",
+    "check_written_folder",
     "read_log",
+    "read_logs",
     "save_trace",
     "write_report",
 ]

@@ -8,7 +8,14 @@ from typing import Any
 from .run_facts import RunFacts
 from .timeline import TimelineEvent, join_short_events
 
-__all__ = ["loss_figure", "memory_figure", "moves_figure", "passes_figure", "timeline_figure"]
+__all__ = [
+    "COLLECTIVES",
+    "loss_figure",
+    "memory_figure",
+    "moves_figure",
+    "passes_figure",
+    "timeline_figure",
+]
 
 CLASSES = (
     "weights",
@@ -42,6 +49,8 @@ _KINDS = {
     "attention": "#a463f2",
     "elementwise": "#97bbf5",
     "other": "#9498a0",
+}
+_COLLECTIVES = {
     "all_gather": "#efb118",
     "reduce_scatter": "#ff725c",
     "all_reduce": "#e03a5b",
@@ -49,7 +58,10 @@ _KINDS = {
     "broadcast": "#3ca951",
     "send": "#6cc5b0",
 }
+_KINDS |= _COLLECTIVES
 """Colours of what streams do, in the order of the legend."""
+COLLECTIVES = (*_COLLECTIVES,)
+"""Kinds of collectives, as moves and timelines call them."""
 _BARS = 400
 """Parts of a timeline that are told apart: two pixels each, as bars of less cover others."""
 _POINTS = 2000
@@ -61,7 +73,8 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
         "template": "plotly_white",
         "height": height,
         "margin": {"l": 70, "r": 30, "t": 30, "b": 50},
-        "legend": {"orientation": "h", "y": 1.14},
+        # Of more rows the legend grows away from what is drawn.
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "hovermode": "x unified",
         **more,
     }
@@ -91,7 +104,8 @@ def loss_figure(runs: Sequence[RunFacts]) -> Any:
             )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
-    figure.update_layout(**_figure_layout(400, legend={"orientation": "h", "y": -0.22}))
+    below = {"orientation": "h", "y": -0.22, "yanchor": "top"}
+    figure.update_layout(**_figure_layout(400, legend=below))
     return figure
 
 
@@ -195,7 +209,7 @@ def moves_figure(run: RunFacts) -> Any:
         )
     figure.update_xaxes(title_text="MiB sent by a rank in a step")
     figure.update_yaxes(automargin=True)
-    beside = {"orientation": "v", "x": 1.02, "y": 1}
+    beside = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"}
     height = max(160 + 26 * len(shown), 120 + 20 * len(kinds))
     figure.update_layout(
         **_figure_layout(height, barmode="stack", hovermode="closest", legend=beside)
@@ -204,10 +218,12 @@ def moves_figure(run: RunFacts) -> Any:
 
 
 def passes_figure(run: RunFacts) -> Any:
-    """The predicted peak and the bytes that a rank sends, after each pass."""
+    """The predicted peak above the inputs and the bytes that a rank sends, after each pass."""
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=1, cols=2, subplot_titles=("predicted peak, MiB", "sent, MiB"))
+    figure = make_subplots(
+        rows=1, cols=2, subplot_titles=("peak above the inputs, MiB", "sent, MiB")
+    )
     names = ["captured", *(p["name"] for p in run.passes)]
     for column, what in ((1, "peak"), (2, "sent")):
         values = [run.passes[0][what][0], *(p[what][1] for p in run.passes)]

@@ -5,15 +5,26 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from partita.layout import Layout, Mesh
+from partita.layout import Layout
 from partita.layout.picture import draw
 from partita.layout.picture_html import html_of
 
-from .figures import loss_figure, memory_figure, moves_figure, passes_figure, timeline_figure
+from .events import parse_mesh
+from .figures import (
+    COLLECTIVES,
+    loss_figure,
+    memory_figure,
+    moves_figure,
+    passes_figure,
+    timeline_figure,
+)
 from .run_facts import RunFacts
 from .timeline import trace_bytes
 
@@ -31,6 +42,16 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: 
 pre { background: #f6f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; }
 .runs { display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); }
 .runs > div { min-width: 0; } .layout { margin: 14px 0; } .note { color: #666; font-size: 13px; }
+.table { overflow-x: auto; } .warning { color: #a3301c; white-space: pre-wrap; margin: 4px 0; }
+"""
+# At the end of the page, where every column stands: a column is as wide as the page until the next
+# one is read. A picture that was drawn is drawn anew when its place gets another width.
+_DRAW = """
+const places = new ResizeObserver(found => found.forEach(one => Plotly.Plots.resize(one.target)));
+for (const place of document.querySelectorAll(".figure")) {
+  const {data, layout} = JSON.parse(place.nextElementSibling.textContent);
+  Plotly.newPlot(place, data, layout, {displayModeBar: false}).then(() => places.observe(place));
+}
 """
 
 
@@ -51,7 +72,18 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
         OSError: the file cannot be written.
     """
     check_plotly()
-    Path(path).write_text(_page_html(runs), encoding="utf-8")
+    # Half of a pair, which JSON may hold, is no character of UTF-8.
+    page = _page_html(_tell_apart(runs))
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _tell_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """The runs, those of a name that others have by name and number."""
+    found: list[RunFacts] = []
+    for i, run in enumerate(runs):
+        before = sum(one.name == run.name for one in runs[:i])
+        found.append(replace(run, name=f"{run.name} ({before + 1})") if before else run)
+    return found
 
 
 def _page_html(runs: Sequence[RunFacts]) -> str:
@@ -64,7 +96,7 @@ def _page_html(runs: Sequence[RunFacts]) -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<title>{title}</title><style>{_STYLE}</style>"
         f"<script>{get_plotlyjs()}</script></head>\n"
-        f"<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+        f"<body><h1>{title}</h1>\n{body}\n<script>{_DRAW}</script></body></html>\n"
     )
 
 
@@ -91,9 +123,12 @@ def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFa
 
 
 def _figure_html(figure: Any) -> str:
-    config = {"displayModeBar": False, "responsive": True}
-    html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
-    return html
+    """The place of a figure, and after it what `_DRAW` draws there."""
+    facts = figure.to_json().replace("<", "\\u003c")  # which would end the script
+    return (
+        f'<div class="figure" style="height:{figure.layout.height}px"></div>'
+        f'<script type="application/json">{facts}</script>'
+    )
 
 
 def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -105,7 +140,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         kinds = [' class="number"' if _is_figure(t) else "" for t in texts]
         cells = "".join(f"<td{k}>{t}</td>" for k, t in zip(kinds, texts, strict=True))
         lines.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f'<div class="table"><table>{"".join(lines)}</table></div>'
 
 
 def _is_figure(text: str) -> bool:
@@ -124,14 +159,12 @@ def _format_size(nbytes: float) -> str:
 
 
 def _summary_html(run: RunFacts) -> str:
-    rows: list[tuple[str, Any]] = []
-    if "parameters" in run.about:
-        rows.append(("parameters", f"{run.about['parameters']:,}"))
+    rows: list[tuple[str, Any]] = [*_describe_run(run)]
     if run.steps:
         last, late = run.steps[-1], run.steps[1:] or run.steps
         seconds = sorted(s["seconds"] for s in late)[len(late) // 2]
         rows += [
-            ("steps", len(run.steps)),
+            ("steps", _describe_steps(run)),
             ("last loss", f"{last['loss']:.4f}"),
             ("a step, median", f"{seconds * 1e3:.1f} ms"),
             ("sent by a rank in a step", _format_size(last["nbytes"])),
@@ -140,13 +173,49 @@ def _summary_html(run: RunFacts) -> str:
         if shares:
             rows.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     if run.memory is not None and not run.figures:
-        rows.append(("peak of a step, predicted", _format_size(_find_peak(run.memory))))
+        rows.append(("peak of a step, predicted, with what is held", _format_peak(run.memory)))
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
     options = (
         f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
     )
     tables = "".join(_table_html((), table) for table in (rows, run.figures) if table)
-    return tables + options
+    stopped = [f"The run did not reach its end: {run.stopped}"] if run.stopped else []
+    notes = "".join(
+        f'<p class="warning">{escape(note)}</p>'
+        for note in [*stopped, *(f"{note[:1].upper()}{note[1:]}." for note in run.notes)]
+    )
+    return notes + tables + options
+
+
+def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
+    """What was trained, on what, and when."""
+    options = run.options
+    if run.began is not None:
+        with suppress(ValueError, OverflowError, OSError):  # no year that there is
+            began = datetime.fromtimestamp(run.began, UTC)
+            yield "began", f"{began:%Y-%m-%d %H:%M} UTC"
+    if "mesh" in options:
+        stage = f", ZeRO-{options['zero']}" if options.get("zero") else ""
+        yield "mesh", f"{options['mesh'] or 'one rank'}{stage}"
+    sizes = ("layers", "width", "heads", "context")
+    if any(size in options for size in sizes):
+        yield "model", ", ".join(f"{size} {options[size]}" for size in sizes if size in options)
+    if "parameters" in run.about:
+        yield "parameters", f"{run.about['parameters']:,}"
+
+
+def _describe_steps(run: RunFacts) -> str:
+    """How many, and which where they are not all that were asked for."""
+    first, last, asked = run.steps[0]["step"], run.steps[-1]["step"], run.options.get("steps")
+    count = f"{len(run.steps):,}"
+    if first == 0 and asked in (None, len(run.steps)):
+        return count
+    of = f" of {asked}" if asked is not None else ""
+    return f"{count}{of}: {first} to {last}"
+
+
+def _format_peak(memory: dict[str, Any]) -> str:
+    return _format_size(_find_peak(memory))
 
 
 def _find_peak(memory: dict[str, Any]) -> int:
@@ -165,8 +234,18 @@ def _timeline_html(run: RunFacts) -> str:
         f"{len(run.timeline):,} events as a trace</a>, for ui.perfetto.dev"
     )
     note = f'<p class="note">{escape(run.timeline_source)}. Work that is shorter than the picture '
-    note += f"tells apart is joined; {link}.</p>"
+    note += f"tells apart is joined; {link}.{escape(_describe_other_ways(run))}</p>"
     return _figure_html(timeline_figure(run)) + note
+
+
+def _describe_other_ways(run: RunFacts) -> str:
+    """Says which collectives run in place of those that the step asks for, where some do."""
+    asked = {move["kind"] for move in run.moves if move["nbytes"]}
+    run_there = {e.kind for e in run.timeline} & {*COLLECTIVES}
+    others, gone = (", ".join(sorted(a - b)) for a, b in ((run_there, asked), (asked, run_there)))
+    if not others or not gone:  # what only reads a value is none of the step's moves
+        return ""
+    return f" Collectives are named by what the backend runs: {others}, to do {gone}."
 
 
 def _memory_html(run: RunFacts) -> str:
@@ -206,14 +285,19 @@ def _moves_html(run: RunFacts) -> str:
 def _passes_html(run: RunFacts) -> str:
     if not run.passes:
         return ""
-    head = ("pass", "what it did", "collectives", "sent", "predicted peak")
+    head = ("pass", "what it did", "collectives", "sent", "peak above the inputs")
     rows = []
     for one in run.passes:
         sizes = ([_format_size(n) for n in one[what]] for what in ("sent", "peak"))
         pairs = [one["collectives"], *sizes]
         told = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
         rows.append((one["name"], one["did"] or one["promise"], *told))
-    return _figure_html(passes_figure(run)) + _table_html(head, rows)
+    note = (
+        '<p class="note">Peaks here are of the graph, run node by node, above what is held between '
+        "steps. That of the memory over a step is of the code that was made of it, where fewer "
+        "results are kept, and with what is held.</p>"
+    )
+    return _figure_html(passes_figure(run)) + note + _table_html(head, rows)
 
 
 def _layouts_html(run: RunFacts) -> str:
@@ -222,7 +306,7 @@ def _layouts_html(run: RunFacts) -> str:
         alike.setdefault((layout, mesh), []).append((name, nbytes))
     found = []
     for (layout, mesh), members in [*alike.items()][:_LAYOUTS_SHOWN]:
-        picture = html_of(draw(Layout.parse(layout), _parse_mesh(mesh)), width=460)
+        picture = html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
         names = ", ".join(name for name, _ in members[:3])
         more = f" and {len(members) - 3} more" if len(members) > 3 else ""
         held = _format_size(sum(nbytes for _, nbytes in members))
@@ -230,12 +314,6 @@ def _layouts_html(run: RunFacts) -> str:
         found.append(f'<div class="layout"><div>{about}</div>{picture}</div>')
     left = len(alike) - _LAYOUTS_SHOWN
     return "".join(found) + (f'<p class="note">and {left} more layouts</p>' if left > 0 else "")
-
-
-def _parse_mesh(text: str) -> Mesh:
-    """The mesh that prints so."""
-    axes = [axis.split("=") for axis in text.split()]
-    return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
 
 def _sample_html(run: RunFacts) -> str:

@@ -50,6 +50,44 @@ def test_whoever_holds_nothing_is_named():
     assert picture.notes == ("nothing of it: ranks 2, 3",)
 
 
+@pytest.mark.parametrize(
+    ("layout", "sizes", "note"),
+    [
+        ("[100@dp, 100@tp]", (64, 16), "274 of 1,024 ranks, where dp=50…63 or tp=15"),
+        ("[15@tp]", (2, 16), "ranks 15, 31"),
+        ("[15@tp]", (8, 16), "8 of 128 ranks, where tp=15"),
+        (
+            "[20@(dp tp)]",
+            (4, 8),
+            "12 of 32 ranks, where dp=0 tp=5, dp=0 tp=6, …, dp=3 tp=7 (12 of 32 places)",
+        ),
+    ],
+)
+def test_many_that_hold_nothing_are_named_by_their_places(layout, sizes, note):
+    mesh = Mesh(("dp", "tp"), sizes)
+    layout = Layout.parse(layout)
+    *_, said = draw(layout, mesh).notes
+    assert said == f"nothing of it: {note}"
+    empty = sum(0 in layout.local_shape(mesh, at) for at in mesh.coordinates())
+    assert str(empty) in note or note.count(",") == empty - 1
+
+
+def test_of_a_tensor_without_elements_every_rank_holds_nothing():
+    two = Mesh(("dp", "tp"), (2, 2))
+    picture = draw(Layout.parse("[0@dp, 4@tp]"), two)
+    assert cells("[0@dp, 4@tp]", two) == [["0, 2", "1, 3"]]
+    assert picture.notes[-1] == "it has no element: every rank holds nothing of it"
+    assert cells("[0@(dp tp)]", two) == [["0, 1, 2, 3"]]
+    assert cells("[0]", two) == [["0, 1, 2, 3"]]
+
+
+def test_who_holds_nothing_on_a_large_mesh_is_found_without_asking_each_rank(monkeypatch):
+    monkeypatch.setattr(Mesh, "coordinates", None)
+    mesh = Mesh(("dp", "tp", "pp"), (1000, 1000, 1000))
+    *_, said = draw(Layout.parse("[999@dp, 4]"), mesh).notes
+    assert said == "nothing of it: 1,000,000 of 1,000,000,000 ranks, where dp=999"
+
+
 def test_a_picture_of_many_ranks_stays_small():
     picture = draw(
         Layout.parse("[8192@dp, 64@tp, 4] {sum pp}"), Mesh(("dp", "tp", "pp"), (1024, 2, 64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,6 +198,18 @@ def test_remat_and_compiled_blocks_are_entered():
     assert [op.op for op in told.ops].count("linear") == 4
 
 
+def test_work_of_causal_attention_is_said_to_be_counted_whole():
+    mesh = pt.dry_mesh(dp=2)
+    x = spread(mesh, S0, shape=(2, 8, 16, 4))
+    whole, causal = (
+        pt.explain(F.scaled_dot_product_attention, x, x, x, is_causal=is_causal)
+        for is_causal in (False, True)
+    )
+    assert causal.work == whole.work == 2 * 2 * 8 * 16 * 16 * 4
+    assert "(causal attention whole)" not in str(whole)
+    assert str(causal).count("operations on a rank (causal attention whole)") == 2
+
+
 def test_a_call_without_dtensors_plans_nothing():
     told = pt.explain(torch.add, torch.ones(3), 1)
     assert told.ops == () and "nothing is planned" in str(told)
@@ -275,8 +289,52 @@ class TestCommand:
             ("torch.sum(f32[8@dp], dim=5)", "dp=2", "out of range"),
             ("torch.exp(f32[8])", "dp", "cannot read 'dp' in the mesh"),
             ("torch.exp(f32[8])", "dp=0", "at least one rank"),
+            ("torch.exp(f32[8])", "dp=²", "cannot read 'dp=²' in the mesh"),
+            ("torch.exp(f32[8])", "dp=٣", "cannot read 'dp=٣' in the mesh"),
+            ("torch.exp(f32[8])", "dp=" + "9" * 5000, "cannot read 'dp=9999"),
+            ("torch.exp(f32[8])", "dp=99999999999999999999", "is too large"),
+            ("torch.exp(f32[8])", "dp=16777217", "at most 16,777,216 ranks"),
+            ("torch.sum", "dp=2", "expected one of:\n * (Tensor input, *,"),
         ],
     )
     def test_what_cannot_be_read_is_one_clear_error(self, capsys, call, mesh, said):
         code, text = self.run(capsys, call, "--mesh", mesh)
         assert code == 2 and said in text and "Traceback" not in text
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            ("return {}['k']", "mine:f raised KeyError (at mine.py:2): 'k'"),
+            ("return 1 / 0", "mine:f raised ZeroDivisionError (at mine.py:2): division by zero"),
+            ("raise SystemExit(0)", "mine:f raised SystemExit (at mine.py:2): 0"),
+            ("return f(x)", "mine:f raised RecursionError (at mine.py:2): maximum recursion"),
+            ("return x.sum(dim=7)", "mine:f raised IndexError (at mine.py:2): Dimension out"),
+            (
+                "return (",
+                "importing mine raised SyntaxError: '(' was never closed (mine.py, line 2)",
+            ),
+            ("pass\n1 / 0", "importing mine raised ZeroDivisionError (at mine.py:3): division by"),
+            ("pass\nimport sys\nsys.exit(0)", "importing mine raised SystemExit (at mine.py:4): 0"),
+        ],
+    )
+    def test_whatever_a_function_or_its_module_raises_is_one_error_with_its_line(
+        self, capsys, tmp_path, monkeypatch, body, said
+    ):
+        (tmp_path / "mine.py").write_text(f"def f(x):\n    {body}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        code, text = self.run(capsys, "mine:f(f32[8@dp])", "--mesh", "dp=2")
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        assert code == 2 and said in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("mesh", ["dp=²", "dp=0", "dp=99999999999999999999", "dp", ""])
+def test_a_mesh_that_cannot_be_simulated_is_one_clear_error(mesh, capsys):
+    assert main(["simulate", "--model", "gpt", "--mesh", mesh]) == 2
+    assert "is no axis of a named model" not in capsys.readouterr().err
+
+
+def test_an_amount_of_memory_without_a_unit_is_refused(capsys):
+    assert main(["plan", "--model", "gpt", "--ranks", "4", "--memory", "80"]) == 2
+    assert "--memory 80 is without a unit: write 80GB or 80GiB" in capsys.readouterr().err

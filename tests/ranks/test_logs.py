@@ -69,6 +69,22 @@ def test_operations_of_a_step_are_those_of_its_matrix_products():
 
 
 @pytest.mark.parametrize("kind", [Progress, LiveProgress])
+@pytest.mark.parametrize("slow", [{0}, {1}, {0, 1}, {5}, {10, 11}], ids=str)
+def test_steps_that_compile_do_not_count_in_how_fast_a_run_is(kind, slow):
+    out = io.StringIO()
+    progress = kind(steps=12, tokens=256, mesh="dp=2", out=out)
+    facts = {"parameters": 1, "bytes": 1, "files": 1, "source": "x", "threads": 1, "first": 0}
+    progress.show("ready", facts)
+    for step in range(12):
+        seconds = 110.0 if step in slow else 0.0128
+        facts = {"step": step, "loss": 1.0, "seconds": seconds, "nbytes": 1, "memory": 1}
+        progress.show("step", facts)
+    progress.stop()
+    assert "20,000 tokens/s" in progress.figures_of(1.0, 1, 1)
+    assert "tokens/s are those of the last 10 steps' median" in " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize("kind", [Progress, LiveProgress])
 def test_progress_shows_what_part_of_the_peak_a_step_reaches(kind):
     def said(**more):
         out = io.StringIO()
@@ -106,6 +122,70 @@ def test_a_run_that_goes_on_goes_on_in_its_log(run, tmp_path):
     run(log=path, save=folder, steps=3, resume=True)
     steps = [line["step"] for line in lines_of(path) if line["event"] == "step"]
     assert steps == [0, 1, 2]
+
+
+def test_a_run_that_goes_on_begins_on_a_line_of_its_own(run, tmp_path):
+    path, folder = tmp_path / "run.jsonl", tmp_path / "kept"
+    run(log=path, save=folder, steps=2)
+    whole = path.read_text()
+    for cut, count in (("", 0), ('{"event": "step", "tim', 1), (whole.splitlines()[-1], 0)):
+        path.write_text(whole + cut)
+        run(log=path, save=folder, steps=3, resume=True)
+        begun = [line for line in path.read_text().splitlines() if '"begin"' in line]
+        assert len(begun) == 2 and all(line.startswith('{"event": "begin"') for line in begun)
+        found = read_log(path)
+        assert [s["step"] for s in found.steps][:2] == [0, 1] and len(found.notes) == count
+
+
+def test_the_report_of_a_run_that_goes_on_has_the_steps_before(run, tmp_path):
+    pytest.importorskip("plotly")
+    path, folder, page = tmp_path / "run.jsonl", tmp_path / "kept", tmp_path / "run.html"
+    run(log=path, save=folder, steps=2)
+    run(log=path, save=folder, steps=4, resume=True, report=page)
+    assert ">4</td>" in page.read_text() and "2 to 3" not in page.read_text()
+    path.write_text("no log")
+    run(log=path, save=folder, steps=5, resume=True, report=page)
+    assert "1 of 5: 4 to 4" in page.read_text()
+
+
+def test_a_log_and_a_report_say_why_a_run_ended_before_its_last_step(tmp_path):
+    pytest.importorskip("plotly")
+    options = replace(OPTIONS, log=tmp_path / "run.jsonl", report=tmp_path / "run.html")
+    told = []
+    logs = make_logs(options, lambda event, facts: told.append(event))
+    logs.show("step", {"step": 0, "loss": 1.0, "seconds": 2.0, "nbytes": 1})
+    logs.show("job", {"message": "rank 0 failed: the loss of step 1 is nan"})
+    assert told == ["step", "job"]
+    # At once: under torchrun nobody asks for the end of a rank that failed.
+    last = lines_of(options.log)[-1]
+    assert (last["event"], last["message"]) == (
+        "stopped",
+        "rank 0 failed: the loss of step 1 is nan",
+    )
+    said = "The run did not reach its end: rank 0 failed: the loss of step 1 is nan"
+    assert said in options.report.read_text()
+    write_report(tmp_path / "again.html", read_log(options.log))
+    assert said in (tmp_path / "again.html").read_text()
+    logs.end()
+    assert lines_of(options.log)[-1] == last
+
+
+def test_a_job_that_ends_before_a_run_begins_leaves_the_log_that_was_there(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("what another run has told")
+    make_logs(replace(OPTIONS, log=path), lambda event, facts: None).show("job", {"message": "x"})
+    assert path.read_text() == "what another run has told"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_run_whose_log_is_not_whole_says_so_in_its_exit_code(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_bytes(b"some text to be trained on, again and again\n" * 9)
+    few = "--ranks 1 --steps 2 --layers 1 --width 16 --heads 2 --context 16 --batch 2 --sample 0"
+    assert main(["train", *few.split(), "--data", str(text), "--log", "/dev/full"]) == 1
+    said = capsys.readouterr().out
+    assert "--log /dev/full is left out from here on: OSError" in said and "step 1" in said
 
 
 class Calls:
@@ -168,7 +248,7 @@ def test_a_log_that_fails_is_left_out_and_training_goes_on(run, monkeypatch, tmp
     monkeypatch.setitem(sys.modules, "wandb", Broken())
     told = run(wandb="project", log=tmp_path / "run.jsonl")
     notes = [facts["message"] for event, facts in told if event == "note"]
-    assert notes == ["WandbLog fails, and is left out: no network"]
+    assert notes == ["--wandb project is left out from here on: OSError: no network"]
     assert len(lines_of(tmp_path / "run.jsonl")) == 6
 
 
@@ -186,6 +266,86 @@ def test_what_cannot_be_logged_to_is_an_error_before_a_rank_starts(
     monkeypatch.setattr("partita.app.logs.importlib.util.find_spec", lambda name: None)
     assert main(["train", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+WORK = {
+    "train": ("train", "partita.cli.launch"),
+    "simulate": ("simulate --model gpt --mesh dp=2", "partita.predict.simulate_command.simulate"),
+    "calibrate": ("calibrate", "partita.predict.calibrate_command.calibrate"),
+    "report": ("report x.jsonl", "partita.cli.read_logs"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("train", "--log"),
+        ("train", "--report"),
+        ("simulate", "--trace"),
+        ("simulate", "--report"),
+        ("calibrate", "--out"),
+        ("report", "--out"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    command, option, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("plotly")
+    words, work = WORK[command]
+
+    def begun(*args, **kwargs):
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr(work, begun)
+    monkeypatch.chdir(tmp_path)
+    for path, said in (("no/x", "is no file in a folder"), (".", "is no file in a folder")):
+        assert main([*words.split(), option, path]) == 2
+        assert f"partita {command}: {option}: {path} {said}" in capsys.readouterr().err
+    monkeypatch.setattr("partita.report.outputs.os.access", lambda path, mode: False)
+    assert main([*words.split(), option, "x"]) == 2
+    assert f"{option}: x may not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train --log x --report x", "simulate --trace x --report ./x"])
+def test_two_files_that_are_one_are_refused(words, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("plotly")
+    monkeypatch.chdir(tmp_path)
+    also = ["--model", "gpt", "--mesh", "dp=2"] if words.startswith("simulate") else []
+    assert main([*words.split(), *also]) == 2
+    assert "x is what --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--save", "--tensorboard"])
+def test_a_folder_that_cannot_be_is_refused(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main(["train", option, "file"]) == 2
+    assert f"{option}: file is no folder" in capsys.readouterr().err
+    assert main(["train", option, "file/in/it"]) == 2
+    assert f"{option}: file/in/it is in no folder: " in capsys.readouterr().err
+    monkeypatch.setattr("partita.report.outputs.os.access", lambda path, mode: False)
+    assert main(["train", option, "new/folder"]) == 2
+    assert "this user may make no files" in capsys.readouterr().err
+
+
+def test_a_simulation_is_printed_also_where_its_files_cannot_be_written(
+    tmp_path, monkeypatch, capsys
+):
+    class Found:
+        fits = True
+
+        def __str__(self):
+            return "what it costs"
+
+        def save_trace(self, path):
+            raise OSError("no space left")
+
+    monkeypatch.setattr("partita.predict.simulate_command.simulate", lambda *a, **k: Found())
+    asked = f"simulate --model gpt --mesh dp=2 --trace {tmp_path / 'x.json'}"
+    assert main(asked.split()) == 2
+    shown = capsys.readouterr()
+    assert "what it costs" in shown.out and "no space left" in shown.err
 
 
 @pytest.mark.parametrize("kind", [Progress, LiveProgress])

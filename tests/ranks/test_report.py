@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -55,9 +56,47 @@ def run_of(name="first", **more):
     return RunFacts(name, **told, **more)
 
 
+def events_of(run):
+    """The events that a log of this run has, by name: each once."""
+    holds = {"kind": "matmul", "phase": "forward", "source": "train.py:3", "nbytes": 64.0}
+    work = ["mm", "compute", 0.0, 0.002, *holds.values()]
+    return {
+        "begin": {
+            "time": 1.7e9,
+            "options": {"mesh": "dp=2", "zero": 3, "layers": 2, "width": 32, "steps": 600},
+        },
+        "ready": {"parameters": 41600},
+        "layouts": {"parameters": run.layouts},
+        "step": run.steps[0] | {"mfu": 0.3},
+        "moves": {"moves": run.moves},
+        "graph": {"memory": run.memory, "passes": run.passes},
+        "timeline": {"events": [work, work[:5]], "source": "measured"},
+        "sample": {"prompt": "def ", "text": "f"},
+        "stopped": {"message": "rank 0 failed: the loss is <nan>"},
+    }
+
+
+EVENTS = events_of(run_of())
+
+
+def others_of(value):
+    """What differs from it in one place: something left out, or another kind of value there."""
+    wrong = [None, True, "zz", -1, 10**400, math.nan, [], [1], {}, {"x": 1}, "\ud800"]
+    if isinstance(value, dict):
+        for name, one in value.items():
+            rest = {k: v for k, v in value.items() if k != name}
+            yield rest
+            yield from ({**rest, name: other} for other in [*others_of(one), *wrong])
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            yield value[:i] + value[i + 1 :]
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in [*others_of(one), *wrong])
+
+
 def seen_in_browser(path):
     """The page's document when its scripts have run, and what went wrong in them."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--disable-background-networking", "--window-size=1300,2000"]
     command += ["--virtual-time-budget=10000", "--dump-dom", f"file://{path}"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     wrong = [line for line in ran.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
@@ -92,6 +131,26 @@ def test_a_browser_draws_each_figure_without_an_error(tmp_path):
     assert shown.count('class="partita-layout"') == 2
 
 
+def test_figures_are_drawn_when_all_columns_stand(tmp_path):
+    # A column that is drawn into before the next is read is as wide as the page.
+    write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
+    body = (tmp_path / "run.html").read_text().partition("<body>")[2]
+    assert body.count('class="figure"') == 9
+    assert body.count("newPlot(") == 1 and body.index("newPlot(") > body.rindex('class="runs"')
+    assert body.index("newPlot(") > body.rindex('class="figure"')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_each_run_within_its_own_column(tmp_path):
+    write_report(tmp_path / "run.html", run_of("first"), run_of("second"))
+    shown, _ = seen_in_browser(tmp_path / "run.html")
+    # What is before the second of these is as wide as the page.
+    columns = "".join(shown.split('<div class="runs">')[2:])
+    widths = [int(n) for n in re.findall(r'<svg class="main-svg"[^>]* width="(\d+)"', columns)]
+    assert len(widths) >= 8 and min(widths) > 400 and max(widths) <= (1180 - 28) // 2
+
+
 def trace_in(page):
     """The trace that a page offers."""
     (text,) = re.findall(r'<a download="[^"]*" href="data:application/gzip;base64,([^"]*)"', page)
@@ -105,6 +164,24 @@ def test_a_page_holds_its_timeline_as_a_trace(tmp_path):
     assert [e["args"]["name"] for e in told if e["ph"] == "M"] == ["compute", "dp"]
     assert [(e["ts"], e["dur"]) for e in told if e["ph"] == "X"] == [(0, 2000), (1000, 3000)]
     assert 'download="a-b.json.gz"' in page
+
+
+def test_a_page_says_where_collectives_are_not_those_that_the_step_asks_for(tmp_path):
+    def note_of(*kinds):
+        run = run_of()
+        run.timeline = [TimelineEvent("x", "links", 0.0, 0.1, kind) for kind in kinds]
+        write_report(tmp_path / "run.html", run)
+        page = (tmp_path / "run.html").read_text()
+        return page.partition("named by what the backend runs: ")[2].partition("</p>")[0]
+
+    assert note_of("all_gather") == note_of("matmul") == note_of("all_gather", "all_reduce") == ""
+    assert note_of("broadcast") == "broadcast, to do all_gather."
+
+
+def test_peaks_of_passes_say_that_they_are_above_what_is_held(tmp_path):
+    write_report(tmp_path / "run.html", replace(run_of(), figures=[]))
+    page = (tmp_path / "run.html").read_text()
+    assert "<th>peak above the inputs</th>" in page and "predicted, with what is held" in page
 
 
 def test_short_events_are_joined_for_a_picture_and_nothing_is_lost():
@@ -222,12 +299,134 @@ class TestCommand:
         assert main(["report", *map(str, logs), "--out", str(out)]) == 0
         assert "<h1>one, two</h1>" in out.read_text()
 
-    @pytest.mark.parametrize("text", ["", "no json\n", '{"event": "ready"}\n', "[1]\n"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"",
+            b"no json\n",
+            b"no json",
+            b'{"event": "ready"}\n',
+            b"[1]\n",
+            b"null\n",
+            b"[" * 99999,
+            b"\xff\xfe\x00",
+            b'{"event": "st\n{"event": "sample", "prompt": "", "text": ""}\n',
+        ],
+        ids=lambda text: repr(text)[:20],
+    )
     def test_what_is_no_log_is_an_error(self, text, tmp_path, capsys):
         log = tmp_path / "log.jsonl"
-        log.write_text(text)
+        log.write_bytes(text)
         assert main(["report", str(log), "--out", str(tmp_path / "x.html")]) == 2
-        assert "log.jsonl" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "log.jsonl" in said
+        assert "no step is in this log" in said or "line 1: no event of a log" in said
+        assert said.count("\n") == 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("event", sorted(EVENTS))
+    def test_whatever_an_event_lacks_or_has_instead_is_one_error_with_its_line(
+        self, event, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")  # 5 MB a page
+        log, out = tmp_path / "run.jsonl", tmp_path / "run.html"
+        good = [{"event": name, **facts} for name, facts in EVENTS.items()]
+        log.write_text("".join(f"{json.dumps(line)}\n" for line in good))
+        assert main(["report", str(log), "--out", str(out)]) == 0
+        number = [*EVENTS].index(event)
+        for changed in others_of(EVENTS[event]):
+            lines = [json.dumps(line) for line in good]
+            lines[number] = json.dumps({"event": event, **changed})
+            log.write_text("\n".join(lines))
+            code, said = main(["report", str(log), "--out", str(out)]), capsys.readouterr().err
+            if code == 0 and not said:  # nothing shows that, or it may be so
+                continue
+            place = f"run.jsonl, line {number + 1}: no event of a log of `partita train --log`: "
+            assert code == 2 and place + f'the event "{event}" has ' in said, changed
+            assert said.count("\n") == 1, changed
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"loss": None}, '["loss"] = null, where a number belongs'),
+            ({"seconds": "a"}, '["seconds"] = "a", where a number belongs'),
+            ({"nbytes": 1e999}, '["nbytes"] = Infinity, where a finite number belongs'),
+            ({"step": 0.5}, '["step"] = 0.5, where a whole number belongs'),
+            ({"loss": True}, '["loss"] = true, where a number belongs'),
+        ],
+    )
+    def test_an_error_says_where_in_an_event_what_belongs(self, changed, said, tmp_path, capsys):
+        log = tmp_path / "run.jsonl"
+        log.write_text(json.dumps({"event": "step", **EVENTS["step"], **changed}) + "\n")
+        assert main(["report", str(log), "--out", str(tmp_path / "x.html")]) == 2
+        assert (
+            f'line 1: no event of a log of `partita train --log`: the event "step" has {said}'
+            in (capsys.readouterr().err)
+        )
+
+    def test_a_log_whose_end_is_cut_off_is_read_without_its_last_line(self, tmp_path, capsys):
+        log, out = tmp_path / "run.jsonl", tmp_path / "run.html"
+        step = json.dumps({"event": "step", **EVENTS["step"]})
+        for cut in range(1, len(step)):
+            log.write_text(f"{step}\n{step[:cut]}")
+            run = read_log(log)
+            assert run.notes == [
+                f"line 2 of run.jsonl is cut off after {cut} characters, and left out"
+            ]
+            assert len(run.steps) == 1
+        assert main(["report", str(log), "--out", str(out)]) == 0
+        assert "partita report: line 2 of run.jsonl is cut off" in capsys.readouterr().err
+        assert "Line 2 of run.jsonl is cut off" in out.read_text()
+        log.write_text(step)  # only the end of the line is missing
+        assert len(read_log(log).steps) == 1 and not read_log(log).notes
+
+    def test_a_line_cut_off_before_a_run_that_goes_on_is_left_out_too(self, tmp_path):
+        log = tmp_path / "run.jsonl"
+        step, begin = ({"event": name, **EVENTS[name]} for name in ("step", "begin"))
+        texts = [json.dumps(step), json.dumps(step)[:20], json.dumps(begin)]
+        log.write_text("\n".join([*texts, json.dumps(step | {"step": 1})]))
+        run = read_log(log)
+        assert [s["step"] for s in run.steps] == [0, 1] and len(run.notes) == 1
+
+    def test_runs_with_logs_of_one_name_are_told_apart(self, tmp_path):
+        logs = [tmp_path / folder / "run.jsonl" for folder in ("a/x", "b/x", "b/y")]
+        for log in logs:
+            log.parent.mkdir(parents=True)
+            log.write_text(json.dumps({"event": "step", **EVENTS["step"]}) + "\n")
+        out = tmp_path / "all.html"
+        assert main(["report", *map(str, [*logs, logs[0]]), "--out", str(out)]) == 0
+        assert "<h1>a/x/run, b/x/run, y/run, a/x/run (2)</h1>" in out.read_text()
+
+    def test_a_page_says_what_was_trained_on_what_and_how_it_ended(self, tmp_path):
+        log, out = tmp_path / "run.jsonl", tmp_path / "run.html"
+        lines = [{"event": name, **EVENTS[name]} for name in ("begin", "step", "stopped")]
+        log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert main(["report", str(log), "--out", str(out)]) == 0
+        page = out.read_text()
+        for said in (
+            "dp=2, ZeRO-3",
+            "2023-11-14 22:13 UTC",
+            "layers 2, width 32",
+            "1 of 600: 0 to 0",
+        ):
+            assert said in page
+        assert "The run did not reach its end: rank 0 failed: the loss is &lt;nan&gt;" in page
+
+    @pytest.mark.parametrize(
+        ("out", "said"),
+        [
+            ("no/x.html", "is no file in a folder that is there"),
+            (".", "is no file in a folder that is there"),
+            ("run.jsonl", "is what is read: name another file"),
+        ],
+    )
+    def test_a_page_that_cannot_be_written_is_refused_before_a_log_is_read(
+        self, out, said, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "run.jsonl").write_text("no log")
+        assert main(["report", "run.jsonl", "--out", out]) == 2
+        assert f"--out: {out} {said}" in capsys.readouterr().err
 
     @pytest.mark.slow
     def test_a_simulation_writes_a_page(self, tmp_path, capsys):

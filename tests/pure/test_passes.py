@@ -215,6 +215,29 @@ def test_bucket_leaves_other_blocks_apart():
     assert rewritten("bucket", text).count("gather(") == 2
 
 
+def test_bucket_leaves_a_reduction_alone_that_backward_goes_on_with():
+    noted = "# phase='backward'"
+    reduced = "# phase='backward', kind='reduce_scatter', reason='gradient', op='mlp(x)'"
+    text = f"""
+        x: argument f32[8, 4]
+        y: argument f32[8, 4]
+        w: parameter f32[4, 4]
+        a = scatter(x)  {reduced}
+        b = wait(a)  {reduced}
+        c = aten.mm.default(b, w)  {noted}
+        d = scatter(y)  {reduced}
+        e = wait(d)  {reduced}
+        f = aten.mm.default(e, w)  {noted}
+        g = aten.add.Tensor(c, f)  {noted}
+        return g
+    """
+    assert rewritten("bucket", text) == said(text).split("\n", 3)[3].replace(
+        f"  {reduced}", ""
+    ).replace(f"  {noted}", "")
+    sums = text.replace("aten.mm.default(b, w)", "aten.mul.Tensor(b, 2.0)")
+    assert rewritten("bucket", sums).count("scatter(") == 1
+
+
 def test_views_of_views_are_one_view():
     text = """
         x: argument f32[4, 8]

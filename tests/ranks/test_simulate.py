@@ -388,6 +388,19 @@ def test_causal_attention_is_told_by_its_argument_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}])
+def test_a_further_micro_batch_of_a_split_sequence_holds_no_more_than_its_arguments(mesh):
+    stage = 1 if "dp" in mesh else 0
+    how = Strategy(zero=stage, sequence=True, remat=False, layers=1, context=32)
+    held = []
+    for many in (2, 5):
+        strategy = dataclasses.replace(how, micro_batches=many)
+        found = pt.simulate("gpt", mesh, "h100", strategy=strategy)
+        held.append(found.peak - found.classes["arguments"])
+    assert held[1] <= held[0] + 4096  # sums of losses, and a gradient of a norm under way
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_batches_are_simulated_at_each_stage(stage):
     found = [

@@ -18,6 +18,7 @@ from torch import fx
 from partita.comm.graph_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
+from ..graph import is_collective
 from ..node_metadata import NOTE, note_of
 from ..program import Program
 from ..split import find_cotangents
@@ -42,8 +43,9 @@ def bucket(program: Program) -> str:
     A bucket does not exceed a block, nor the run in which the step uses it, so that at most one
     block's parameters are gathered at once: a small model's step is as slow as its collectives are
     many, a large one is bound by memory. Gradients that a region returns are joined where they are
-    made of gradients of the same results. What an optimizer's step reduces is reduced right after
-    backward has made it, in about eight parts.
+    made of gradients of the same results. A reduction that backward goes on with is not joined with
+    a later one. What an optimizer's step reduces is reduced right after backward has made it, in
+    about eight parts.
     """
     graph = program.graph.graph
     _reduce_where_ready(graph)
@@ -141,14 +143,31 @@ def _split_by_readiness(members: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _split_independent(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """Split members, from the end, into parts of which none depends on another."""
+    """Split members, from the end, into parts of which none depends on another.
+
+    Nor does backward work wait for one of them: joined, it would wait for the last.
+    """
     parts: list[list[fx.Node]] = []
     for node in reversed(members):
-        if parts and _find_dependents(node, parts[-1][-1]).isdisjoint(parts[-1]):
+        waiting = _find_dependents(node, parts[-1][-1]) if parts else set()
+        if parts and waiting.isdisjoint(parts[-1]) and not any(map(_is_backward_work, waiting)):
             parts[-1].insert(0, node)
         else:
             parts.append([node])
     return parts
+
+
+def _is_backward_work(node: fx.Node) -> bool:
+    """Does backward go on with it? Sums, scales and moves only make a parameter's gradient ready.
+
+    What goes on is another micro-batch's backward, or another use's of one module: all that it
+    saved would be held until the reduction that it waits for has its last operand.
+    """
+    if note_of(node).phase != "backward" or is_collective(node) or node.target is WAIT:
+        return False
+    facts = facts_of(node.target)
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return not (facts.moves or facts.casts or facts.is_view or is_pointwise)
 
 
 def _operand_of_collective(node: fx.Node) -> fx.Node:

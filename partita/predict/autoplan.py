@@ -21,7 +21,7 @@ from .strategy import ModelShape, Strategy, StrategyError, check_counts, shape_o
 
 __all__ = ["ModelPlan", "PlannedWay", "WaySearch", "autoplan", "read_bytes"]
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -279,7 +279,7 @@ def _replace_strategy(way: Way, **changes: Any) -> Way:
 def read_bytes(text: float | str) -> float:
     """Bytes of "80GB", "64 GiB" or a number, more than 0. Raises StrategyError otherwise."""
     if isinstance(text, str):
-        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text.strip())
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)", text.strip())
         number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     else:
         number = float(text)

@@ -74,7 +74,8 @@ def machine_toml(machine: Machine) -> str:
         lines += [f"straggling = {machine.straggling:.4g}"]
     for name, table in (("flops", machine.flops), ("efficiency", machine.efficiency)):
         lines += ["", f"[{name}]", *(f"{key} = {value:.6g}" for key, value in table.items())]
-    for name, link in (("host", machine.host), ("network", machine.network)):
+    given = {f"links.{json.dumps(axes)}": link for axes, link in machine.links.items()}
+    for name, link in {"host": machine.host, "network": machine.network, **given}.items():
         lines += ["", f"[{name}]", f"latency = {link.latency:.4g}"]
         lines += [f"bandwidth = {link.bandwidth:.6g}"]
     for name, curves in (("kernels", machine.kernels), ("collectives", machine.collectives)):

@@ -17,10 +17,15 @@ github.com/NVIDIA, in the function that tunes its model of a topology).
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from .machine import Link
+if TYPE_CHECKING:  # whose file names kinds of collectives
+    from .machine import Link
 
-__all__ = ["collective_bytes", "collective_seconds", "messages_of"]
+__all__ = ["COLLECTIVES", "collective_bytes", "collective_seconds", "messages_of"]
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
+"""The kinds that have a formula."""
 
 
 def messages_of(kind: str, ranks: int) -> int:
@@ -34,7 +39,7 @@ def messages_of(kind: str, ranks: int) -> int:
     """
     if ranks == 1:
         return 0
-    steps = {
+    steps: dict[str, int] = {
         "all_gather": ranks - 1,
         "reduce_scatter": ranks - 1,
         "all_reduce": 2 * (ranks - 1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = ["BY_FLOPS", "rate_of"]
+__all__ = ["BY_FLOPS", "RATES", "rate_of"]
 
 _RATES = {
     "copy": "cat stack clone copy_ copy _to_copy contiguous constant_pad_nd repeat fill_ zero_ "
@@ -44,6 +44,17 @@ BY_FLOPS = (
     "attention_backward",
 )
 """Rates whose amounts are operations; those of the others are bytes, read and written."""
+RATES = (
+    *_RATES,
+    "matmul",
+    "attention",
+    "attention_backward",
+    "permute",
+    "arithmetic",
+    "view",
+    "number",
+)
+"""All that a machine may have a curve of."""
 _HOST_ONLY = ("getitem", "wait_tensor")
 
 

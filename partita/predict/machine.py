@@ -15,9 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .collective_time import COLLECTIVES
+from .kernel_rates import RATES
 from .measured_curve import MeasuredCurve
 
-__all__ = ["EFFICIENCIES", "Link", "Machine", "MachineError", "load_machine", "shipped_machines"]
+__all__ = [
+    "EFFICIENCIES",
+    "Link",
+    "Machine",
+    "MachineError",
+    "load_machine",
+    "read_link",
+    "shipped_machines",
+]
 
 _FOLDER = Path(__file__).with_name("machines")
 EFFICIENCIES = ("matmul", "attention", "memory", "link")
@@ -67,6 +79,8 @@ class Machine:
         efficiency: what part of a peak kernels reach, for each of `EFFICIENCIES`.
         host: the link within a host.
         network: the link from host to host.
+        links: for the axes of a collective ("dp", or joined by blanks) the link that they have, as
+            kernels reach it, in place of `host`, `network` and what was measured.
         overlaps: collectives run beside kernels without slowing them, as on GPUs.
         straggling: what part of the time of computing the slowest rank is behind the others when
             they meet in a collective.
@@ -94,10 +108,26 @@ class Machine:
     step_seconds: float = 0.0
     kernels: Mapping[str, MeasuredCurve] = field(default_factory=dict)
     collectives: Mapping[str, MeasuredCurve] = field(default_factory=dict)
+    links: Mapping[str, Link] = field(default_factory=dict)
 
     def peak_flops(self, dtype: str) -> float:
         """Operations per second of a dtype; of the slowest that is known where it is not."""
         return self.flops.get(dtype, min(self.flops.values()))
+
+    def given_link(self, axes: Sequence[str]) -> Link | None:
+        """The link that is said to join the ranks along these axes, in any order."""
+        for name, link in self.links.items():
+            if sorted(name.split()) == sorted(axes):
+                return link
+        return None
+
+    def reached_link(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
+        """What collectives over these axes reach: a given link, or that part of the slowest."""
+        given = self.given_link(axes)
+        if given is not None:
+            return given
+        link = self.link_of(axes, mesh)
+        return Link(link.latency, link.bandwidth * self.efficiency["link"])
 
     def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
         """The slowest link that rings over these axes of a mesh cross.
@@ -169,6 +199,20 @@ def load_machine(name: str | Path | Machine) -> Machine:
     return _Reader(str(path)).machine(found)
 
 
+def read_link(text: str) -> tuple[str, Link]:
+    """The axes and the link of "dp=10 us,50 GB/s".
+
+    Raises:
+        MachineError: it says what is wrong with it.
+    """
+    axes, _, figures = text.partition("=")
+    amounts = figures.split(",")
+    if not axes.strip() or len(amounts) != 2:
+        raise MachineError(f"{text!r} is no link: write dp=10us,50GB/s")
+    table = dict(zip(("latency", "bandwidth"), (a.strip() for a in amounts), strict=True))
+    return " ".join(axes.split()), _Reader("--link")._link(axes.strip(), table)
+
+
 class _Reader:
     """Reads a table key by key; all errors name the file and the key."""
 
@@ -183,15 +227,27 @@ class _Reader:
         }
         tables = ("flops", "efficiency", "host", "network")
         needed = ["name", "source", "fuses", "ranks_per_host", *amounts, *tables]
-        curves = ("kernels", "collectives")
+        beside = ("kernels", "collectives", "links")
         amounts_beside = {"straggling": "parts", "step_seconds": "seconds"}
-        self._check_keys("", found, needed, ["overlaps", *amounts_beside, *curves])
-        for key in (*tables, *(key for key in curves if key in found)):
+        self._check_keys("", found, needed, ["overlaps", *amounts_beside, *beside])
+        for key in (*tables, *(key for key in beside if key in found)):
             if not isinstance(found[key], dict):
                 raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys("efficiency.", found["efficiency"], EFFICIENCIES)
         if not found["flops"]:
             raise self._make_error("flops", 'names no dtype: write bfloat16 = "989 TFLOP/s"')
+        for dtype in found["flops"]:
+            if str(getattr(torch, dtype, None)) != f"torch.{dtype}":  # torch.half says float16
+                raise self._make_error(f"flops.{dtype}", "is no dtype of torch: bfloat16, float32")
+        self._check_keys("kernels.", found.get("kernels", {}), [], RATES)
+        for name in found.get("collectives", {}):
+            kind, _, ranks = name.rpartition("-")
+            if kind not in COLLECTIVES or not re.fullmatch("[1-9][0-9]*", ranks):
+                raise self._make_error(
+                    f"collectives.{name}",
+                    f"is not known: it is one of {', '.join(COLLECTIVES)}, and the number of "
+                    "ranks: all_gather-4",
+                )
         return Machine(
             name=self._check_type("name", found["name"], str),
             source=self._check_type("source", found["source"], str),
@@ -210,6 +266,10 @@ class _Reader:
             network=self._link("network", found["network"]),
             kernels=self._curves("kernels", found.get("kernels", {})),
             collectives=self._curves("collectives", found.get("collectives", {})),
+            links={
+                " ".join(name.split()): self._link(f"links.{name}", link)
+                for name, link in found.get("links", {}).items()
+            },
             **{
                 key: self._read_amount(key, found[key], unit)
                 for key, unit in {**amounts, **amounts_beside}.items()
@@ -235,7 +295,9 @@ class _Reader:
         except ValueError as error:
             raise self._make_error(key, str(error)) from None
 
-    def _link(self, key: str, found: Mapping[str, Any]) -> Link:
+    def _link(self, key: str, found: Any) -> Link:
+        if not isinstance(found, dict):
+            raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys(f"{key}.", found, ["latency", "bandwidth"])
         return Link(
             self._read_amount(f"{key}.latency", found["latency"], "seconds"),

@@ -8,7 +8,7 @@ import sys
 from partita.layout import LayoutError
 
 from .autoplan import autoplan
-from .simulate_command import add_model, strategy_of
+from .simulate_command import add_model, machine_of, strategy_of
 
 __all__ = ["add_plan", "run_plan"]
 
@@ -39,7 +39,7 @@ def run_plan(options: argparse.Namespace) -> int:
             options.model,
             options.ranks,
             options.memory,
-            options.machine,
+            machine_of(options),
             batch=options.batch,
             strategy=strategy_of(given),
             most=options.most,

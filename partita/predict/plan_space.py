@@ -102,17 +102,16 @@ def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     peak = machine.peak_flops(of.precision) * machine.efficiency["matmul"]
     compute = 6.0 * matrices * tokens / way.tp / peak
     dp, tp = way.dp, way.tp
-    links = {a: machine.link_of((a,), way.mesh).bandwidth for a in way.mesh}
-    reached = machine.efficiency["link"]
+    links = {a: machine.reached_link((a,), way.mesh).bandwidth for a in way.mesh}
     over_dp = over_tp = 0.0
     if dp > 1:
         # In two bytes an element: no precision has fewer.
         times = 1 + (of.micro_batches if of.zero == 3 else 0)
-        over_dp = times * 2.0 * parameters / tp * (dp - 1) / dp / (links["dp"] * reached)
+        over_dp = times * 2.0 * parameters / tp * (dp - 1) / dp / links["dp"]
     if tp > 1:
         activation = 2.0 * of.batch * context * shape.width
         passes = shape.sums * layers * of.micro_batches
-        over_tp = passes * activation * (tp - 1) / tp / (links["tp"] * reached)
+        over_tp = passes * activation * (tp - 1) / tp / links["tp"]
     return max(compute, over_dp, over_tp)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from partita.compile.capture.fakes import captured_for
 from partita.compile.memory.storages import scheduled
 from partita.compile.program import Program
 
-from .machine import Link, Machine, load_machine
+from .machine import Link, Machine, MachineError, load_machine
 from .simulation import Simulation, simulation_of
 from .strategy import ModelShape, Strategy, make_step, shape_of
 from .timeline import play
 
-__all__ = ["capture_model", "simulate", "simulate_program"]
+__all__ = ["capture_model", "simulate", "simulate_program", "with_links"]
 
 
 def simulate(
@@ -54,15 +55,16 @@ def simulate(
             none.
         strategy: for a name, how the model is spread.
         tokens: of a step on all ranks together; known of a named model.
-        links: for the axes of a collective (joined by blanks) another link than the machine's.
+        links: for the axes of a collective (joined by blanks) another link than the machine's,
+            taken as it is: `efficiency` is not applied to it.
 
     Raises:
-        MachineError: a machine that is not known, or a wrong file.
+        MachineError: a machine that is not known, a wrong file, or a link of no axis of the mesh.
         StrategyError: a model that is not known, or a mesh that does not divide.
         CaptureError: the step cannot be captured.
     """
-    found = load_machine(machine)
     sizes = _sizes_of_mesh(mesh)
+    found = with_links(load_machine(machine), links or {}, sizes)
     if isinstance(step_or_model, str | ModelShape):
         shape = shape_of(step_or_model)
         program, tokens = capture_model(shape, sizes, strategy or Strategy())
@@ -71,7 +73,24 @@ def simulate(
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
         what = getattr(step_or_model, "title", type(step_or_model).__name__)
         program = _capture_step(step, args)
-    return simulate_program(program, sizes, found, what=what, tokens=tokens, links=links)
+    return simulate_program(program, sizes, found, what=what, tokens=tokens)
+
+
+def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str]) -> Machine:
+    """The machine with these links in place of its own.
+
+    Raises:
+        MachineError: names a link whose axes are not all among `axes`.
+    """
+    for name in links:
+        if not name.split() or not {*name.split()} <= {*axes}:
+            raise MachineError(f"a link of {name!r}: the mesh has the axes {', '.join(axes)}")
+    own = {k: v for k, v in machine.links.items() if not any(_same_axes(k, name) for name in links)}
+    return dataclasses.replace(machine, links={**own, **links}) if links else machine
+
+
+def _same_axes(one: str, other: str) -> bool:
+    return sorted(one.split()) == sorted(other.split())
 
 
 def capture_model(
@@ -93,10 +112,9 @@ def simulate_program(
     *,
     what: str = "a step",
     tokens: int | None = None,
-    links: Mapping[str, Link] | None = None,
 ) -> Simulation:
     """`simulate` of what is captured already."""
-    played = play(program, machine, links)
+    played = play(program, machine)
     memory = scheduled(program)
     facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
     return simulation_of(program, memory, played, **facts)

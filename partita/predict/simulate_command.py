@@ -10,11 +10,17 @@ from partita.layout import LayoutError
 from partita.report import check_outputs, check_plotly
 
 from .call_text import read_mesh
-from .machine import shipped_machines
-from .simulate import simulate
+from .machine import Machine, load_machine, read_link, shipped_machines
+from .simulate import simulate, with_links
 from .strategy import MODELS, Strategy
 
-__all__ = ["add_model", "add_simulate", "run_simulate", "strategy_of"]
+__all__ = [
+    "add_model",
+    "add_simulate",
+    "machine_of",
+    "run_simulate",
+    "strategy_of",
+]
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +46,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=", ".join(MODELS))
     machines = ", ".join(shipped_machines())
     parser.add_argument("--machine", default="h100", help=f"{machines}, or a TOML file (h100)")
+    parser.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="AXIS=LATENCY,BANDWIDTH",
+        help="what an axis has in place of the machine's links: tp=2us,360GB/s (may be repeated)",
+    )
     parser.add_argument("--context", type=int, help="tokens of a sequence (the model's)")
     parser.add_argument("--layers", type=int, help="blocks (the model's)")
     parser.add_argument("--precision", default="bfloat16", help="bfloat16 or float32 (bfloat16)")
@@ -51,6 +64,17 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
 
 
+def machine_of(options: argparse.Namespace) -> Machine:
+    """The machine that options say, with its links.
+
+    Raises:
+        MachineError: a machine that is not known, a wrong file or a wrong link.
+    """
+    found = load_machine(options.machine)
+    given = dict(map(read_link, options.link))
+    return with_links(found, given, ("dp", "tp")) if given else found
+
+
 def run_simulate(options: argparse.Namespace) -> int:
     """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
     try:
@@ -59,7 +83,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         # Before what may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
-        found = simulate(options.model, mesh, options.machine, strategy=strategy_of(options))
+        found = simulate(options.model, mesh, machine_of(options), strategy=strategy_of(options))
         print(found, flush=True)
         if options.trace:
             found.save_trace(options.trace)

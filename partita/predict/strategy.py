@@ -247,8 +247,10 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], strategy: Strategy) -> None:
     for name, size in mesh.items():
-        if name not in ("dp", "tp") or size < 1:
+        if name not in ("dp", "tp"):
             raise StrategyError(f"{name}={size} is no axis of a named model: dp=N, tp=N")
+        if size < 1:
+            raise StrategyError(f"{name}={size}: an axis has at least one rank")
     if not mesh:
         raise StrategyError("a mesh has at least one axis: dp=N, tp=N")
     tp = mesh.get("tp", 1)

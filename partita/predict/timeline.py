@@ -21,7 +21,7 @@ from partita.report import TimelineEvent
 
 from .collective_time import collective_bytes, collective_seconds
 from .kernel_time import Kernel, kernels_of
-from .machine import Link, Machine
+from .machine import Machine
 
 __all__ = ["Play", "bytes_per_axis", "play"]
 
@@ -52,18 +52,14 @@ class Play:
     dtype: str = "float32"
 
 
-def play(program: Program, machine: Machine, links: Mapping[str, Link] | None = None) -> Play:
-    """Play a program's graph.
-
-    Args:
-        links: for the axes of a collective (joined by blanks) another link than the machine's.
-    """
-    return _Player(program, machine, links or {}).run()
+def play(program: Program, machine: Machine) -> Play:
+    """Play a program's graph."""
+    return _Player(program, machine).run()
 
 
 class _Player:
-    def __init__(self, program: Program, machine: Machine, links: Mapping[str, Link]):
-        self.program, self.machine, self.links = program, machine, links
+    def __init__(self, program: Program, machine: Machine):
+        self.program, self.machine = program, machine
         self.found = Play()
         self.now = 0.0  # on the compute stream
         self.free: dict[str, float] = {}  # when an axis's links are
@@ -113,13 +109,10 @@ class _Player:
         self, kind: str, ranks: int, sent: float, axes: Sequence[str], sizes: Mapping[str, int]
     ) -> float:
         """Seconds once all ranks are there: by a link that is given, as measured, or by formula."""
-        link = self.links.get(" ".join(axes))
         curve = self.machine.collectives.get(f"{kind}-{ranks}")
-        if link is None and curve is not None:
+        if curve is not None and self.machine.given_link(axes) is None:
             return curve.seconds_of(sent)
-        link = link or self.machine.link_of(axes, sizes)
-        reached = Link(link.latency, link.bandwidth * self.machine.efficiency["link"])
-        return collective_seconds(kind, ranks, sent, reached)
+        return collective_seconds(kind, ranks, sent, self.machine.reached_link(axes, sizes))
 
     def _wait_for_collective(self, node: fx.Node) -> None:
         end, stream = self.ready.pop(node, (0.0, ""))

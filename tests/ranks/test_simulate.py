@@ -12,6 +12,7 @@ import torch
 
 import partita as pt
 from partita.bench.published import RUNS, tune_matmul
+from partita.predict.calibrate import machine_toml
 from partita.predict.collective_time import collective_bytes, collective_seconds
 from partita.predict.kernel_time import count_flops
 from partita.predict.machine import Link, Machine, MachineError, load_machine, shipped_machines
@@ -79,6 +80,21 @@ def test_the_shipped_machines_are_read_and_name_their_sources():
         ('"80 GB"', "true", "memory_bytes is True, no amount of bytes"),
         ("[host]", "[hosts]", "host is missing"),
         ("fuses = true", "fuses = ", "Invalid"),
+        ("bfloat16 =", "bf16 =", "flops.bf16 is no dtype of torch"),
+        ("\nfloat16 = ", "\nhalf = ", "flops.half is no dtype of torch"),
+        ("[host]", "[kernels.gemm]\namounts=[0]\nseconds=[1]\n[host]", "kernels.gemm is not known"),
+        (
+            "[host]",
+            "[collectives.all_gather-x]\namounts=[0]\nseconds=[1]\n[host]",
+            "collectives.all_gather-x is not known",
+        ),
+        (
+            "[host]",
+            "[collectives.gossip-4]\namounts=[0]\nseconds=[1]\n[host]",
+            "collectives.gossip-4 is not known",
+        ),
+        ("[host]", "[links.dp]\nlatency = 1\n[host]", "links.dp.bandwidth is missing"),
+        ("[host]", "[links]\ndp = 1\n[host]", "links.dp is a table"),
     ],
 )
 def test_a_wrong_machine_file_is_one_error_that_names_the_key(old, new, says, tmp_path):
@@ -139,6 +155,19 @@ def test_a_wrong_curve_is_one_error_that_names_it(old, new, says, tmp_path):
     assert old in CURVES
     with pytest.raises(MachineError, match=says):
         read_with(CURVES.replace(old, new), tmp_path)
+
+
+def test_a_machine_file_may_say_which_link_an_axis_has(tmp_path):
+    links = '[links.dp]\nlatency = "1 s"\nbandwidth = "1 B/s"\n'
+    links += '[links."tp dp"]\nlatency = 2\nbandwidth = 3\n'
+    machine = read_with(links, tmp_path)
+    assert machine.reached_link(("dp",), {"dp": 64}) == Link(1.0, 1.0)
+    assert machine.reached_link(("dp", "tp"), {"dp": 8, "tp": 8}) == Link(2.0, 3.0)
+    path = tmp_path / "again.toml"
+    path.write_text(machine_toml(machine))
+    assert load_machine(path).links == machine.links
+    plain = load_machine("h100")
+    assert machine.reached_link(("tp",), {"tp": 8}) == Link(2e-6, 0.8 * plain.host.bandwidth)
 
 
 def test_a_ring_goes_over_the_slowest_link_that_it_crosses():
@@ -234,6 +263,22 @@ def test_the_links_of_data_parallelism_work_as_long_as_rings_of_all_reduces(rank
     formula = 2 * (ranks - 1) * (len(events) * 1.0 + gradients / ranks)
     assert {e.kind for e in events} == {"all_reduce"}
     assert found.link_seconds == {"dp": formula}
+
+
+def test_a_given_link_is_taken_as_it_is():
+    half = dataclasses.replace(
+        UNIT,
+        efficiency={**UNIT.efficiency, "link": 0.5},
+        collectives={"all_gather-4": MeasuredCurve((0.0,), (1e-3,))},
+    )
+    step, mesh = _dry(3, 4)
+    expected = pt.simulate(step, mesh, machine=UNIT).link_seconds
+    found = pt.simulate(step, mesh, machine=half, links={"dp": Link(1.0, 1.0)})
+    assert found.link_seconds == expected
+    of_file = dataclasses.replace(half, links={"dp": Link(1.0, 1.0)})
+    assert pt.simulate(step, mesh, machine=of_file).link_seconds == expected
+    with pytest.raises(MachineError, match="a link of 'tp': the mesh has the axes dp"):
+        pt.simulate(step, mesh, machine=half, links={"tp": Link(1.0, 1.0)})
 
 
 def test_what_was_measured_prices_a_step_and_the_roofline_the_rest():
@@ -340,8 +385,31 @@ def test_the_command_prints_the_table(capsys):
     asked = "simulate --model gpt --mesh dp=8 --layers 1 --context 32"
     assert main(asked.split()) == 0
     assert "tokens/s" in capsys.readouterr().out
-    assert main("simulate --model gpt --mesh tp=3".split()) == 2
-    assert "does not divide" in capsys.readouterr().err
+    assert main(f"{asked} --link dp=1s,1GB/s".split()) == 0
+    assert "exposed dp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("simulate --model gpt --mesh tp=3", "does not divide"),
+        ("simulate --model gpt --mesh dp=0", "dp=0: an axis has at least one rank"),
+        ("simulate --model gpt --mesh dp=\N{SUPERSCRIPT TWO}", "cannot read"),
+        ("simulate --model gpt --mesh dp=99999999999999999999", "cannot read"),
+        ("simulate --model gpt --mesh dp=2 --trace nowhere/x.json", "there is no folder nowhere"),
+        ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is no link: write dp=10us"),
+        ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', no amount"),
+        ("simulate --model gpt --mesh dp=2 --link pp=1s,1B/s", "a link of 'pp': the mesh has"),
+        ("plan --model gpt --ranks 2 --memory 80", "'80' is no amount of memory"),
+        ("calibrate --out nowhere/x.toml", "there is no folder nowhere"),
+    ],
+)
+def test_a_wrong_command_is_one_line_at_once(asked, says, capsys):
+    from partita.cli import main
+
+    assert main(asked.split()) == 2
+    told = capsys.readouterr()
+    assert says in told.err and not told.out
 
 
 def test_a_ring_within_a_host_takes_its_link_only_where_every_such_ring_does():

@@ -21,11 +21,11 @@ from torch import distributed as dist
 
 import partita as pt
 from partita.app.models import GPT, Llama
-from partita.predict.autoplan import WaySearch
 from partita.predict.calibrate import calibrate
 from partita.predict.machine import Machine, load_machine
 from partita.predict.plan_space import Way, ways_of
 from partita.predict.strategy import ModelShape, Strategy, make_step
+from partita.predict.way_search import WaySearch
 
 from .experts import ExpertModel, plan_experts
 from .interleaved import in_turns, on_ranks
@@ -109,9 +109,7 @@ def _plan_example(shape: ModelShape, machine: Machine, draw: random.Random) -> l
     planned = {choice.way for choice in best}
     left = [way for way in ways if way not in planned]
     others = draw.sample(left, min(_OTHERS, len(left)))
-    print(
-        f"\n{shape.name}: of {len(ways)} ways {search.outcomes['simulated']} simulated", flush=True
-    )
+    print(f"\n{shape.name}: of {len(ways)} ways {len(search.found)} simulated", flush=True)
     found = [PlacedWay(c.way, i, c.seconds) for i, c in enumerate(best, 1)]
     return found + [PlacedWay(way, 0, search.price_way(way)[0]) for way in others]
 

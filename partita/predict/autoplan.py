@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from partita.comm.ledger import human
-from partita.parallel import plans
 
 from .machine import Machine, load_machine
-from .plan_space import Way, least_bytes, least_seconds, ways_of
-from .simulate import simulate
-from .simulation import Simulation
+from .plan_bounds import least_bytes
+from .plan_code import train_options, write_code
+from .plan_space import Way, ways_of
 from .strategy import ModelShape, Strategy, StrategyError, check_counts, shape_of
+from .way_search import LEFT, PlannedWay, WaySearch
 
-__all__ = ["ModelPlan", "PlannedWay", "WaySearch", "autoplan", "read_bytes"]
+__all__ = ["MOST", "ModelPlan", "PlannedWay", "autoplan", "read_bytes"]
+
+MOST = 32
+"""Ways that are simulated, unless others are asked for."""
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-@dataclass(frozen=True)
-class PlannedWay:
-    """A way that fits.
-
-    Attributes:
-        way: the mesh and the strategy.
-        seconds: of a step.
-        peak: bytes on a rank.
-        simulation: of at most two micro-batches; those after the second cost as much as it does.
-    """
-
-    way: Way
-    seconds: float
-    peak: int
-    simulation: Simulation
 
 
 @dataclass(frozen=True)
@@ -50,8 +34,9 @@ class ModelPlan:
         model, ranks, memory, batch: what was asked.
         choices: at most five, each simulated whole and within `memory`.
         space: how many ways there are.
-        outcomes: how many of them ended how.
-        plan: of tensor parallelism, as its function is called.
+        outcomes: how many of them ended how; they add up to `space`.
+        shape: of the model.
+        simulated: how many ways were.
     """
 
     model: str
@@ -61,7 +46,8 @@ class ModelPlan:
     choices: tuple[PlannedWay, ...]
     space: int
     outcomes: Mapping[str, int]
-    plan: str = "plan"
+    shape: ModelShape
+    simulated: int
 
     @property
     def best(self) -> PlannedWay:
@@ -70,21 +56,13 @@ class ModelPlan:
 
     @property
     def code(self) -> str:
-        """Python that spreads a model as the best way does."""
-        of, best = self.best.way.strategy, self.best.way
-        sizes, names = tuple(best.mesh.values()), tuple(best.mesh)
-        lines = [f"mesh = pt.init_device_mesh(device, {sizes}, mesh_dim_names={names})"]
-        if best.tp > 1:
-            lines.append(f"pt.parallelize(model, mesh, {self.plan}(sequence={of.sequence}))")
-        elif best.dp > 1:
-            lines.append("pt.parallelize(model, mesh, None)")
-        if best.dp > 1:
-            precision = f", precision=torch.{of.precision}" if of.zero == 3 else ""
-            lines.append(f'pt.zero(model, mesh, "dp", stage={of.zero}{precision})')
-        if of.remat:
-            lines.append("pt.remat(model, blocks=list(model.blocks))")
-        lines.append(f"# {of.micro_batches} micro-batches of {of.batch} sequences on each dp rank")
-        return "\n".join(lines)
+        """A program for all ranks that trains the model as the best way does, and as simulated."""
+        return write_code(self.shape, self.best.way)
+
+    @property
+    def command(self) -> str:
+        """`partita train` with the best way's options; "" of a model that it does not know."""
+        return train_options(self.shape, self.best.way)
 
     @property
     def why(self) -> str:
@@ -107,7 +85,8 @@ class ModelPlan:
         return {"computing": found.compute_seconds * scale, **parts}
 
     def __str__(self) -> str:
-        head = f"{self.model} on {self.ranks} ranks, {self.batch} sequences a step, "
+        sequences = f"{self.batch} sequence{'s' * (self.batch != 1)} a step"
+        head = f"{self.model} on {self.ranks} rank{'s' * (self.ranks != 1)}, {sequences}, "
         lines = [head + f"at most {human(int(self.memory))} a rank"]
         for i, choice in enumerate(self.choices, 1):
             found = choice.simulation
@@ -119,7 +98,15 @@ class ModelPlan:
         lines += [f"  {self.why}"] if self.why else []
         said = ", ".join(f"{n} {what}" for what, n in self.outcomes.items() if n)
         lines.append(f"  of {self.space} ways: {said}")
+        if left := self.outcomes[LEFT]:
+            lines.append(f"  {_say_limit(self.simulated, left)}")
+        if self.command:
+            lines += ["", self.command]
         return "\n".join([*lines, "", self.code])
+
+
+def _say_limit(simulated: int, left: int) -> str:
+    return f"{simulated} were simulated: with --most {simulated + left} (most=) all are looked at"
 
 
 def autoplan(
@@ -130,23 +117,28 @@ def autoplan(
     *,
     batch: int | None = None,
     strategy: Strategy | None = None,
-    most: int = 24,
+    most: int = MOST,
     prune: bool = True,
+    watch: Callable[[int, int, str], None] | None = None,
 ) -> ModelPlan:
     """The meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches that fit.
 
-    Ways whose weights and optimizer alone exceed `memory`, and those whose least time exceeds what
-    was found already, are not simulated. The others are ranked by models of one and two blocks, as
-    a block costs what the one before costs; the best are then simulated whole, and left out where
-    that shows more than `memory`.
+    Ways whose weights and optimizer alone exceed `memory`, those that keep all that a way keeps
+    that was too big, and those whose least time exceeds what was found already are not simulated.
+    Of the others the one that is thought to hold least is simulated first, then those that are
+    thought to be fastest of those that fit. A deep model is ranked by one block and two, as a block
+    costs what the one before costs; the best are then simulated whole, and left out where that
+    shows more than `memory`.
 
     Args:
         model: a name of `partita.predict.MODELS`, or a `ModelShape` of one's own.
         memory: bytes of a rank, or text such as "80GB"; the machine's where None.
         batch: sequences of a step on all ranks together; one for each rank where None.
         strategy: precision, context and layers; the rest of it is what is searched.
-        most: ways that are simulated, those with the least bounds first.
+        most: ways that are simulated.
         prune: leave out what bounds exclude.
+        watch: is told, before each simulation, how many ways were simulated, how many will be at
+            most, and which is next.
 
     Raises:
         StrategyError: nothing fits; says what comes nearest. Or a model that is not known.
@@ -160,16 +152,10 @@ def autoplan(
     ways = list(ways_of(shape, ranks, count, found, strategy or Strategy()))
     if not ways:
         raise StrategyError(f"no mesh of {ranks} ranks divides {shape.name} and {count} sequences")
-    search = WaySearch(shape, limit, found, prune)
+    search = WaySearch(shape, limit, found, prune, watch=watch or (lambda *said: None))
     choices = search.run(ways, most)
     if not choices:
-        least = min(ways, key=lambda c: least_bytes(shape, c))
-        raise StrategyError(
-            f"{shape.name} does not fit: no way on {ranks} ranks was found within "
-            f"{human(int(limit))}; {least} holds {human(int(least_bytes(shape, least)))} between "
-            "steps"
-        )
-    named = {plans.gpt: "pt.plans.gpt", plans.llama: "pt.plans.llama"}
+        raise StrategyError(_say_what_is_nearest(search, ways))
     return ModelPlan(
         shape.name,
         ranks,
@@ -178,102 +164,24 @@ def autoplan(
         choices,
         len(ways),
         search.outcomes,
-        named.get(shape.plan, "plan"),
+        shape,
+        len(search.found),
     )
 
 
-class WaySearch:
-    """The search for the best ways: bounds leave out, simulations rank.
-
-    Attributes:
-        memory: bytes that a rank may hold.
-        prune: leave out what bounds exclude.
-        keep: the number of best ways that are asked for.
-        outcomes: how many ways ended how.
-        known: the simulations so far.
-    """
-
-    def __init__(
-        self, model: ModelShape, memory: float, machine: Machine, prune: bool, keep: int = 5
-    ):
-        self.model, self.memory, self.machine, self.prune = model, memory, machine, prune
-        self.keep, self.layers = keep, model.layers
-        self.outcomes = dict.fromkeys(
-            ("simulated", "too big by weights and optimizer", "too slow by bound", "too big",
-             "not looked at"), 0
-        )  # fmt: skip
-        self.known: dict[Way, Simulation] = {}
-
-    def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        """The best that fit, fastest first, of which at most `most` ways were simulated."""
-        ranked: list[tuple[float, int, Way]] = []  # seconds, a number, and the way
-        bounds = {way: least_seconds(self.model, way, self.machine) for way in ways}
-        kept = sorted(ways, key=lambda way: (bounds[way], *_simplest_first(way)))
-        for way in kept:
-            if self.prune and least_bytes(self.model, way) > self.memory:
-                self.outcomes["too big by weights and optimizer"] += 1
-            elif self.prune and bounds[way] > self._slowest_kept(ranked):
-                self.outcomes["too slow by bound"] += 1
-            elif self.outcomes["simulated"] >= most:
-                self.outcomes["not looked at"] += 1
-            else:
-                self.outcomes["simulated"] += 1
-                seconds, peak = self._estimate_cost(way)
-                if peak <= self.memory:
-                    ranked.append((seconds, len(ranked), way))
-                else:
-                    self.outcomes["too big"] += 1
-        return self._confirm_choices([way for _, _, way in sorted(ranked)])
-
-    def _slowest_kept(self, ranked: list[tuple[float, int, Way]]) -> float:
-        """Seconds that a way must undercut to be shown."""
-        return sorted(ranked)[self.keep - 1][0] if len(ranked) >= self.keep else math.inf
-
-    def _confirm_choices(self, ranked: list[Way]) -> tuple[PlannedWay, ...]:
-        """The first that fit when all of their blocks are simulated."""
-        choices: list[PlannedWay] = []
-        for way in ranked:
-            seconds, peak, simulation = self.price_way(way)
-            if peak <= self.memory:
-                choices.append(PlannedWay(way, seconds, peak, simulation))
-            else:
-                self.outcomes["too big"] += 1
-            if len(choices) == self.keep:
-                break
-        return tuple(sorted(choices, key=lambda c: c.seconds))
-
-    def _estimate_cost(self, way: Way) -> tuple[float, float]:
-        """Seconds and peak, of one block and of two where there are more."""
-        layers = way.strategy.layers or self.layers
-        if layers <= 2:
-            return self.price_way(way)[:2]
-        one, two = (self.price_way(_replace_strategy(way, layers=n))[:2] for n in (1, 2))
-        seconds, peak = (a + (layers - 1) * max(b - a, 0.0) for a, b in zip(one, two, strict=True))
-        return seconds, peak
-
-    def price_way(self, way: Way) -> tuple[float, int, Simulation]:
-        """Seconds, peak and simulation of a way whose further micro-batches are as its second."""
-        count = way.strategy.micro_batches
-        first = self._simulate_once(_replace_strategy(way, micro_batches=1))
-        if count == 1:
-            return first.seconds, first.peak, first
-        second = self._simulate_once(_replace_strategy(way, micro_batches=2))
-        seconds = second.seconds + (count - 2) * max(second.seconds - first.seconds, 0.0)
-        return seconds, max(first.peak, second.peak), second
-
-    def _simulate_once(self, way: Way) -> Simulation:
-        if way not in self.known:
-            self.known[way] = simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
-        return self.known[way]
-
-
-def _simplest_first(way: Way) -> tuple[int, ...]:
-    of = way.strategy
-    return of.remat, of.micro_batches, of.zero, of.sequence
-
-
-def _replace_strategy(way: Way, **changes: Any) -> Way:
-    return dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, **changes))
+def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
+    shape, ranks = search.model, ways[0].dp * ways[0].tp
+    said = f"{shape.name} does not fit: no way on {ranks} ranks was found within "
+    said += f"{human(int(search.memory))}; "
+    if search.found:
+        nearest = min(search.found, key=lambda way: search.found[way][1])
+        said += f"{nearest} holds {human(int(search.found[nearest][1]))}"
+    else:
+        nearest = min(ways, key=lambda way: least_bytes(shape, way))
+        said += f"{nearest} holds {human(int(least_bytes(shape, nearest)))} between steps"
+    if left := search.outcomes[LEFT]:
+        said += f"; {left} ways were not looked at: {_say_limit(len(search.found), left)}"
+    return said
 
 
 def read_bytes(text: float | str) -> float:

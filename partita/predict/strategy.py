@@ -45,9 +45,9 @@ def check_counts(**counts: Any) -> None:
 
 
 def make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
-    """Tokens (sequences, context) to be read, and the same to be guessed."""
+    """Tokens (sequences, context) to be read, and as many to be guessed."""
     tokens = torch.randint(0, 256, (sequences, context))
-    return tokens, tokens
+    return tokens, tokens.clone()
 
 
 def loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
@@ -72,6 +72,8 @@ class ModelShape:
         has_blocks: its `blocks` may be recomputed in backward.
         has_sequence: sequences may be split over tp.
         sums: over tp of a block's results in forward, at least.
+        code: the call of a class of `partita.app.models` that makes it, with "{layers}" and
+            "{context}" in it; "" of one's own.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -88,6 +90,7 @@ class ModelShape:
     has_blocks: bool = True
     has_sequence: bool = True
     sums: int = 2
+    code: str = ""
 
 
 def _llama_shape(
@@ -113,7 +116,10 @@ def _llama_shape(
             hidden=hidden,
         )
 
-    return ModelShape(make, layers, width, heads, groups, context, vocab, plans.llama)
+    code = f"Llama(layers={{layers}}, width={width}, heads={heads}, groups={groups}, "
+    code += f"context={{context}}, vocab={vocab}, hidden={hidden})"
+    shape = ModelShape(make, layers, width, heads, groups, context, vocab, plans.llama)
+    return dataclasses.replace(shape, code=code)
 
 
 def _gpt_shape(layers: int, width: int, heads: int, context: int, vocab: int = 256) -> ModelShape:
@@ -122,7 +128,10 @@ def _gpt_shape(layers: int, width: int, heads: int, context: int, vocab: int = 2
 
         return GPT(layers=layers, width=width, heads=heads, context=context, vocab=vocab)
 
-    return ModelShape(make, layers, width, heads, heads, context, vocab, plans.gpt)
+    code = f"GPT(layers={{layers}}, width={width}, heads={heads}, "
+    code += f"context={{context}}, vocab={vocab})"
+    shape = ModelShape(make, layers, width, heads, heads, context, vocab, plans.gpt)
+    return dataclasses.replace(shape, code=code)
 
 
 MODELS: dict[str, ModelShape] = {
@@ -195,6 +204,7 @@ def make_step(
     shape = shape_of(model)
     _check_strategy(shape, mesh, strategy)
     device = "meta" if on is None else on.device_type
+    computes_on = HOST.type if on is None else device
     on = dry_mesh(**mesh) if on is None else on  # type: ignore[arg-type]
     context = strategy.context or shape.context
     dp = mesh.get("dp", 1)
@@ -219,7 +229,7 @@ def make_step(
         for i, (inputs, targets) in enumerate(micro_batches, 1):
             last = i == len(micro_batches)
             with nullcontext() if last or not holds_back else no_sync(module):
-                with _computed_in(torch.float32 if in_zero else dtype):
+                with _computed_in(computes_on, torch.float32 if in_zero else dtype):
                     result = module(inputs)
                 loss = shape.loss(result, targets)
                 loss.backward()
@@ -232,8 +242,8 @@ def make_step(
     return step, (micro_batches,), dp * strategy.batch * strategy.micro_batches * context
 
 
-def _computed_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is torch.float32 else Device(HOST.type).autocast(dtype)
+def _computed_in(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is torch.float32 else Device(device).autocast(dtype)
 
 
 def shape_of(model: str | ModelShape) -> ModelShape:

@@ -12,17 +12,22 @@ import pytest
 import torch
 
 import partita as pt
+from partita.app import Options, options_in
 from partita.bench.plan import EXAMPLES
-from partita.predict import StrategyError
+from partita.cli import main
+from partita.predict import Link, ModelShape, StrategyError
 from partita.predict.machine import load_machine
-from partita.predict.plan_space import Way, least_bytes, least_seconds, ways_of
+from partita.predict.plan_bounds import least_bytes, least_seconds
+from partita.predict.plan_code import train_options, write_code
+from partita.predict.plan_space import Way, ways_of
+from partita.predict.simulate import capture_model, simulate_program
 from partita.predict.strategy import make_step, shape_of
 
 H100 = load_machine("h100")
 SMALL = pt.Strategy(layers=1, context=16)
 RANKS, BATCH = 8, 16
 GPT = shape_of("gpt")
-autoplan = importlib.import_module("partita.predict.autoplan")
+way_search = importlib.import_module("partita.predict.way_search")
 
 
 def plan(memory=None, **options):
@@ -39,7 +44,7 @@ def ways():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Seconds and peak of each way, as a stand-in for simulations."""
+    """Seconds and peak of each way, as a stand-in for simulations; who keeps more holds more."""
     known = {}
 
     def simulate(model, mesh, machine, *, strategy):
@@ -48,12 +53,15 @@ def drawn(monkeypatch):
         whole = dataclasses.replace(strategy, micro_batches=1)
         seconds = least_seconds(model, dataclasses.replace(way, strategy=whole), machine)
         seconds *= draw.uniform(1, 3) * strategy.micro_batches
-        peak = int(least_bytes(model, way) * draw.uniform(1, 3))
+        alike = dataclasses.replace(way, strategy=dataclasses.replace(strategy, zero=0, remat=True))
+        draw = random.Random(zlib.crc32(repr(alike).encode()))
+        kept = draw.uniform(1, 2) * (1.0 if strategy.remat else draw.uniform(1, 1.5))
+        peak = int(least_bytes(model, way) * kept)
         return Drawn(seconds, peak, compute_seconds=seconds, exposed={"dp": 0.0})
 
-    monkeypatch.setattr(autoplan, "simulate", simulate)
+    monkeypatch.setattr(way_search, "simulate", simulate)
     for way in ways():
-        search = autoplan.WaySearch(GPT, 1e15, H100, prune=False)
+        search = way_search.WaySearch(GPT, 1e15, H100, prune=False)
         known[way] = search.price_way(way)[:2]
     return known
 
@@ -104,20 +112,65 @@ def test_a_deep_model_that_holds_more_than_its_first_blocks_say_is_left_out(monk
         seconds = strategy.layers * (0.5 if is_fastest else 1.0)
         return Drawn(seconds, strategy.layers * 10**8 * more, seconds, {"dp": 0.0})
 
-    monkeypatch.setattr(autoplan, "simulate", simulate)
+    monkeypatch.setattr(way_search, "simulate", simulate)
     deep = dataclasses.replace(SMALL, layers=8)
     found = plan(10**9, strategy=deep, prune=False)
     assert found.outcomes["too big"] > 0
     assert {c.peak for c in found.choices} == {8 * 10**8}
 
 
+def test_what_keeps_more_than_a_way_that_is_too_big_is_not_simulated(drawn):
+    peaks = sorted(peak for _, peak in drawn.values())
+    found = plan(peaks[len(peaks) // 10])
+    assert found.outcomes["hold more than one that is too big"] > 0
+    assert found.simulated + found.outcomes["not looked at"] < len(drawn)
+
+
+def test_the_first_way_that_is_simulated_is_one_that_fits_where_few_do(drawn):
+    peaks = sorted(peak for _, peak in drawn.values())
+    told = []
+    found = plan(peaks[4], most=24, watch=lambda *said: told.append(said))
+    assert {choice.peak for choice in found.choices} <= {*peaks[:5]}
+    assert [done for done, _, _ in told[: found.simulated]] == [*range(found.simulated)]
+    assert all(done <= most <= 24 for done, most, _ in told)
+
+
+def test_a_plan_that_was_cut_says_how_many_more_there_are(drawn):
+    found = plan(most=3)
+    assert found.simulated == 3 and found.outcomes["not looked at"] == len(drawn) - 3
+    assert f"3 were simulated: with --most {len(drawn)} (most=) all are looked at" in str(found)
+    with pytest.raises(
+        StrategyError, match=r"does not fit.*holds.*not looked at: 1 were simulated"
+    ):
+        plan(min(peak for _, peak in drawn.values()) - 1, most=1, prune=False)
+
+
 def test_each_way_ends_somehow_and_the_best_five_are_in_order(drawn):
     found = plan()
     outcomes = dict(found.outcomes)
-    assert outcomes.pop("too big") == 0
+    assert outcomes["too big"] == 0
     assert sum(outcomes.values()) == found.space == len(drawn)
     assert len(found.choices) == 5
     assert [c.seconds for c in found.choices] == sorted(c.seconds for c in found.choices)
+
+
+@pytest.mark.parametrize("memory", [7 * 10**8, 12 * 10**8])
+def test_each_further_micro_batch_is_in_the_peak(memory, monkeypatch):
+    """A schedule that holds something of each micro-batch until the last."""
+
+    def simulate(model, mesh, machine, *, strategy):
+        seconds = strategy.batch * strategy.micro_batches * (1.0 + 1 / strategy.batch)
+        peak = strategy.batch * 10**8 + 10**8 * strategy.micro_batches // 2
+        return Drawn(seconds, peak * strategy.layers, seconds, {"dp": 0.0})
+
+    monkeypatch.setattr(way_search, "simulate", simulate)
+    for layers in (1, 64):
+        strategy = dataclasses.replace(SMALL, layers=layers)
+        found = pt.autoplan("gpt", 2, memory * layers, H100, batch=32, strategy=strategy, most=999)
+        for choice in found.choices:
+            exact = simulate(None, None, None, strategy=choice.way.strategy)
+            assert choice.peak == exact.peak <= memory * layers
+            assert choice.seconds == pytest.approx(exact.seconds)
 
 
 # -- real simulations ------------------------------------------------------------------------------
@@ -134,6 +187,29 @@ def test_bounds_are_below_what_a_simulation_finds():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_with_the_default_limit_a_plan_has_the_best_five_of_all_ways(monkeypatch):
+    known = {}
+
+    def simulate(model, mesh, machine, *, strategy):
+        key = (*mesh.items(), strategy)
+        if key not in known:
+            known[key] = pt.simulate(model, mesh, machine, strategy=strategy)
+        return known[key]
+
+    monkeypatch.setattr(way_search, "simulate", simulate)
+    whole = pt.autoplan("gpt", 4, 1e12, H100, batch=4, strategy=SMALL, most=999, prune=False)
+    assert whole.simulated == whole.space > 2 * 16
+    found = [*known.values()]
+    peaks = sorted(one.peak for one in found)
+    for memory in [peaks[len(peaks) * k // 12] for k in range(12)]:
+        best = sorted((s.seconds, s.peak) for s in found if s.peak <= memory)[:5]
+        plan = pt.autoplan("gpt", 4, memory, H100, batch=4, strategy=SMALL)
+        assert [(c.seconds, c.peak) for c in plan.choices] == best
+        assert sum(plan.outcomes.values()) == plan.space
+
+
+@pytest.mark.slow
 def test_a_plan_says_what_wins_why_and_the_code_that_runs_it():
     found = plan(most=2)
     assert len(found.choices) == 2 and found.outcomes["not looked at"] > 0
@@ -142,15 +218,16 @@ def test_a_plan_says_what_wins_why_and_the_code_that_runs_it():
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("gpt", "pt.plans.gpt("), ("mpt-7b", "pt.plans.gpt("), ("own", "plan(")]
+    ("model", "plan"),
+    [("gpt", "pt.plans.gpt("), ("mpt-7b", "pt.plans.gpt("), ("own", "shape.plan(")],
 )
 def test_the_code_names_the_plan_of_the_model(model, plan, monkeypatch):
     shape = EXAMPLES["moe"] if model == "own" else shape_of(model)
     way = Way(1, 2, SMALL)
     monkeypatch.setattr(
-        autoplan.WaySearch,
+        way_search.WaySearch,
         "run",
-        lambda self, ways, most: (autoplan.PlannedWay(way, 1.0, 1, None),),
+        lambda self, ways, most: (way_search.PlannedWay(way, 1.0, 1, None),),
     )
     found = pt.autoplan(shape, 2, machine=H100, strategy=SMALL)
     assert f"pt.parallelize(model, mesh, {plan}sequence=False))" in found.code
@@ -219,3 +296,142 @@ def test_what_does_not_fit_is_one_error_that_names_the_least_that_it_takes():
 def test_a_wrong_question_is_one_clear_error(asked, says):
     with pytest.raises(StrategyError, match=says):
         pt.autoplan(**({"ranks": 2} | asked))
+
+
+# -- the program of the winner ---------------------------------------------------------------------
+
+TINY = pt.Strategy(layers=1, context=16, remat=False)
+OWN = ("cnn", "llama")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("gpt", Way(2, 2, dataclasses.replace(TINY, zero=1, sequence=True, micro_batches=2))),
+        ("gpt", Way(2, 1, dataclasses.replace(TINY, zero=3, remat=True, batch=2))),
+        ("gpt", Way(1, 2, dataclasses.replace(TINY, zero=0, precision="float32"))),
+        ("cnn", Way(2, 1, pt.Strategy(zero=2, remat=False, batch=4))),
+        ("llama", Way(1, 2, dataclasses.replace(TINY, zero=0, sequence=True, micro_batches=2))),
+    ],
+)
+def test_the_printed_program_runs_as_it_stands_and_is_what_was_simulated(name, way):
+    shape = EXAMPLES[name] if name in OWN else shape_of(name)
+    blocking = dataclasses.replace(H100, overlaps=False)
+    simulated = pt.simulate(shape, way.mesh, blocking, strategy=way.strategy)
+    program = compile(write_code(shape, way), "plan", "exec")
+
+    def run(mesh):
+        names = {"shape": shape} if name in OWN else {}
+        with pt.ledger() as log:
+            exec(program, names)
+        sent: dict[str, int] = {}
+        for move in log.moves:
+            if move.reason != "batch":
+                axes = " ".join(move.axes)
+                sent[axes] = sent.get(axes, 0) + move.nbytes
+        return sent, names["step"].memory.total_peak, names["loss"].full_tensor().isfinite()
+
+    with pt.ranks(**way.mesh) as world:
+        for sent, peak, is_finite in world.run(run):
+            assert is_finite and sent == simulated.nbytes and peak == simulated.peak
+
+
+def test_the_options_of_partita_train_are_those_of_the_way(capsys):
+    strategy = dataclasses.replace(
+        TINY, zero=2, remat=True, sequence=True, batch=2, micro_batches=4
+    )
+    command = train_options(GPT, Way(2, 4, strategy))
+    assert main([*command.split()[1:], "--print-config"]) == 0
+    options = Options(**options_in(capsys.readouterr().out, "the printed options"))
+    options.check()
+    assert options.mesh == (("dp", 2), ("tp", 4)) and options.batch == 16
+    assert (options.accumulate, options.zero, options.sp, options.remat) == (4, 2, True, "blocks")
+    assert (options.layers, options.width, options.heads, options.context) == (1, 256, 4, 16)
+    assert options.dtype == "bf16" and options.compile
+    assert not train_options(shape_of("llama3-8b"), Way(2, 1, TINY))
+
+
+# -- bounds of one's own models --------------------------------------------------------------------
+
+
+class OwnBlock(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class OwnModel(torch.nn.Module):
+    def __init__(self, layers, kind, width=64):
+        super().__init__()
+        self.kind = kind
+        self.embed, self.head = torch.nn.Embedding(256, width), torch.nn.Linear(width, 256)
+        self.blocks = torch.nn.ModuleList(OwnBlock(width) for _ in range(layers))
+        self.unused = torch.nn.Linear(width, 64 * width) if kind == "unused" else None
+        if kind == "frozen":
+            self.blocks.requires_grad_(False)
+        if kind == "bfloat16":
+            self.bfloat16()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        y = x.mean(1, keepdim=True) if self.kind == "pooled" else x
+        for block in self.blocks:
+            y = block(y)
+        return self.head(x + y if self.kind == "pooled" else y)
+
+
+def own_shape(kind, context=32):
+    def split(sequence=False):
+        return {"blocks.*.up.*": {"tp": pt.Shard(0)}, "blocks.*.down.weight": {"tp": pt.Shard(1)}}
+
+    return ModelShape(
+        make=lambda layers, context: OwnModel(layers, kind),
+        layers=2,
+        width=64,
+        heads=4,
+        groups=4,
+        context=context,
+        vocab=256,
+        plan=split,
+        name=kind,
+        has_sequence=False,
+        sums=1,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["plain", "frozen", "bfloat16", "pooled", "unused"])
+def test_a_bound_is_one_whatever_the_model_is(kind):
+    # So slow a processor, and links, that what a bound counts is most of what is simulated.
+    slow = dataclasses.replace(H100, flops=dict.fromkeys(H100.flops, 1e9), kernel_seconds=1e-9)
+    slow_links = dataclasses.replace(slow, links={"dp": Link(1e-9, 1e5), "tp": Link(1e-9, 1e5)})
+    shape = own_shape(kind, context=512 if kind == "pooled" else 32)
+    precision = "float32" if kind == "bfloat16" else "bfloat16"
+    found = list(ways_of(shape, 2, 4, H100, pt.Strategy(precision=precision)))
+    nearest = 0.0
+    for way in found:
+        program, _ = capture_model(shape, way.mesh, way.strategy)
+        for machine in (H100, slow, slow_links):
+            simulated = simulate_program(program, way.mesh, machine)
+            least = least_seconds(shape, way, machine)
+            assert least <= simulated.seconds * (1 + 1e-9)
+            nearest = max(nearest, least / simulated.seconds)
+            assert least_bytes(shape, way) <= simulated.peak
+    assert nearest > 0.5
+
+
+def test_a_model_that_cannot_run_without_memory_has_bounds_of_its_weights_alone():
+    shape = dataclasses.replace(
+        own_shape("plain"), loss=lambda result, targets: result.sum().item()
+    )
+    way = Way(2, 1, pt.Strategy(zero=1, remat=False))
+    elements = sum(p.numel() for p in OwnModel(2, "plain").parameters())
+    assert least_bytes(shape, way) == 4 * elements
+    assert least_bytes(own_shape("plain"), way) == 4 * elements + 8 * elements / 2
+    assert least_seconds(shape, way, H100) == 0

@@ -54,7 +54,13 @@ from .padded_moves import Uneven, is_uneven, uneven
 from .pending_work import PendingWork
 from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
-from .source import call_site, first_instruction, user_line, user_line_of_error
+from .source import (
+    call_site,
+    first_instruction,
+    own_lines_shown,
+    user_line,
+    user_line_of_error,
+)
 from .torch_collectives import inspect_collectives
 from .torch_dtensors import (
     local_of_torch_dtensor,
@@ -121,6 +127,7 @@ __all__ = [
     "make_disagreement_error",
     "make_torch_dtensor",
     "message",
+    "own_lines_shown",
     "pack",
     "patch_state_dicts",
     "ranks",

@@ -8,6 +8,9 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 __all__ = [
     "call_site",
     "first_instruction",
+    "own_lines_shown",
     "place_of_user",
     "user_line",
     "user_line_of_error",
@@ -27,6 +31,18 @@ _NUMPY = os.path.join("site-packages", "numpy", "")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Our own models and training loop stand where a user's program would when no user is above them.
 _OURS_TO_SHOW = (os.path.join(_PARTITA, "app") + os.sep,)
+_SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", default=())
+
+
+@contextmanager
+def own_lines_shown(*files: str) -> Iterator[None]:
+    """Within, lines of partita's own models, and of these files, are shown as a user's are: of a
+    model that the user has only named."""
+    token = _SHOWN.set((*_OURS_TO_SHOW, *files))
+    try:
+        yield
+    finally:
+        _SHOWN.reset(token)
 
 
 def user_line(frame: FrameType | None = None, here: str = "") -> str:
@@ -44,10 +60,12 @@ def user_line(frame: FrameType | None = None, here: str = "") -> str:
     """
     if frame is None:
         frame = sys._getframe(1)
-    fallback = ""
+    fallback, shown = "", _SHOWN.get()
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_PARTITA):
+            if shown and name.startswith(shown):
+                return f"{_shorten_path(name, here)}:{frame.f_lineno}"
             if not fallback and name.startswith(_OURS_TO_SHOW):
                 fallback = f"{_shorten_path(name, here)}:{frame.f_lineno}"
         elif not _is_plumbing(frame):

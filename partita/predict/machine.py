@@ -114,6 +114,14 @@ class Machine:
         """Operations per second of a dtype; of the slowest that is known where it is not."""
         return self.flops.get(dtype, min(self.flops.values()))
 
+    def name_kernel(self, name: str) -> str:
+        """What the kernel is called there that the capture knows by this name.
+
+        Where the capture ran on a torch without GPUs, fused attention is that of CPUs: the same
+        operands and results, priced by the machine's own rates.
+        """
+        return name.replace("_for_cpu", "") if self.overlaps else name
+
     def given_link(self, axes: Sequence[str]) -> Link | None:
         """The link that is said to join the ranks along these axes, in any order."""
         for name, link in self.links.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.comm import own_lines_shown
 from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
@@ -17,9 +18,11 @@ from partita.compile.capture.fakes import captured_for
 from partita.compile.memory.storages import scheduled
 from partita.compile.program import Program
 
+from .call_text import read_mesh
 from .machine import Link, Machine, MachineError, load_machine
 from .simulation import Simulation, simulation_of
-from .strategy import ModelShape, Strategy, make_step, shape_of
+from .strategy import ModelShape, Strategy, StrategyError, check_counts, make_step, shape_of
+from .strategy import __file__ as strategy_file
 from .timeline import play
 
 __all__ = ["capture_model", "simulate", "simulate_program", "with_links"]
@@ -49,7 +52,7 @@ def simulate(
             is its loss, and which is updated by AdamW; or the name of a model of
             `partita.predict.MODELS`, or a `ModelShape` of one's own.
         mesh: the mesh on which the step's tensors lie (`pt.dry_mesh(dp=64)`), or for a name the
-            size of each axis.
+            size of each axis, as a dictionary or as "dp=64,tp=8".
         machine: the name of a shipped machine, or the path of a file.
         args: of the step. Of a compiled step that ran, its last program is taken where there are
             none.
@@ -60,10 +63,12 @@ def simulate(
 
     Raises:
         MachineError: a machine that is not known, a wrong file, or a link of no axis of the mesh.
-        StrategyError: a model that is not known, or a mesh that does not divide.
+        StrategyError: a model that is not known, a mesh that does not divide, or is not the step's.
         CaptureError: the step cannot be captured.
     """
     sizes = _sizes_of_mesh(mesh)
+    if tokens is not None:
+        check_counts(tokens=tokens)
     found = with_links(load_machine(machine), links or {}, sizes)
     if isinstance(step_or_model, str | ModelShape):
         shape = shape_of(step_or_model)
@@ -71,8 +76,10 @@ def simulate(
         what = shape.name
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
-        what = getattr(step_or_model, "title", type(step_or_model).__name__)
+        own = getattr(step_or_model, "__name__", type(step_or_model).__name__)
+        what = getattr(step_or_model, "title", own)
         program = _capture_step(step, args)
+        _check_mesh(program, sizes)
     return simulate_program(program, sizes, found, what=what, tokens=tokens)
 
 
@@ -82,7 +89,9 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str])
     Raises:
         MachineError: names a link whose axes are not all among `axes`.
     """
-    for name in links:
+    for name, link in links.items():
+        if not isinstance(link, Link):
+            raise MachineError(f"a link of {name!r} is {link!r}: write Link(2e-6, 450e9)")
         if not name.split() or not {*name.split()} <= {*axes}:
             raise MachineError(f"a link of {name!r}: the mesh has the axes {', '.join(axes)}")
     own = {k: v for k, v in machine.links.items() if not any(_same_axes(k, name) for name in links)}
@@ -102,7 +111,8 @@ def capture_model(
         StrategyError: a model that is not known, or a mesh that does not divide.
     """
     step, args, tokens = make_step(model, mesh, strategy)
-    return _capture_step(step, args), tokens
+    with own_lines_shown(strategy_file):
+        return _capture_step(step, args), tokens
 
 
 def simulate_program(
@@ -130,8 +140,21 @@ def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
         return step.capture(*args)  # type: ignore[attr-defined]
 
 
+def _check_mesh(program: Program, sizes: Mapping[str, int]) -> None:
+    """Raise StrategyError where a step's tensors lie on another mesh than is said."""
+    for wire in program.wires:
+        of_step = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
+        if any(sizes.get(axis) != size for axis, size in of_step.items()):
+            said, is_so = (
+                ",".join(f"{name}={n}" for name, n in mesh.items()) for mesh in (sizes, of_step)
+            )
+            raise StrategyError(f"the mesh is said to be {said}, and the step's is {is_so}")
+
+
 def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
     """A step of a model that gives its loss."""
+    if not any(True for _ in model.parameters()):
+        raise StrategyError("the model has no parameters, and no step trains it")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def step(*args: Any) -> torch.Tensor:
@@ -151,7 +174,10 @@ def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
 
 def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
     """The size of each axis, outermost first."""
+    if isinstance(mesh, str):
+        return read_mesh(mesh)
     if isinstance(mesh, Mapping):
+        check_counts(**{str(name): size for name, size in mesh.items()})
         return {str(name): int(size) for name, size in mesh.items()}
     if mesh is None:
         return {}

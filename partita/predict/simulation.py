@@ -82,13 +82,16 @@ class Simulation:
 
     @cached_property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together; None where the step's tokens are not known."""
-        return None if self.tokens is None else self.tokens / self.seconds
+        """Of all ranks together; None where a step's tokens are not known or it takes no time."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @cached_property
     def mfu(self) -> float:
         """Model FLOPs utilization: operations that are not made again, over what the machine could
-        do in that time in the dtype of most of them (Chowdhery et al., arXiv 2204.02311)."""
+        do in that time in the dtype of most of them (Chowdhery et al., arXiv 2204.02311); 0 of a
+        step that takes no time."""
+        if not self.seconds:
+            return 0.0
         return self.model_flops / (self.seconds * self.machine.peak_flops(self.dtype))
 
     def save_trace(self, path: str | Path) -> None:
@@ -185,12 +188,13 @@ def simulation_of(
     tokens: int | None,
 ) -> Simulation:
     """What a program that was played costs."""
-    reduced = _find_gradient_names(program)
+    reduced = {machine.name_kernel(name) for name in _find_gradient_names(program)}
     if (
         machine.overlaps
     ):  # what a backend on the CPU copies to send it; GPUs send from where it lies
         is_copy = lambda buffer: buffer.passing and _is_made_by_collective(buffer)  # noqa: E731
         memory = replace(memory, buffers=tuple(b for b in memory.buffers if not is_copy(b)))
+    memory = replace(memory, buffers=tuple(_named_for(machine, b) for b in memory.buffers))
     peak, classes, holders = _classes_at_peak(memory, reduced)
     busy = dict(played.busy)
     return Simulation(
@@ -216,6 +220,12 @@ def simulation_of(
             "layouts": facts_of_layouts(program),
         },
     )
+
+
+def _named_for(machine: Machine, buffer: Buffer) -> Buffer:
+    """The buffer, with the names that kernels have on the machine."""
+    name, made_by = map(machine.name_kernel, (buffer.name, buffer.made_by))
+    return replace(buffer, name=name, made_by=made_by)
 
 
 def _classes_at_peak(

@@ -136,7 +136,14 @@ class _Player:
     ) -> None:
         note = note_of(node)
         event = TimelineEvent(
-            node.name, stream, start, seconds, kind, note.phase, note.source, nbytes
+            self.machine.name_kernel(node.name),
+            stream,
+            start,
+            seconds,
+            kind,
+            note.phase,
+            note.source,
+            nbytes,
         )
         self.found.events.append(event)
         self.found.busy[stream] = self.found.busy.get(stream, 0.0) + seconds

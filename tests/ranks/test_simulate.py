@@ -12,6 +12,7 @@ import torch
 
 import partita as pt
 from partita.bench.published import RUNS, tune_matmul
+from partita.layout import LayoutError
 from partita.predict.calibrate import machine_toml
 from partita.predict.collective_time import collective_bytes, collective_seconds
 from partita.predict.kernel_time import count_flops
@@ -353,6 +354,54 @@ def test_a_named_model_is_simulated_without_memory_with_fused_attention():
     kinds = {event.kind for event in found.timeline.events}
     assert {"attention", "matmul", "all_gather", "reduce_scatter", "all_reduce"} <= kinds
     assert "MFU" in str(found) and "fits" in str(found)
+    attention = [event for event in found.events if event.kind == "attention"]
+    assert {event.name.removesuffix("_backward") for event in attention} == {
+        "_scaled_dot_product_flash_attention"  # of the machine, not of the CPU that captured it
+    }
+    assert not any("for_cpu" in b.name + b.made_by for b in found.holders)
+
+
+@pytest.mark.slow
+def test_what_holds_and_sends_in_a_named_model_has_the_models_own_lines():
+    found = pt.simulate("gpt", "dp=2,tp=2", "h100", strategy=SMALL)
+    lines = {event.source.rsplit(":", 1)[0] for event in found.events if event.source}
+    assert lines == {"partita/app/models/decoder.py", "partita/app/models/gpt.py",
+                     "partita/predict/strategy.py"}  # fmt: skip
+    assert any("decoder.py" in holder.source for holder in found.holders)
+
+
+def one_step(mesh):
+    layer = pt.parallelize(torch.nn.Linear(4, 4), mesh, None)
+
+    def train_a_layer(x):
+        layer(x).sum().backward()
+
+    return train_a_layer, [pt.DTensor.from_local(torch.zeros(2, 4), mesh, [pt.Shard(0)])]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "says"),
+    [
+        ({"dp": 64}, {}, "the mesh is said to be dp=64, and the step's is dp=2"),
+        ({"dp": 2.7}, {}, "dp is 2.7: a whole number"),
+        ("dp=two", {}, "cannot read 'dp=two'"),
+        ("dp=2", {"tokens": -5}, "tokens is -5"),
+        ("dp=2", {"links": {"dp": 1}}, "a link of 'dp' is 1"),
+    ],
+)
+def test_what_does_not_go_with_a_step_is_one_error(mesh, options, says):
+    step, args = one_step(pt.dry_mesh(dp=2))
+    with pytest.raises((ValueError, LayoutError), match=says):
+        pt.simulate(step, mesh, UNIT, args, **options)
+
+
+def test_a_step_is_called_by_its_name_and_one_that_does_nothing_costs_nothing():
+    step, args = one_step(pt.dry_mesh(dp=2))
+    assert pt.simulate(step, "dp=2", UNIT, args).title.startswith("train_a_layer on dp=2")
+    found = pt.simulate(lambda x: x, "dp=2", UNIT, args, tokens=5)
+    assert found.seconds == found.mfu == 0 and found.tokens_per_second is None and str(found)
+    with pytest.raises(ValueError, match="the model has no parameters"):
+        pt.simulate(torch.nn.ReLU(), "dp=2", UNIT, args)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +442,7 @@ def test_the_command_prints_the_table(capsys):
     ("asked", "says"),
     [
         ("simulate --model gpt --mesh tp=3", "does not divide"),
-        ("simulate --model gpt --mesh dp=0", "dp=0: an axis has at least one rank"),
+        ("simulate --model gpt --mesh dp=0", "dp is 0: a whole number, at least 1"),
         ("simulate --model gpt --mesh dp=\N{SUPERSCRIPT TWO}", "cannot read"),
         ("simulate --model gpt --mesh dp=99999999999999999999", "cannot read"),
         ("simulate --model gpt --mesh dp=2 --trace nowhere/x.json", "there is no folder nowhere"),

@@ -1,10 +1,10 @@
 """Predictions of a step: what will it cost, before it runs?
 
-In reading order: machine with measured_curve, collective_time, kernel_time with kernel_rates,
+In reading order: collective_time, machine with measured_curve, kernel_time with kernel_rates,
 timeline, simulation, strategy, simulate, calibrate with calibrate_rank and kernel_deck, plan_space,
-autoplan; explain and show stand beside them; `rehearsal`, `explanation` and `call_text` belong to
-explain; `explain_command`, `simulate_command`, `calibrate_command` and `plan_command` are on the
-command line.
+plan_bounds, way_search, plan_code, autoplan; explain and show stand beside them; `rehearsal`,
+`explanation` and `call_text` belong to explain; `explain_command`, `simulate_command`,
+`calibrate_command` and `plan_command` are on the command line.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

@@ -17,15 +17,25 @@ github.com/NVIDIA, in the function that tunes its model of a topology).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:  # whose file names kinds of collectives
-    from .machine import Link
-
-__all__ = ["COLLECTIVES", "collective_bytes", "collective_seconds", "messages_of"]
+__all__ = ["COLLECTIVES", "Link", "collective_bytes", "collective_seconds", "messages_of"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 """The kinds that have a formula."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a rank reaches the others along a mesh axis.
+
+    Attributes:
+        latency: seconds of one message, from one rank to the next.
+        bandwidth: bytes per second that a rank sends, in one direction.
+    """
+
+    latency: float
+    bandwidth: float
 
 
 def messages_of(kind: str, ranks: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .collective_time import COLLECTIVES
+from .collective_time import COLLECTIVES, Link
 from .kernel_rates import RATES
 from .measured_curve import MeasuredCurve
 
@@ -48,19 +48,6 @@ _UNITS: dict[str, dict[str, float]] = {
 
 class MachineError(ValueError):
     """A machine that is not known, or whose file says what it cannot mean."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """How a rank reaches the others along a mesh axis.
-
-    Attributes:
-        latency: seconds of one message, from one rank to the next.
-        bandwidth: bytes per second that a rank sends, in one direction.
-    """
-
-    latency: float
-    bandwidth: float
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ _KERNELS = 8
 
 
 @dataclass
-class _Needs:
+class _ModelNeeds:
     """What one micro-batch of an unsharded model needs: of bytes, where not said otherwise.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Needs:
     flops: Counter[torch.dtype] = field(default_factory=Counter)
     products: float = 0.0
 
-    def extended(self, two: _Needs, layers: int) -> _Needs:
+    def extended(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
         """Of so many blocks: this is of one, and each further one adds what the second does."""
 
         def extend(a: float, b: float) -> float:
@@ -68,7 +68,7 @@ class _Needs:
         found = {name: extend(getattr(self, name), getattr(two, name)) for name in names}
         dtypes = self.flops.keys() | two.flops.keys()
         flops = Counter({d: extend(self.flops[d], two.flops[d]) for d in dtypes})
-        return _Needs(**found, flops=flops)
+        return _ModelNeeds(**found, flops=flops)
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     return max(compute, over_dp, over_tp)
 
 
-def _least_compute(needs: _Needs, way: Way, machine: Machine) -> float:
+def _least_compute(needs: _ModelNeeds, way: Way, machine: Machine) -> float:
     """Seconds of a micro-batch's products, each in the faster of its dtype and the precision."""
     curves = [machine.kernels[name] for name in _PRODUCTS if name in machine.kernels]
     reached = machine.efficiency["matmul"]
@@ -178,7 +178,7 @@ def guess_bytes(shape: ModelShape, way: Way) -> float:
 # -- the run ---------------------------------------------------------------------------------------
 
 
-def _needs_of(shape: ModelShape, way: Way) -> _Needs:
+def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
     of = way.strategy
     layers, context = of.layers or shape.layers, of.context or shape.context
     if layers <= 2:
@@ -188,19 +188,19 @@ def _needs_of(shape: ModelShape, way: Way) -> _Needs:
 
 
 @functools.lru_cache(maxsize=256)
-def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _Needs:
+def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Of a model that cannot be run over tensors without memory no more than its weights."""
     with torch.device("meta"):
         module = shape.make(layers, context)
     parameters = [*module.parameters()]
-    needs = _Needs(weights=_count_bytes(parameters))
+    needs = _ModelNeeds(weights=_count_bytes(parameters))
     try:
         with torch.device("meta"):
             inputs, targets = shape.make_batch(batch, context)
             with _counting(module, needs) as read:
                 shape.loss(module(inputs), targets).backward()
     except Exception:  # it reads a value, or calls what has no kernel for tensors without memory
-        return _Needs(weights=needs.weights)
+        return _ModelNeeds(weights=needs.weights)
     trained = [p for p in parameters if p.grad is not None]
     needs.weights = _count_bytes([p for p in parameters if id(p) in read])  # the step holds no more
     needs.state = 2 * _count_bytes(trained)
@@ -213,7 +213,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> float:
 
 
 @contextmanager
-def _counting(module: nn.Module, needs: _Needs) -> Iterator[set[int]]:
+def _counting(module: nn.Module, needs: _ModelNeeds) -> Iterator[set[int]]:
     """Within, what the module does is counted into `needs`; gives the ids of what is read."""
     own = {id(p) for p in module.parameters()}
     seen: dict[int, Tensor] = {}
@@ -265,7 +265,7 @@ class _WithoutAttention(TorchFunctionMode):
 class _ProductCounter(TorchDispatchMode):
     """Counts products, their operations and their dtypes, and notes which tensors are read."""
 
-    def __init__(self, needs: _Needs):
+    def __init__(self, needs: _ModelNeeds):
         super().__init__()
         self.needs = needs
         self.read: set[int] = set()

@@ -328,9 +328,8 @@ def test_the_printed_program_runs_as_it_stands_and_is_what_was_simulated(name, w
             exec(program, names)
         sent: dict[str, int] = {}
         for move in log.moves:
-            if move.reason != "batch":
-                axes = " ".join(move.axes)
-                sent[axes] = sent.get(axes, 0) + move.nbytes
+            axes = " ".join(move.axes)
+            sent[axes] = sent.get(axes, 0) + move.nbytes
         return sent, names["step"].memory.total_peak, names["loss"].full_tensor().isfinite()
 
     with pt.ranks(**way.mesh) as world:

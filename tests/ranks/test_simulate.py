@@ -442,15 +442,15 @@ def test_the_command_prints_the_table(capsys):
     ("asked", "says"),
     [
         ("simulate --model gpt --mesh tp=3", "does not divide"),
-        ("simulate --model gpt --mesh dp=0", "dp is 0: a whole number, at least 1"),
+        ("simulate --model gpt --mesh dp=0", "dp=0 in the mesh 'dp=0' has no rank"),
         ("simulate --model gpt --mesh dp=\N{SUPERSCRIPT TWO}", "cannot read"),
-        ("simulate --model gpt --mesh dp=99999999999999999999", "cannot read"),
-        ("simulate --model gpt --mesh dp=2 --trace nowhere/x.json", "there is no folder nowhere"),
+        ("simulate --model gpt --mesh dp=99999999999999999999", "ranks is too large"),
+        ("simulate --model gpt --mesh dp=2 --trace nowhere/x.json", "is no file in a folder"),
         ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is no link: write dp=10us"),
         ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', no amount"),
         ("simulate --model gpt --mesh dp=2 --link pp=1s,1B/s", "a link of 'pp': the mesh has"),
-        ("plan --model gpt --ranks 2 --memory 80", "'80' is no amount of memory"),
-        ("calibrate --out nowhere/x.toml", "there is no folder nowhere"),
+        ("plan --model gpt --ranks 2 --memory 80", "80 is without a unit"),
+        ("calibrate --out nowhere/x.toml", "is no file in a folder"),
     ],
 )
 def test_a_wrong_command_is_one_line_at_once(asked, says, capsys):

@@ -31,6 +31,7 @@ from .block_follower import BlockFollower
 from .block_functions import current_modes, dispatch_listeners
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
 from .block_traces import (
+    LABELS,
     BackwardTrace,
     BlockTrace,
     BlockTracing,
@@ -129,7 +130,7 @@ class BlockCalls:
             HERE.block = None
         trace = next(t for t in traces if t.tape is follower.tape)
         floats = trace.tape.varying_values(follower.operands)
-        self._emit_call(trace, [*floats.values()], follower.taken, held)
+        self._emit_call(trace, [*floats.values()], follower, held)
         return out
 
     # -- calls in the graph ------------------------------------------------------------------------
@@ -138,20 +139,21 @@ class BlockCalls:
         self,
         trace: BlockTrace,
         floats: Sequence[float],
-        taken: Sequence[torch.Tensor],
+        follower: BlockFollower,
         held: dict[int, FakeTensor],
     ) -> None:
         """Add the node of a block, and have what the user holds be what it makes.
 
         Args:
             floats: its varying floats.
-            taken: its tensors from outside.
+            follower: has followed it.
             held: by number, the stand-ins of results that the user holds.
         """
-        numbers = [*held]
+        numbers, taken = [*held], follower.taken
         admitted = [(w, a) for w, a in trace.tape.admitted]
         numbers += [a.number for _, a in admitted if type(a) is MadeTensor and a.number not in held]
-        call = _BlockCall(self, trace, numbers, floats, [traced_node(t, trace.kind) for t in taken])
+        nodes = [traced_node(t, trace.kind) for t in taken]
+        call = _BlockCall(self, trace, numbers, floats, follower.labels, nodes)
         self._calls.append(call)
         if any(_has_hooks(taken[i]) for i in trace.takes):
             raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
@@ -228,6 +230,7 @@ class _BlockCall:
     Attributes:
         numbers: of the tensors of the trace that it gives.
         floats: its varying floats.
+        labels: of its calls that have one, in order.
         taken: the nodes of its tensors from outside.
         node: its `block_forward` node.
     """
@@ -236,6 +239,7 @@ class _BlockCall:
     trace: BlockTrace
     numbers: list[int]
     floats: Sequence[float]
+    labels: Sequence[str]
     taken: list[fx.Node]
     node: fx.Node | None = None
     _versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -253,6 +257,7 @@ class _BlockCall:
     def forward(self) -> list[FakeTensor]:
         """Add the `block_forward` node; the tensors of `numbers` that it makes."""
         self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)
+        self.node.meta[LABELS] = tuple(self.labels)
         nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
         return self.calls.make_fakes(nodes, [self.trace.likes[n] for n in self.numbers])
 

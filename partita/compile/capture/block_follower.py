@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from partita.tensor.tensor_state import count_writes, state_of
 from partita.tensor.watch import HERE
 
 from .block_functions import (
@@ -63,10 +64,12 @@ class BlockFollower(TorchFunctionMode):
 
     Attributes:
         taken: the tensors from outside, in the order of first use.
+        labels: of its calls that have one, as the block's name, in order.
         operands: the recorded operands of each call, with the floats of this block.
         tape: the tape of this block: None while known ones match, set once a new one is begun or
             forward has ended.
         traced_taken, traced_made: for a new tape, by number, the fake tensors that are traced.
+        gathered: those of them that are parameters gathered, with their versions then.
         is_tracing: is a call being traced, so that calls are not the block's own?
     """
 
@@ -79,12 +82,13 @@ class BlockFollower(TorchFunctionMode):
         self._sibling: BlockTape | None = None
         self.operands: list[Any] = []
         self._writer = OperandWriter(kind)
-        self.taken = self._writer.taken
+        self.taken, self.labels = self._writer.taken, self._writer.labels
         self._stand_ins: dict[int, FakeTensor] = {}
         self._position = 0
         self.tape: BlockTape | None = None
         self.traced_taken: list[torch.Tensor] = []
         self.traced_made: list[torch.Tensor] = []
+        self.gathered: list[tuple[torch.Tensor, int]] = []
         self._recorded: dict[int, MadeTensor | TakenTensor] = {}
         self.is_tracing = False
         self._suspended = False
@@ -362,6 +366,8 @@ class BlockFollower(TorchFunctionMode):
         self._recorded[id(out)] = MadeTensor(number)
         self.traced_made.append(out)
         self.tape.made[number] = out
+        if state_of(out).gathered_from is not None:
+            self.gathered.append((out, count_writes(out)))
         return number
 
     def _write_result(self, out: Any) -> Any:

@@ -317,10 +317,12 @@ class OperandWriter:
     Attributes:
         taken: the tensors from outside, in the order of first use.
         numbers: by the id of a tensor, how it is recorded.
+        labels: of the calls that have one, in order.
     """
 
     def __init__(self, kind: type):
         self.kind = kind
+        self.labels: list[str] = []
         self.taken: list[torch.Tensor] = []
         self.numbers: dict[int, MadeTensor | TakenTensor] = {}
         self._described: list[tuple[Any, ...]] = []
@@ -346,6 +348,7 @@ class OperandWriter:
         if kind is float:
             return (kind, value.hex())
         if kind is Label:
+            self.labels.append(value)
             return CallLabel(value)
         if isinstance(value, _PLAIN):
             return value

@@ -39,6 +39,7 @@ from .symbolic import is_symbolic
 from .traced_tensors import node_of
 
 __all__ = [
+    "LABELS",
     "BackwardTrace",
     "BlockTrace",
     "BlockTracing",
@@ -50,6 +51,10 @@ __all__ = [
     "inline_blocks",
     "traced_node",
 ]
+
+
+LABELS = "labels"
+"""The key, in the `meta` of a `block_forward` node, of the labels of that block's calls."""
 
 
 @dataclass(eq=False)
@@ -82,6 +87,7 @@ class BlockTrace:
         forward: the nodes of forward, in order.
         likes: by number, a tensor of the metadata of each made tensor.
         region: the number of the remat region that the traced block lies in.
+        labels: of the traced block's calls that have one, in order.
         numbers: the nodes of the varying floats.
         results, takes: by number, the traced results and outer tensors that require a gradient.
         backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
@@ -94,6 +100,7 @@ class BlockTrace:
     forward: list[fx.Node]
     likes: dict[int, FakeTensor] = field(default_factory=dict)
     region: int = 0
+    labels: tuple[str, ...] = ()
     numbers: list[fx.Node] = field(default_factory=list)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -145,6 +152,7 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
             copies[node] = copy = _Copy(dict(zip(trace.entered, operands, strict=True)))
             copy.of.update(zip(trace.numbers, floats_or_forward, strict=True))
             copy.regions[trace.region] = note_of(node).region
+            copy.labels.update(zip(trace.labels, node.meta[LABELS], strict=True))
             copying.copy(trace.forward, copy, node)
             made: Mapping[int, Any] = trace.made
         else:
@@ -180,9 +188,11 @@ class _Copy:
     Attributes:
         of: by the traced node, the copied node, operand or number.
         moves, regions: by the number in the traced notes, the number in the copies.
+        labels: by the label in the traced notes, the label in the copies.
     """
 
     of: dict[fx.Node, Any]
+    labels: dict[str, str] = field(default_factory=dict)
     moves: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
 
@@ -222,7 +232,10 @@ class _Copying:
         if note.region and note.region not in copy.regions:
             copy.regions[note.region] = next(self.regions)
         return replace(
-            note, move=copy.moves.get(note.move, 0), region=copy.regions.get(note.region, 0)
+            note,
+            move=copy.moves.get(note.move, 0),
+            region=copy.regions.get(note.region, 0),
+            op=copy.labels.get(note.op, note.op),
         )
 
 
@@ -355,13 +368,15 @@ class BlockTracing:
         with Local():
             if any(t._version != v for t, v in zip(taken, self._versions, strict=True)):
                 raise NotABlock(follower.kind, "it writes into what it takes from outside")
+            if any(t._version != v for t, v in follower.gathered):
+                raise NotABlock(follower.kind, "it writes into a gathered parameter")
             memory = {t.untyped_storage()._cdata for t in taken}
             if any(made[n].untyped_storage()._cdata in memory for n in tape.escapes):
                 raise NotABlock(follower.kind, "it gives a view of what it takes from outside")
         forward, self.nodes = self.nodes, []
         nodes = {n: traced_node(t, follower.kind) for n, t in enumerate(made)}
         trace = BlockTrace(follower.kind, tape, self._entered, nodes, forward, region=self._region)
-        trace.numbers = self.numbers
+        trace.numbers, trace.labels = self.numbers, tuple(follower.labels)
         trace.likes = {n: stand_in(t) for n, t in enumerate(made)}  # type: ignore[arg-type]
         with Local():
             trace.results = {n: made[n] for n in sorted(tape.escapes) if made[n].requires_grad}

@@ -8,9 +8,10 @@ Stages 1 and 2: the optimizer steps on slices of the parameters, which are then 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from partita.tensor.grad_state import update_spec
 from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
-from partita.tensor.watch import HERE
+from partita.tensor.watch import HERE, Label
 
 from ..blocks import ParameterSlot
 from .fsdp_group import FsdpGroup
@@ -64,10 +65,6 @@ class GraphGather:
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
-        with HERE.outside_block():
-            self._begin_forward()
-
-    def _begin_forward(self) -> None:
         self.depth += 1
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
@@ -76,18 +73,28 @@ class GraphGather:
             refuse_no_sync()
         # Passes know by the reason whether the gathered value may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
-        for places, p in zip(group.slots, [*group.shards()], strict=True):
+        # A block's gathers are calls of it; that a parameter is exchanged for its gathered value
+        # is not.
+        gather: Callable[..., DTensor] = _gather_parameter
+        if HERE.block is not None:
+            gather = partial(HERE.block.call_ours, gather)
+        with HERE.outside_block():
+            shards = [*group.shards()]
+        for places, p in zip(group.slots, shards, strict=True):
             if not isinstance(p, FakeTensor):  # of a module that the block has no more
                 continue
-            after = group.zero.make_unsharded_spec(p._spec)
-            whole = tagged(
-                _gather_parameter(p, after, group.zero.precision, group.name, reason), after
-            )
-            own_state(whole).gathered_from = (p, 0)
-            given = stand_for(whole, p)
-            self._shown.append(_InstalledParameter(places, p, whole, count_writes(whole), given))
-            for slot in places:
-                slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
+            with HERE.outside_block():
+                after = group.zero.make_unsharded_spec(p._spec)
+                dtypes = _dtypes_of_gather(p, group.zero.precision)
+            whole = gather(p, after, dtypes, Label(group.name), reason)
+            with HERE.outside_block():
+                self._install(places, p, whole)
+
+    def _install(self, places: Sequence[ParameterSlot], p: DTensor, whole: DTensor) -> None:
+        given = stand_for(whole, p)
+        self._shown.append(_InstalledParameter(places, p, whole, count_writes(whole), given))
+        for slot in places:
+            slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
 
     def end(self) -> None:
         """The forward has ended, or was aborted."""
@@ -123,19 +130,33 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 # -- mixed precision -------------------------------------------------------------------------------
 
 
-def _gather_parameter(
-    p: DTensor, after: Spec, precision: MixedPrecision, name: str, reason: str
-) -> torch.Tensor:
-    """`p` gathered as `after`, with a history."""
+def _dtypes_of_gather(
+    p: DTensor, precision: MixedPrecision
+) -> tuple[torch.dtype, torch.dtype, torch.dtype] | None:
+    """The dtypes in which `p` is gathered, its gradient sent, and summed; None for its own."""
     work = precision.param_dtype or p.dtype
     sent = precision.grad_dtype or work
     summed = precision.reduce_dtype or p.dtype
-    if work == sent == summed == p.dtype:
-        return moved(p, p._spec, after, name, reason)
-    moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, work.itemsize)
-    with Local():
-        found: torch.Tensor = _Gather.apply(p, moves, p._spec, name, (work, sent, summed), reason)
-    return found
+    return None if work == sent == summed == p.dtype else (work, sent, summed)
+
+
+def _gather_parameter(
+    p: DTensor,
+    after: Spec,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None,
+    name: str,
+    reason: str,
+) -> DTensor:
+    """`p` gathered as `after`, with a history."""
+    if dtypes is None:
+        found = moved(p, p._spec, after, name, reason)
+    else:
+        moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, dtypes[0].itemsize)
+        with Local():
+            found = _Gather.apply(p, moves, p._spec, name, dtypes, reason)
+    whole = tagged(found, after)
+    own_state(whole).gathered_from = (p, 0)
+    return whole
 
 
 class _Gather(torch.autograd.Function):

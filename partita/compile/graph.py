@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from partita.tensor.dtensor import short_dtype
 from .node_metadata import note_of
 from .program import Program
 from .repeats import repeats_of
+from .section import section_of, sections_in
 
-__all__ = ["Graph", "canonical", "is_collective", "line_of", "nbytes_of"]
+__all__ = ["Graph", "canonical", "is_collective", "line_of", "lines_of", "nbytes_of"]
 
 
 class Graph:
@@ -50,16 +51,14 @@ class Graph:
             repeats: print repeated parts, as equal blocks, each time; else once, with a count.
         """
         nodes, roles = self.nodes, list(self._find_roles())
-        rows = [_row_of_node(node, says) for node, says in zip(nodes, roles, strict=True)]
-        widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
-        lines = []
-        for row in rows:
-            cells = [row[i].ljust(widths[i]) for i in range(5)]
-            lines.append("  ".join([*cells, row[5]]).rstrip())
+        rows, lines = _write_rows(nodes, roles)
         if not repeats:
             numbers: dict[Any, int] = {}
             alike = [_signature_of_row(n, row) for n, row in zip(nodes, rows, strict=True)]
             lines = _fold_repeats(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
+        for section in sections_in(self.program.graph.graph):
+            inner = [*section.graph.graph.nodes]
+            lines += ["", f"{section.name}:", *_write_rows(inner, [""] * len(inner))[1]]
         sent = sum(note_of(n).nbytes for n in self.moves)
         total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
         return "\n".join([*lines, total])
@@ -79,6 +78,19 @@ class Graph:
                 yield ""
 
 
+def _write_rows(
+    nodes: Sequence[fx.Node], roles: Sequence[str]
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The cells of each node's line, and the lines."""
+    rows: list[tuple[str, ...]] = [_row_of_node(n, r) for n, r in zip(nodes, roles, strict=True)]
+    widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
+    lines = []
+    for row in rows:
+        cells = [row[i].ljust(widths[i]) for i in range(5)]
+        lines.append("  ".join([*cells, row[5]]).rstrip())
+    return rows, lines
+
+
 def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
     """The cells of a line: name, call, value, bytes, reason, place."""
     note, value = note_of(node), node.meta.get("val")
@@ -90,8 +102,13 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str
     if note.kind:
         why = f"{note.kind} over {' '.join(note.axes)}: {note.before} -> {note.after}"
         why += f", {note.reason}, for {note.op}"
+    section = section_of(node)
     called = (
-        node.op if node.op != "call_function" else f"{_name(node.target)}{_format_operands(node)}"
+        f"{section.name}({', '.join(a.name for a in node.args[1])})"
+        if section
+        else node.op
+        if node.op != "call_function"
+        else f"{_name(node.target)}{_format_operands(node)}"
     )
     where = f"{note.source} ({note.phase})" if note.source else ""
     return node.name, called, shape, size, why, where
@@ -149,7 +166,8 @@ def is_collective(node: fx.Node) -> bool:
 def canonical(program: Program) -> list[str]:
     """The program as lines that are equal for equal programs, on every rank and in every run.
 
-    They do not contain names, source lines, addresses, device indices or coordinates.
+    They do not contain names, source lines, addresses, device indices or coordinates. First the
+    graph's lines, one for each node, then each section once.
     """
     number: dict[fx.Node, str] = {}
     lines = []
@@ -173,7 +191,17 @@ def canonical(program: Program) -> list[str]:
         part = f" of part {output.part}" if output.part else ""
         lines.append(f"{output.kind}{part} {layout}")
     lines.append(f"returns {program.result} of {program.constants}")
+    for section in sections_in(program.graph.graph):
+        lines += [f"{section}:", *lines_of(section.graph.graph)]
     return lines
+
+
+def lines_of(graph: fx.Graph) -> Iterator[str]:
+    """The graph as lines that are equal for graphs that compute the same."""
+    number: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        number[node] = f"%{len(number)}"
+        yield f"{number[node]} = {line_of(node, number)}"
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:

@@ -20,6 +20,7 @@ from torch.fx import _lazy_graph_module
 from partita.tensor.op_facts import facts_of
 
 __all__ = [
+    "GraphPart",
     "add_call",
     "checks_value",
     "copy_node",
@@ -82,6 +83,17 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 # -- effects ---------------------------------------------------------------------------------------
 
 
+class GraphPart:
+    """A part of a graph, a graph of its own, that stands in it as one call: the first operand of
+    that call.
+
+    Attributes:
+        has_effect: does it write, draw or check?
+    """
+
+    has_effect: bool
+
+
 def drop_unused(graph: fx.Graph) -> None:
     """Erase calls whose value nobody uses, collectives too, unless they have an effect."""
     for node in reversed(graph.nodes):  # fx's own looks at the whole graph first
@@ -93,6 +105,8 @@ def has_effect(node: fx.Node) -> bool:
     """Must a node stay though nobody uses its value: does it write, draw or check?"""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
+    if node.args and isinstance(node.args[0], GraphPart):
+        return node.args[0].has_effect
     facts = facts_of(node.target)
     if facts.statistics:
         return bool(node.args[3] is not None and node.args[5])

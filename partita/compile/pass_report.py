@@ -17,6 +17,7 @@ from torch import fx
 
 from partita.comm.ledger import human
 
+from .capture.block_programs import inline_block_programs
 from .graph_nodes import lazy_graph_module
 from .memory.storages import memory_of
 from .passes import Change, Passes, record_changes
@@ -29,7 +30,8 @@ P = TypeVar("P", bound=Program)
 
 
 class AsCaptured(Generic[P]):
-    """A copy of a program before the passes: a row for each node, made a program on request."""
+    """A copy of a program before the passes: a row for each node, made a program on request, in
+    which blocks are inlined."""
 
     def __init__(self, program: P):
         self._kind, self._root_module = type(program), program.graph
@@ -57,6 +59,7 @@ class AsCaptured(Generic[P]):
             given = fx.node.map_arg((args, kwargs), of.__getitem__)
             of[node] = new = graph.create_node(op, target, *given, name=name)
             new.meta = dict(meta)
+        inline_block_programs(graph)
         return graph
 
 

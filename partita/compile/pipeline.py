@@ -13,6 +13,7 @@ from typing import Any
 
 from partita.comm import Wire
 
+from .block_sections import lower_blocks
 from .capture.answers import Guesses
 from .capture.block_choice import BlockChoice
 from .capture.capture import capture
@@ -177,6 +178,7 @@ def _finish_program(
         ran = list(order_passes(passes, without))
         program = make()
         as_captured = program.captured
+        lower_blocks(program)
         run_passes(program, without, passes)
         program = region_of(program)
         program.sharing, program.captured = Sharing(program), as_captured

@@ -9,6 +9,7 @@ compiled graph over local tensors; what is done with its outputs is in `captured
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ from .backend.built import Built
 from .capture.fakes import local_of
 from .capture.state_slots import Slot
 from .padding_boundary import Border, border_of
+from .section import calls_within, inline_sections, written_operands
 
 __all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"]
 
@@ -245,7 +247,7 @@ class Program:
     @cached_property
     def draws_on(self) -> list[torch.device]:
         """The devices whose generators it draws from."""
-        nodes = [n for n in self.graph.graph.nodes if facts_of(n.target).draws]
+        nodes = [n for n in calls_within(self.graph.graph) if facts_of(n.target).draws]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
 
@@ -269,6 +271,15 @@ class Program:
     def artifact(self) -> Built | None:
         """What was compiled of it; None where it runs without being compiled."""
         return self.built
+
+    def flat(self) -> Program:
+        """The program with the calls of its sections in place of these; itself if it has none."""
+        graph = inline_sections(self.graph)
+        if graph is self.graph:
+            return self
+        found = copy.copy(self)
+        found.graph = graph
+        return found
 
     def example(self) -> list[torch.Tensor]:
         """Fake tensors of the inputs, for a compiler."""
@@ -327,7 +338,7 @@ def _index_borders(borders: Sequence[Border | None]) -> dict[int, Border]:
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
-    """The places of the inputs into which the graph has `copy_` nodes."""
+    """The places of the inputs that the graph writes."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    targets = {n.args[0] for n in graph.nodes if n.target is torch.ops.aten.copy_.default}
+    targets = {written for n in graph.nodes for written in written_operands(n)}
     return [i for i, n in enumerate(inputs) if n in targets]

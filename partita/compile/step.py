@@ -12,6 +12,7 @@ was made. To find the program of a call:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
@@ -44,6 +45,7 @@ from .guards import History, describe_call, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
 from .last_program import LastProgram
+from .section import DEEP
 
 if TYPE_CHECKING:
     from .passes import Passes
@@ -345,6 +347,8 @@ class CompiledStep(LastProgram):
         }
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.from_option(self.blocks)
+        if self.budget is None and not self.passes and self.sections is not False:
+            blocks = dataclasses.replace(blocks, outline_above=0 if self.sections else DEEP)
 
         def make() -> CapturedProgram:
             assert self._state is not None

@@ -1,11 +1,11 @@
 """The verifier: the grammar of legal graphs.
 
 Checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph has
-inputs, constants, calls of ATen, of functional collectives or of a user's operators that do nothing
-but make tensors, and one output. Each value is made before it is used. Nothing writes but a `copy_`
-into an input, once, after which nobody reads that input. A collective is waited for before it is
-read, and its group is one of the program's. No node knows more of a rank than the coordinates among
-the inputs.
+inputs, constants, calls of ATen, of functional collectives, of a user's operators that do nothing
+but make tensors, or of sections (which are such graphs, without collectives), and one output. Each
+value is made before it is used. Nothing writes but a `copy_` into an input, once, after which
+nobody reads that input. A collective is waited for before it is read, and its group is one of the
+program's. No node knows more of a rank than the coordinates among the inputs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from partita.layout import LayoutError
 from partita.tensor.forms import find_unknown_effect
 from partita.tensor.op_facts import facts_of
 
+from .capture.block_nodes import is_block_node
 from .graph import is_collective
 from .node_metadata import note_of
 from .program import Program
+from .section import call_section, written_operands
 
 __all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]
 
@@ -59,8 +61,7 @@ def verify(program: Program, after: str) -> None:
                 )
         if node.op == "call_function":
             _check_call(program, node, after)
-            if node.target is _COPY:
-                closed[node.args[0]] = node  # type: ignore[index]
+            closed.update((written, node) for written in written_operands(node))
         elif node.op not in ("placeholder", "get_attr", "output"):
             raise _make_illegal_error(after, node, f"a graph has no {node.op}")
         seen.add(node)
@@ -74,7 +75,7 @@ def verify(program: Program, after: str) -> None:
 
 def _check_call(program: Program, node: fx.Node, after: str) -> None:
     target: Any = node.target
-    if target is operator.getitem:
+    if target is operator.getitem or target is call_section or is_block_node(node):
         return
     if not isinstance(target, torch._ops.OpOverload):
         raise _make_illegal_error(after, node, f"{target} is no operator of torch")

@@ -259,7 +259,7 @@ def _class_of(buffer: Buffer, reduced: set[str]) -> str:
 def _find_gradient_names(program: Program) -> set[str]:
     """Names of what backward makes and an update, or the reduction of gradients, reads."""
     found = set()
-    for node in program.graph.graph.nodes:
+    for node in program.flat().graph.graph.nodes:
         note = note_of(node)
         if note.phase != "update" and note.reason not in ("gradient", "settle"):
             continue

@@ -59,7 +59,7 @@ def play(program: Program, machine: Machine) -> Play:
 
 class _Player:
     def __init__(self, program: Program, machine: Machine):
-        self.program, self.machine = program, machine
+        self.program, self.machine = program.flat(), machine
         self.found = Play()
         self.now = 0.0  # on the compute stream
         self.free: dict[str, float] = {}  # when an axis's links are

@@ -75,13 +75,13 @@ class OpFacts:
 
 @functools.lru_cache(maxsize=8192)
 def facts_of(target: Any) -> OpFacts:
-    """The facts of what a call calls: an operator of torch, or `operator.getitem`; of anything else
-    that it does none of these."""
+    """The facts of what a call calls: an operator of torch, `operator.getitem`, or a function that
+    has them as its `facts`; of anything else that it does none of these."""
     if target is operator.getitem:  # of what a call has given
         return OpFacts(is_view=True, moves=True)
     schema = getattr(target, "_schema", None)
     if schema is None:
-        return OpFacts()
+        return getattr(target, "facts", OpFacts())
     writes = tuple(
         Operand(i, a.name, "List" in str(a.type))
         for i, a in enumerate(schema.arguments)

@@ -23,6 +23,7 @@ from ..graph_nodes import checks_value
 from ..memory.codegen_memory import memory_of_sections
 from ..phases import begin_phase
 from ..program import Program
+from ..section import section_of
 from .built import Built
 from .compile_turns import Wanted, WantedSection, build_together
 from .constants import with_constants
@@ -61,13 +62,15 @@ def build(
 def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
     """The sections of a program's graph; None where it is to be compiled whole.
 
-    A graph that checks a value is always cut: the check stands between sections and so keeps its
+    A graph in which blocks are calls of sections is cut further, and one that checks a value is always cut: the check stands between sections and so keeps its
     place. A compiler may drop it, or run it behind what it is to prevent.
     """
-    checks = any(map(checks_value, program.graph.graph.nodes))
+    nodes = program.graph.graph.nodes
+    checks = any(map(checks_value, nodes))
     if sections is False and not checks:
         return None
-    return sections_of(program, always=checks or sections is True)
+    has_sections = any(section_of(node) is not None for node in nodes)
+    return sections_of(program, always=checks or has_sections or sections is True)
 
 
 def _build_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:

@@ -24,9 +24,9 @@ from partita.layout import Fix, LayoutError
 
 from ..memory.codegen_memory import memory_of_code
 from ..program import Program
+from ..section import Section
 from .built import Built
 from .inductor import compile_program, digest_of_compiler, load, load_boxed
-from .sections import Section
 from .store import Artifact, Store, default_store
 
 __all__ = ["Wanted", "WantedSection", "build_together"]

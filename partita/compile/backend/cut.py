@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +23,17 @@ from ..capture.equal_calls import tensors_in
 from ..graph import is_collective, line_of
 from ..graph_nodes import add_call, checks_value, copy_node, has_effect, lazy_graph_module
 from ..memory.storages import storages_of
-from ..node_metadata import NOTE, note_of
+from ..node_metadata import NOTE, Note, note_of
 from ..ordering import with_early_writes
 from ..program import Program
 from ..repeats import repeats_of
-from .sections import Section, Sections, call_section
+from ..section import DEEP, Section, call_section, section_of
+from .sections import Sections
 
-__all__ = ["sections_of"]
+__all__ = ["UnsureOfSections", "sections_of", "sections_of_blocks"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
-
-DEEP = 3000
-"""Calls in a graph above which it is cut. A smaller one is compiled whole in as little time, and
-the call of a section costs some microseconds."""
 
 _LEFT = 0.5
 """The largest part of a deep graph that the different sections may be, for it to be cut."""
@@ -68,20 +66,42 @@ def sections_of(program: Program, always: bool = False, least: int = LEAST) -> S
     return found
 
 
-class _Uncut(Exception):
+def sections_of_blocks(
+    program: Program, late: Collection[fx.Node], known: dict[Any, Section]
+) -> fx.Graph:
+    """The graph of a block's forward and backward, cut at its collectives and between the two.
+
+    Args:
+        late: the nodes of backward, which no other reads.
+        known: the sections of other blocks; new ones are added.
+
+    Raises:
+        UnsureOfSections: a part gives another what is no tensor, or a view.
+    """
+    return _GraphCutter(program, sys.maxsize, late, known).cut_graph().outer.graph
+
+
+class UnsureOfSections(Exception):
     """A part returns to another what no section may return: a view, or no tensor."""
 
 
 class _GraphCutter:
     """The cutting of one graph."""
 
-    def __init__(self, program: Program, least: int):
-        self.program, self.least = program, least
+    def __init__(
+        self,
+        program: Program,
+        least: int,
+        late: Collection[fx.Node] = (),
+        known: dict[Any, Section] | None = None,
+    ):
+        self.program, self.least, self.late = program, least, late
         self.storages = storages_of(program)
         order = with_early_writes(program.graph.graph, self.storages)
+        order.sort(key=lambda node: node in late)  # stable
         self.order = [node for node in order if not self._is_remakeable_view(node)]
         self.of: dict[fx.Node, int] = {}  # for each call the number of its part
-        self.known: dict[tuple[str, frozenset[torch.device]], Section] = {}
+        self.known: dict[Any, Section] = {} if known is None else known
         self.calls = 0
         self._outer = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}  # for each node its node in the outer graph
@@ -89,22 +109,26 @@ class _GraphCutter:
 
     def sections(self) -> Sections | None:
         try:
-            return self._cut_graph()
-        except _Uncut:
+            return self.cut_graph()
+        except UnsureOfSections:
             return None
 
-    def _cut_graph(self) -> Sections:
+    def cut_graph(self) -> Sections:
+        """The graph as sections. Raises UnsureOfSections where that cannot be."""
         parts = [*self._split_into_parts()]
         for i, part in enumerate(parts):
             self.of.update(dict.fromkeys(part, i))
         self._read = self._read_from_outside()
         if any(not isinstance(n.meta.get("val"), torch.Tensor) for n in self._read):
-            raise _Uncut
+            raise UnsureOfSections
         for node in self.program.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._values[node] = self._copy_to_outer(node)
         starts = {part[0]: part for part in parts}
         for node in self.order:
+            if (section := section_of(node)) is not None:
+                self.known[section.key, _devices_of(section.graph.graph)] = section
+                self.calls += 1
             if node in starts:
                 self._call_section(starts[node])
             elif node not in self.of:
@@ -124,8 +148,10 @@ class _GraphCutter:
         for node in self.order:
             if _stands_between(node):
                 runs.append([])
-            else:
-                runs[-1].append(node)
+                continue
+            if runs[-1] and (runs[-1][-1] in self.late) != (node in self.late):
+                runs.append([])
+            runs[-1].append(node)
         keys = [tuple(map(_key_of_call, run)) for run in runs]
         times = Counter(keys)
         for run, key in zip(runs, keys, strict=True):
@@ -213,11 +239,11 @@ class _GraphCutter:
             self._values[node] = self._copy_to_outer(node)
 
     def _check_owned(self, gives: Sequence[fx.Node]) -> None:
-        """Raise _Uncut where a part returns a view of an input or of another result."""
+        """Raise UnsureOfSections where a part returns a view of an input or of another result."""
         shown = [s for node in gives for s in self.storages.of[node]]
         makers = {self.storages.maker[s] for s in shown}
         if len(set(shown)) < len(shown) or any(self.of.get(m) != self.of[gives[0]] for m in makers):
-            raise _Uncut
+            raise UnsureOfSections
 
     def _call_section(self, part: Sequence[fx.Node]) -> None:
         """Add a call of the section that equals a part to the outer graph."""
@@ -235,10 +261,14 @@ class _GraphCutter:
             self._ensure_value(node)
         takes = [self._values[n] for n in made.takes]
         call = add_call(self._outer, call_section, (section, takes))  # type: ignore[arg-type]
-        call.meta = {NOTE: part[0].meta.get(NOTE)}
+        first = note_of(part[0])
+        note = Note(first.source, first.phase, again=first.again)  # what moves is not the section
+        call.meta = {NOTE: note, "val": [n.meta["val"] for n in made.gives]}
         for i, node in enumerate(made.gives):
             self._values[node] = piece = add_call(self._outer, operator.getitem, (call, i))
             piece.meta = _meta_of(node)
+            its = note_of(node)
+            piece.meta[NOTE] = Note(its.source, its.phase, its.layout, again=its.again)
 
 
 class _SectionGraph:
@@ -323,8 +353,7 @@ class _SectionGraph:
     @property
     def devices(self) -> frozenset[torch.device]:
         """The devices of all its values."""
-        values = [n.meta["val"] for n in self.graph.nodes if n.op != "output"]
-        return frozenset(t.device for value in values for t in tensors_in(value))
+        return _devices_of(self.graph)
 
     def key(self) -> str:
         """A hash of its text, equal for parts that compute the same."""
@@ -339,9 +368,22 @@ class _SectionGraph:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 
+def _devices_of(graph: fx.Graph) -> frozenset[torch.device]:
+    values = [n.meta["val"] for n in graph.nodes if n.op != "output"]
+    return frozenset(t.device for value in values for t in tensors_in(value))
+
+
 def _stands_between(node: fx.Node) -> bool:
-    """Does a node stand between sections: a collective, a wait for one, or a check of a value?"""
-    return node.target is WAIT or is_collective(node) or checks_value(node)
+    """Does a node stand between sections: a collective, a wait for one, a check of a value, a call
+    of a section that is there already, or an item of what that gives?"""
+    if node.target is operator.getitem:
+        return node.args[0].target is call_section  # type: ignore[union-attr]
+    return (
+        node.target is WAIT
+        or node.target is call_section
+        or is_collective(node)
+        or checks_value(node)
+    )
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:

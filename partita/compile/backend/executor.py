@@ -13,7 +13,7 @@ graph waits for it; the result of another collective is there when its line has 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
@@ -35,6 +35,7 @@ from partita.comm.graph_collectives import (
 from partita.comm.splits import Splits
 
 from ..node_metadata import note_of
+from ..section import Section, section_of
 
 __all__ = ["FILE", "FIRST_LINE", "GraphWriter", "Groups", "function_of", "run_with_places"]
 
@@ -52,31 +53,37 @@ def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence
 
 def run_with_places(written: GraphWriter) -> Callable[..., Sequence[torch.Tensor]]:
     """The function that was written, whose errors get a note of where they come from."""
-    run, nodes = written.function(), written.nodes
+    run = written.function()
+    nodes = {run.__code__: written.nodes, **written.nodes_of_sections}
 
     def call_noting_place(*inputs: Any) -> Sequence[torch.Tensor]:
         try:
             found: Sequence[torch.Tensor] = run(inputs)
             return found
         except BaseException as error:
-            _note_place(error, run.__code__, nodes)
+            _note_place(error, nodes)
             raise
 
     return call_noting_place
 
 
-def _note_place(error: BaseException, code: CodeType, nodes: Sequence[fx.Node]) -> None:
+def _note_place(error: BaseException, nodes: Mapping[CodeType, Sequence[fx.Node]]) -> None:
     """Add a note of where an error comes from, and clear the values that the code held."""
     at: TracebackType | None = error.__traceback__
-    while at is not None and at.tb_frame.f_code is not code:
+    found: list[TracebackType] = []
+    while at is not None:
+        if at.tb_frame.f_code in nodes:
+            found.append(at)
         at = at.tb_next
-    if at is None:
+    if not found:
         return
-    node = nodes[at.tb_lineno - FIRST_LINE]
+    last = found[-1]  # within a section, if one was called
+    node = nodes[last.tb_frame.f_code][last.tb_lineno - FIRST_LINE]
     source = note_of(node).source
     if source and isinstance(error, Exception):
         error.add_note(f"in {node.name} of the captured step, from {source}")
-    at.tb_frame.clear()
+    for at in found:
+        at.tb_frame.clear()
 
 
 FILE = "<captured step>"
@@ -94,10 +101,16 @@ class GraphWriter:
     Attributes:
         names: for each node the name of its value.
         nodes: by line, from `FIRST_LINE`.
+        nodes_of_sections: by the code of each section that is called, the same.
     """
+
+    drops_inputs = False
+    """Are inputs dropped where they are read last?"""
 
     def __init__(self, graph: fx.GraphModule, groups: Groups | None):
         self.graph, self.groups = graph, groups
+        self.nodes_of_sections: dict[CodeType, list[fx.Node]] = {}
+        self._calls: dict[Section, Callable[[list[Any]], Any]] = {}
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._of: dict[Any, str] = {}
         self.names: dict[fx.Node, str] = {}
@@ -110,7 +123,7 @@ class GraphWriter:
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.names = {n: f"v{i}" for i, n in enumerate(nodes)}
         given = "".join(f"{self.names[n]}, " for n in inputs)
-        lines = ["def run(inputs):", f" {given}= inputs" if given else " pass"]
+        lines = ["def run(inputs):", self.take_inputs(given)]
         dropped = self._find_last_reads(nodes)
         for node in nodes:
             if node.op != "placeholder":
@@ -122,7 +135,26 @@ class GraphWriter:
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
         """The line of a node, with the deletion of the names that it is the last to read."""
-        return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
+        if (section := section_of(node)) is None:
+            return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
+        # In a list, which it empties: so it frees what it is the last to read.
+        gone = "".join(f"del {self.names[n]}; " for n in dropped if n is not node)
+        name = self.names[node]
+        end = f"; del {name}" if node in dropped else ""
+        call = self.bind(self.call_of(section))
+        return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
+
+    def call_of(self, section: Section) -> Callable[[list[Any]], Any]:
+        """What runs a section."""
+        if section not in self._calls:
+            written = _SectionBodyWriter(section.graph, self.groups)
+            self._calls[section] = run = written.function()
+            self.nodes_of_sections[run.__code__] = written.nodes
+        return self._calls[section]
+
+    def take_inputs(self, names: str) -> str:
+        """The line that gives the inputs their names."""
+        return f" {names}= inputs" if names else " pass"
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
         """The values that must live until a node has run."""
@@ -170,7 +202,7 @@ class GraphWriter:
                 for read in self.reads(node):
                     if read not in seen:
                         seen.add(read)
-                        if read.op != "placeholder":
+                        if read.op != "placeholder" or self.drops_inputs:
                             found.setdefault(node, []).append(read)
         return found
 
@@ -192,6 +224,15 @@ class GraphWriter:
             name = self._of[id(value)] = f"c{len(self._of)}"
             self._bound[name] = value  # kept alive, so that its id stays its own
         return name
+
+
+class _SectionBodyWriter(GraphWriter):
+    """Writes the code of a section, which empties the list of its inputs."""
+
+    drops_inputs = True
+
+    def take_inputs(self, names: str) -> str:
+        return f" {names}= inputs; inputs.clear()" if names else " pass"
 
 
 # -- collectives -----------------------------------------------------------------------------------

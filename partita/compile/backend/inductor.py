@@ -37,6 +37,7 @@ from ..capture.fakes import fake_mode_of
 from ..memory.codegen_memory import code_of
 from ..node_metadata import NOTE
 from ..program import Program
+from ..section import Section
 from .artifact_slimming import (
     remove_compiler_data,
     remove_input_checks,
@@ -45,7 +46,7 @@ from .artifact_slimming import (
 )
 from .constants import constants_as_inputs, constants_of
 from .file_trust import Untrusted, check_folder
-from .sections import Section, SectionCall
+from .sections import SectionCall
 from .stale_library_cleanup import cleaning_up_libraries
 
 __all__ = [

@@ -10,7 +10,7 @@ what they read is held until they are waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,43 +18,10 @@ from torch import fx
 
 from partita.comm.graph_collectives import WAIT, all_gather
 
+from ..section import Section
 from .executor import GraphWriter, Groups, run_with_places
 
-__all__ = [
-    "Section",
-    "SectionCall",
-    "SectionWriter",
-    "Sections",
-    "call_section",
-    "function_of_sections",
-]
-
-
-@dataclass(eq=False)
-class Section:
-    """A part of a graph, as a graph of its own.
-
-    Attributes:
-        graph: its output is a list.
-        key: a hash of its text, equal for equal sections.
-        metadata: of its artifact, as JSON.
-    """
-
-    graph: fx.GraphModule
-    key: str
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    def example(self) -> list[torch.Tensor]:
-        """Fake tensors like its inputs, for the compiler."""
-        return [n.meta["val"] for n in self.graph.graph.find_nodes(op="placeholder")]
-
-    def __repr__(self) -> str:
-        return f"section {self.key[:8]}"
-
-
-def call_section(section: Section, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a section. (Written code calls what was compiled.)"""
-    raise RuntimeError("a section was not compiled")
+__all__ = ["SectionCall", "SectionWriter", "Sections", "function_of_sections"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +73,7 @@ class SectionWriter(GraphWriter):
         groups: Groups | None = None,
     ):
         super().__init__(sections.outer, groups)
-        self._calls = calls
-
-    def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        if node.target is not call_section:
-            return super().statements(node, dropped)
-        section, takes = node.args
-        gone = "".join(f"del {self.names[n]}; " for n in dropped if n is not node)
-        name = self.names[node]
-        end = f"; del {name}" if node in dropped else ""
-        call = self.bind(self._calls[section])  # type: ignore[index]
-        return f"taken = {self.text(takes)}; {gone}{name} = {call}(taken){end}"
+        self._calls = dict(calls)
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
         if node.target is not WAIT:

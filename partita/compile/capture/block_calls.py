@@ -29,18 +29,9 @@ from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_follower import BlockFollower
 from .block_functions import current_modes, dispatch_listeners
+from .block_nodes import LABELS, BackwardBody, block_backward, block_forward, block_output
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
-from .block_traces import (
-    LABELS,
-    BackwardTrace,
-    BlockTrace,
-    BlockTracing,
-    block_backward,
-    block_forward,
-    block_output,
-    differentiate_block,
-    traced_node,
-)
+from .block_traces import BlockTrace, BlockTracing, differentiate_block, traced_node
 from .symbolic import BlockNumberRead
 from .traced_tensors import replace_tensor, tensors_of
 
@@ -208,7 +199,7 @@ class BlockCalls:
 
     def trace_backward(
         self, trace: BlockTrace, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
-    ) -> BackwardTrace:
+    ) -> BackwardBody:
         """Trace the backward of a block: see `differentiate_block`."""
         try:
             tracing = BlockTracing(self.recorder, self._mode.shape_env)

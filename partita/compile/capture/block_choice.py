@@ -48,12 +48,14 @@ class BlockChoice:
         named: the modules and classes that the user names; None to search for them: the outermost
             modules that are alike in class and in the names and shapes of their parameters.
         least: how many must be alike to be found by the search.
+        outline_above: the nodes of a graph above which blocks stay calls; None for never.
         constants: classes in which floats are constants, since torch reads their values.
         apart: classes that cannot be blocks, and why.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
     least: int = 2
+    outline_above: int | None = None
     apart: tuple[tuple[type, str], ...] = ()
     constants: frozenset[type] = frozenset()
 

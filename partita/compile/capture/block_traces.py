@@ -1,22 +1,14 @@
-"""Block traces: the nodes of one block structure in a step's graph, traced once and then inlined.
+"""Block traces: the nodes of one block structure in a step's graph, traced once.
 
 `BlockTracing` marks which nodes of the graph a traced block adds. `BlockTrace` keeps them, with the
-nodes that stand for the block's operands; `differentiate_block` adds those of its backward. In the
-graph, each block is one `block_forward` node and one `block_backward` node:
-
-    f = block_forward(trace, floats, *operands)    block_output(f, number), for each result
-    b = block_backward(back, f, *cotangents)       block_output(b, number), for each gradient
-
-After capture `inline_blocks` replaces each of them by a copy of the traced nodes.
+nodes that stand for the block's operands; `differentiate_block` adds those of its backward.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,223 +21,36 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import own_state, state_of
 
-from ..graph_nodes import add_call, copy_node
-from ..node_metadata import NOTE, Note, Recorder, note_of
+from ..graph_nodes import add_call
+from ..node_metadata import Recorder
 from .block_follower import BlockFollower, stand_in
+from .block_nodes import BackwardBody, BlockBody, block_number
 from .block_tape import BlockTape, NotABlock, VaryingFloatRead
 from .differentiate import differentiate
-from .functional_memory import lie_alike
-from .symbolic import is_symbolic
 from .traced_tensors import node_of
 
-__all__ = [
-    "LABELS",
-    "BackwardTrace",
-    "BlockTrace",
-    "BlockTracing",
-    "block_backward",
-    "block_forward",
-    "block_number",
-    "block_output",
-    "differentiate_block",
-    "inline_blocks",
-    "traced_node",
-]
-
-
-LABELS = "labels"
-"""The key, in the `meta` of a `block_forward` node, of the labels of that block's calls."""
-
-
-@dataclass(eq=False)
-class BackwardTrace:
-    """The traced backward of a block structure, for gradients of some of its results.
-
-    Attributes:
-        seeds: the nodes that stand for these gradients.
-        gradients: by the number of a tensor from outside, the node of its gradient.
-        nodes: of backward, in order.
-    """
-
-    seeds: list[fx.Node]
-    gradients: dict[int, fx.Node]
-    nodes: list[fx.Node]
-
-    def __repr__(self) -> str:
-        return "'a block, backward'"
+__all__ = ["BlockTrace", "BlockTracing", "differentiate_block", "traced_node"]
 
 
 @dataclass(eq=False, repr=False)
-class BlockTrace:
+class BlockTrace(BlockBody):
     """The traced forward of a block structure, and what is needed to differentiate it.
 
     Attributes:
-        kind: the class of the blocks.
-        tape: their calls.
-        entered: for each tensor from outside the node that stands for it.
-        made: by number, the node of each tensor that the tape makes.
-        forward: the nodes of forward, in order.
+        tape: the calls of its blocks.
         likes: by number, a tensor of the metadata of each made tensor.
-        region: the number of the remat region that the traced block lies in.
-        labels: of the traced block's calls that have one, in order.
-        numbers: the nodes of the varying floats.
         results, takes: by number, the traced results and outer tensors that require a gradient.
         backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
     """
 
-    kind: type
-    tape: BlockTape
-    entered: list[fx.Node]
-    made: dict[int, fx.Node]
-    forward: list[fx.Node]
+    tape: BlockTape = field(default_factory=BlockTape)
     likes: dict[int, FakeTensor] = field(default_factory=dict)
-    region: int = 0
-    labels: tuple[str, ...] = ()
-    numbers: list[fx.Node] = field(default_factory=list)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
-    backwards: dict[Any, BackwardTrace] = field(default_factory=dict)
+    backwards: dict[Any, BackwardBody] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return "'a block'"  # as code: it stands among the operands of a node
-
-
-def block_number(number: int) -> Any:
-    """A varying float, in a trace. A placeholder for `inline_blocks`."""
-    raise RuntimeError("a block's number was not put in its place")
-
-
-def block_forward(trace: BlockTrace, numbers: Sequence[float], *taken: Any) -> Any:
-    """The tensors that a block makes, by number. A placeholder for `inline_blocks`."""
-    raise RuntimeError("a block's forward was not put in its place")
-
-
-def block_backward(trace: BackwardTrace, forward: Any, *cotangents: Any) -> Any:
-    """The gradients of a block's outer tensors. A placeholder for `inline_blocks`."""
-    raise RuntimeError("a block's backward was not put in its place")
-
-
-def block_output(made: Any, number: int) -> Any:
-    """One of the tensors that a block's forward or backward makes."""
-    raise RuntimeError("a block's call was not put in its place")
-
-
-# -- inlining --------------------------------------------------------------------------------------
-
-
-def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
-    """Replace each block node by a copy of its trace, and erase the traces.
-
-    Returns:
-        For each structure the name of its class and the number of its blocks.
-    """
-    calls = [n for n in graph.nodes if n.target in (block_forward, block_backward)]
-    if not calls:
-        return ()
-    moves = max((note_of(n).move for n in graph.nodes), default=0)
-    regions = max((note_of(n).region for n in graph.nodes), default=0)
-    copying = _Copying(graph, count(moves + 1), count(regions + 1))
-    copies: dict[fx.Node, _Copy] = {}
-    for node in calls:
-        trace, floats_or_forward, *operands = node.args
-        if node.target is block_forward:
-            copies[node] = copy = _Copy(dict(zip(trace.entered, operands, strict=True)))
-            copy.of.update(zip(trace.numbers, floats_or_forward, strict=True))
-            copy.regions[trace.region] = note_of(node).region
-            copy.labels.update(zip(trace.labels, node.meta[LABELS], strict=True))
-            copying.copy(trace.forward, copy, node)
-            made: Mapping[int, Any] = trace.made
-        else:
-            # A copy for each backward: there may be several of one forward.
-            forward_copy = copies[floats_or_forward]
-            copy = replace(forward_copy, of=dict(forward_copy.of))
-            copy.of.update(zip(trace.seeds, operands, strict=True))
-            copying.copy(trace.nodes, copy, node)
-            made = trace.gradients
-        for user in list(node.users):
-            if user.target is block_output:
-                inner = made[user.args[1]]
-                user.replace_all_uses_with(copy.of.get(inner, inner))
-                graph.erase_node(user)
-    counts = Counter(n.args[0] for n in calls if n.target is block_forward)
-    for node in reversed(calls):
-        graph.erase_node(node)
-    traced = []
-    for trace in counts:
-        traced += [*trace.entered, *trace.numbers, *trace.forward]
-        for back in trace.backwards.values():
-            traced += back.nodes
-    for node in reversed(traced):
-        if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
-            graph.erase_node(node)
-    return tuple((trace.kind.__name__, n) for trace, n in counts.items())
-
-
-@dataclass
-class _Copy:
-    """The copy of a trace for one block.
-
-    Attributes:
-        of: by the traced node, the copied node, operand or number.
-        moves, regions: by the number in the traced notes, the number in the copies.
-        labels: by the label in the traced notes, the label in the copies.
-    """
-
-    of: dict[fx.Node, Any]
-    labels: dict[str, str] = field(default_factory=dict)
-    moves: dict[int, int] = field(default_factory=dict)
-    regions: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Copying:
-    """Copies traces into a graph; `moves` and `regions` give the next free numbers."""
-
-    graph: fx.Graph
-    moves: Iterator[int]
-    regions: Iterator[int]
-
-    def copy(self, nodes: Sequence[fx.Node], copy: _Copy, before: fx.Node) -> None:
-        """Insert copies of a trace's nodes before the node `before`."""
-        with self.graph.inserting_before(before):
-            for node in nodes:
-                if node in copy.of:
-                    continue
-                if _is_alias(node):
-                    shown: Any = node.args[0]
-                    copy.of[node] = copy.of.get(shown, shown)
-                    continue
-                if is_symbolic(node.meta.get("val")):  # reckoned with varying floats, known here
-                    operands = fx.node.map_arg(node.args, lambda n: copy.of.get(n, n))
-                    copy.of[node] = node.target(*operands)  # type: ignore[operator]
-                    continue
-                copied = copy_node(self.graph, node, lambda n: copy.of.get(n, n))
-                copy.of[node] = copied
-                copied.meta[NOTE] = self._renumber_note(note_of(node), copy)
-
-    def _renumber_note(self, note: Note, copy: _Copy) -> Note:
-        """The note with numbers of this copy, so that its moves and regions are its own."""
-        if not note.move and not note.region:
-            return note
-        if note.move and note.move not in copy.moves:
-            copy.moves[note.move] = next(self.moves)
-        if note.region and note.region not in copy.regions:
-            copy.regions[note.region] = next(self.regions)
-        return replace(
-            note,
-            move=copy.moves.get(note.move, 0),
-            region=copy.regions.get(note.region, 0),
-            op=copy.labels.get(note.op, note.op),
-        )
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """Does it give its operand as it is: an alias, or a view of the same shape and strides?"""
-    if facts_of(node.target).is_alias:
-        return True
-    if node.target is not torch.ops.aten.view.default:
-        return False
-    return lie_alike(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
 
 
 # -- tracing ---------------------------------------------------------------------------------------
@@ -375,8 +180,9 @@ class BlockTracing:
                 raise NotABlock(follower.kind, "it gives a view of what it takes from outside")
         forward, self.nodes = self.nodes, []
         nodes = {n: traced_node(t, follower.kind) for n, t in enumerate(made)}
-        trace = BlockTrace(follower.kind, tape, self._entered, nodes, forward, region=self._region)
-        trace.numbers, trace.labels = self.numbers, tuple(follower.labels)
+        trace = BlockTrace(follower.kind, self._entered, nodes, forward, tape=tape)
+        trace.region, trace.numbers = self._region, self.numbers
+        trace.labels = tuple(follower.labels)
         trace.likes = {n: stand_in(t) for n, t in enumerate(made)}  # type: ignore[arg-type]
         with Local():
             trace.results = {n: made[n] for n in sorted(tape.escapes) if made[n].requires_grad}
@@ -390,7 +196,7 @@ def differentiate_block(
     given: Mapping[int, torch.Tensor],
     trains: Sequence[bool],
     tracing: BlockTracing,
-) -> BackwardTrace:
+) -> BackwardBody:
     """Trace the backward of a block.
 
     Args:
@@ -408,7 +214,7 @@ def differentiate_block(
     assert traced is not None
     seeds, gradients = traced
     names = {node.name: node for node in tracing.nodes}
-    return BackwardTrace(
+    return BackwardBody(
         [names[seed.node] for seed in seeds],
         {
             i: traced_node(g, trace.kind)

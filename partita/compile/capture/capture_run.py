@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
@@ -33,7 +34,7 @@ from ..program import Input
 from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
 from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
-from .block_traces import inline_blocks
+from .block_programs import inline_blocks, outline_blocks
 from .capture_checks import check_arguments, check_constants, check_operators, check_truth
 from .capture_context import compiling, hidden_from_watchers, lstm_as_calls, slots_swapped
 from .captured_attributes import (
@@ -46,6 +47,7 @@ from .captured_attributes import (
 )
 from .differentiate import make_seeds_inputs
 from .equal_counts import find_equal_counts, places_of_equal
+from .functional_rewrite import UnsureOfWrites
 from .functionalize import functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs
 from .lower_trace import StepTrace
@@ -132,7 +134,6 @@ class CaptureRun:
         try:
             with inputs.mode, lazy_graph_modules():
                 made = make_fx(self._trace_step, _error_on_data_dependent_ops=True)(*inputs.fakes)
-            structures = inline_blocks(made.graph)
         except Exception as error:
             explained = explain_error(error, self._error_line, self._called_last)
             if explained is error:
@@ -140,6 +141,35 @@ class CaptureRun:
             raise explained from error
         check_constants(made.graph)
         check_operators(made.graph)
+        if (program := self._outline_program(made)) is None:
+            structures = inline_blocks(made.graph)
+            program = self._make_program(made, structures)
+        self.numbers.env.forget()
+        return program
+
+    def _outline_program(self, made: fx.GraphModule) -> CapturedProgram | None:
+        """The program in which blocks stand as calls; None where they have to be inlined, or where
+        the step has read marks."""
+        if self._blocks.outline_above is None or self.outputs.seeds or self.questions.values:
+            return None
+        try:
+            with self.inputs.mode:
+                outlined = outline_blocks(made, self._blocks.outline_above)
+            if outlined is None:
+                return None
+            return self._make_program(outlined.graph, outlined.structures)
+        except UnsureOfWrites:
+            return None
+
+    def _make_program(
+        self, made: fx.GraphModule, structures: tuple[tuple[str, int], ...]
+    ) -> CapturedProgram | None:
+        """The program of a traced graph; None where the step has read marks.
+
+        Raises:
+            UnsureOfWrites: blocks that are calls in it have to be inlined.
+        """
+        inputs = self.inputs
         make_seeds_inputs(made.graph, self.outputs.seeds, inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)
@@ -166,7 +196,6 @@ class CaptureRun:
         program.blocks = BlocksTraced(structures, self._blocks.apart_by_name)
         if not structures:
             program.work = [work for wire in self.wires.values() for work in wire.work]
-        self.numbers.env.forget()
         return program
 
     def _collect_conditions(self) -> Conditions:

@@ -42,8 +42,12 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     """`target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
 
     Args:
-        like: a value of the same fake mode, for calls without a tensor operand.
+        like: a value of the same fake mode, for calls without a tensor operand; of a part of a
+            graph (`GraphPart`) what it gives.
     """
+    if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
+        made = [t.untyped_storage().nbytes() for t in tensors_in(like)]
+        return MadeByCall(like, tuple(range(-1, -1 - len(made), -1)), tuple(made))
     mode = _mode_of((args, kwargs, like))
     if mode is None:
         return _call_and_describe(target, args, kwargs, None)

@@ -90,6 +90,8 @@ def _shown_by_call(
         assert isinstance(whole, fx.Node) and isinstance(place, int)
         first = len(tensors_in(_value_of(whole)[:place]))
         return shown[whole][first : first + len(made)]
+    if facts_of(node.target).makes_new:
+        return [next(numbers) for _ in made]
     schema = getattr(node.target, "_schema", None)
     if facts_of(node.target).shows_unsaid or schema is None:
         return _shown_by_memory(node, shown, numbers)

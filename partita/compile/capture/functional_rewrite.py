@@ -161,10 +161,13 @@ class _Rewrite:
             self.of[node] = self._fill_in(call, target, given, node.meta.get("val"))
             if node in self.memory:  # its value is what it has written
                 self.made_at[node] = self.written[self.memory[node]]
-        elif target is not operator.getitem and not isinstance(target, torch._ops.OpOverload):
+        elif target is operator.getitem or isinstance(target, torch._ops.OpOverload):
+            self.of[node] = self._add_call(target, args, kwargs, node)
+        elif not facts_of(target).makes_new:
             raise UnsureOfWrites
         else:
-            self.of[node] = self._add_call(target, args, kwargs, node)
+            self.of[node] = new = self._add_call(target, args, kwargs, node)
+            new.meta = {**node.meta, **new.meta}
 
     def _call_list(self, node: fx.Node) -> None:
         target, made = node.target, node.meta.get("val")

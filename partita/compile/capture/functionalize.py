@@ -26,6 +26,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..node_metadata import NOTE
+from .block_nodes import is_block_node
 from .equal_counts import share_equal_counts
 from .functional_calls import (
     call_in_list,
@@ -56,6 +57,7 @@ def functionalize_graph(
 
     Raises:
         CaptureError: a result cannot be a view of what it is a view of in eager.
+        UnsureOfWrites: what a block node takes or gives is written as only a trace could tell.
     """
     without_views_in_place(graph.graph)
     memory = memory_that_is_written(graph.graph)
@@ -63,6 +65,8 @@ def functionalize_graph(
     try:
         made, shared = rewrite_without_writes(graph, memory, makers)
     except UnsureOfWrites:
+        if any(map(is_block_node, graph.graph.nodes)):
+            raise
         made, shared = trace_without_writes(graph, makers)
     share_memory_of_results(graph.graph, made.graph, memory, shared)
     overlapping = overlapping_results(made.graph)

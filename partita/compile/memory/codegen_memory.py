@@ -27,11 +27,12 @@ from partita.comm.graph_collectives import WAIT
 from ..backend.constants import constants_of, names_of_constants
 from ..backend.executor import FILE as OUTER_FILE
 from ..backend.executor import FIRST_LINE
-from ..backend.sections import Section, SectionCall, Sections, SectionWriter
+from ..backend.sections import SectionCall, Sections, SectionWriter
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import lazy_graph_module
 from ..node_metadata import Note, note_of
 from ..program import Program
+from ..section import Section
 from .schedule import Buffer, Memory
 from .storages import held_by, made_at_entry, opname
 from .workspace import staging, workspace

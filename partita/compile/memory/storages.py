@@ -9,19 +9,24 @@ these lifetimes into the schedule of a graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from partita.comm import Wire
+
 from ..capture.equal_calls import call_without_memory, tensors_in
 from ..graph import is_collective
 from ..node_metadata import note_of
 from ..program import Program
+from ..section import Section, section_of
 from .schedule import Buffer, HeldInput, Memory
 from .workspace import staging, workspace
+
+Groups = Mapping[str, tuple[Wire, tuple[str, ...]]]
 
 __all__ = ["Storages", "last_uses", "memory_of", "storages_of"]
 
@@ -55,16 +60,20 @@ class Storages:
 
 def storages_of(program: Program) -> Storages:
     """The storages of a program's graph. Inputs have one each, unless they share it."""
+    return _storages_of_graph(program.graph, program.groups)
+
+
+def _storages_of_graph(graph: fx.GraphModule, groups: Groups) -> Storages:
     found = Storages()
     shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor in a node's value its storage
     known: dict[int, int] = {}
-    for node in program.graph.graph.nodes:
+    for node in graph.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "call_function":
-            shows[node] = _shown_by_call(program, node, shows, found)
+            shows[node] = _shown_by_call(graph, groups, node, shows, found)
         else:
-            value = node.meta["val"] if node.op == "placeholder" else _find_constant(program, node)
+            value = node.meta["val"] if node.op == "placeholder" else _find_constant(graph, node)
             shows[node] = [_number_of(t, node, known, found) for t in tensors_in(value)]
         found.of[node] = tuple(dict.fromkeys(shows[node]))
     return found
@@ -80,14 +89,18 @@ def _number_of(t: torch.Tensor, node: fx.Node, known: dict[int, int], found: Sto
 
 
 def _shown_by_call(
-    program: Program, node: fx.Node, shows: dict[fx.Node, Sequence[int]], found: Storages
+    graph: fx.GraphModule,
+    groups: Groups,
+    node: fx.Node,
+    shows: dict[fx.Node, Sequence[int]],
+    found: Storages,
 ) -> Sequence[int]:
     """For each tensor in a call's value its storage."""
     operands: list[int] = []
 
     def value_of(read: fx.Node) -> Any:
         operands.extend(shows[read])
-        return read.meta["val"] if read.op != "get_attr" else _find_constant(program, read)
+        return read.meta["val"] if read.op != "get_attr" else _find_constant(graph, read)
 
     given: Any = (node.args, node.kwargs)
     args, kwargs = fx.node.map_arg(given, value_of)
@@ -97,16 +110,39 @@ def _shown_by_call(
         return operands[len(before) : len(before) + len(piece)]
     made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
     new = [found.add(node, nbytes) for nbytes in made.nbytes]
-    extra = workspace(node.target, args, made.value)
+    section = section_of(node)
+    extra = workspace_of(section) if section else workspace(node.target, args, made.value)
     if is_collective(node):
-        extra += staging(node.target, args, made.value, program.groups, compiled=False)
+        extra += staging(node.target, args, made.value, groups, compiled=False)
     if extra:
         found.passing[node] = extra
     return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
 
 
-def _find_constant(program: Program, node: fx.Node) -> Any:
-    return getattr(program.graph, str(node.target))
+def workspace_of(section: Section) -> int:
+    """The most bytes that a section has allocated at once beside what it gives.
+
+    What it reads is counted as if it stayed to its end: who reads it last frees it within.
+    """
+    if section.workspace is None:
+        found, nodes = _storages_of_graph(section.graph, {}), section.graph.graph.nodes
+        last = last_uses(nodes, found)
+        (end,) = section.graph.graph.find_nodes(op="output")
+        live = most = 0
+        for node in nodes:
+            made = found.made_by(node) if node.op == "call_function" else ()
+            live += sum(found.nbytes[s] for s in made)
+            most = max(most, live + found.passing.get(node, 0))
+            for s in {s for read in (node, *node.all_input_nodes) for s in found.of.get(read, ())}:
+                if last.get(s) is node and found.maker[s].op == "call_function":
+                    live -= found.nbytes[s]
+        given = {s for node in end.all_input_nodes for s in found.of[node]}
+        section.workspace = most - sum(found.nbytes[s] for s in given)
+    return section.workspace
+
+
+def _find_constant(graph: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(graph, str(node.target))
 
 
 def scheduled(program: Program) -> Memory:
@@ -127,6 +163,7 @@ def scheduled(program: Program) -> Memory:
 
 def memory_of(program: Program) -> Memory:
     """The schedule of a graph that runs node by node."""
+    program = program.flat()
     graph = program.graph.graph
     nodes = [n for n in graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)

@@ -20,6 +20,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective
 from ..node_metadata import note_of
+from ..section import section_of
 
 __all__ = ["GatheredParameter", "Runs", "is_backward", "only_moves", "packing_of"]
 
@@ -105,7 +106,9 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def only_moves(node: fx.Node) -> bool:
-    """Is it a view, a copy or a cast of its operand, and computes nothing of it?"""
+    """Is it a view, a copy or a cast of its operands, and computes nothing of them?"""
+    if (section := section_of(node)) is not None:
+        return section.only_moves
     facts = facts_of(node.target)
     return facts.moves or facts.casts
 

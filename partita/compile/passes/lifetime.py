@@ -6,7 +6,8 @@ they need, so that a gradient is freed right after its update.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import fx
 
 from partita.tensor.op_facts import facts_of
@@ -14,10 +15,9 @@ from partita.tensor.op_facts import facts_of
 from ..node_metadata import note_of
 from ..ordering import behind_needs
 from ..program import Program
+from ..section import written_operands
 
 __all__ = ["lifetime"]
-
-_COPY = torch.ops.aten.copy_.default
 
 
 def lifetime(program: Program) -> str:
@@ -31,17 +31,19 @@ def lifetime(program: Program) -> str:
     graph = program.graph.graph
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
+    writes = {n: written for n in nodes if (written := [*written_operands(n)])}
     late: set[fx.Node] = set()
     for n in nodes:
-        if n.op == "call_function" and (_is_update(n) or not late.isdisjoint(n.all_input_nodes)):
+        is_update = n in writes or note_of(n).phase == "update"
+        if n.op == "call_function" and (is_update or not late.isdisjoint(n.all_input_nodes)):
             late.add(n)
-    needs = {n: _find_prerequisites(n) for n in late}
+    needs = {n: _find_prerequisites(n, writes.get(n, ())) for n in late}
     floor = max((place[n] for n in nodes if n.op in ("placeholder", "get_attr")), default=0)
     ready = _find_ready_places(nodes, late, needs, place, floor)
     behind: dict[int, list[fx.Node]] = {}
     for node in nodes:
         returned = any(user.op == "output" for user in node.users)
-        if node in late and (node.target is _COPY or returned):
+        if node in late and (node in writes or returned):
             behind.setdefault(ready[node], []).append(node)
     first = min((place[n] for n in late), default=len(nodes))
     order: list[fx.Node] = []
@@ -52,29 +54,22 @@ def lifetime(program: Program) -> str:
         if node not in late:
             order.append(node)
         order += behind_needs(behind.get(i, []), needs, done)
-    moved = sum(ready[n] < first for n in late if n.target is _COPY)
+    moved = sum(len(writes[n]) for n in late if n in writes and ready[n] < first)
     for node in order:
         graph._root.prepend(node)
     return f"{moved} tensors are updated before backward ends"
 
 
-def _is_update(node: fx.Node) -> bool:
-    return note_of(node).phase == "update" or node.target is _COPY
-
-
-def _find_prerequisites(node: fx.Node) -> list[fx.Node]:
-    """The nodes that must run before `node`: its operands, and readers of an input it writes."""
+def _find_prerequisites(node: fx.Node, written: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes that must run before `node`: its operands, and readers of inputs it writes."""
     found = list(node.all_input_nodes)
-    if node.target is _COPY:
-        waiting = [node.args[0]]
-        while waiting:
-            shown = waiting.pop()
-            assert isinstance(shown, fx.Node)
-            for user in shown.users:
-                if user is not node and user.op != "output":
-                    found.append(user)
-                    if facts_of(user.target).is_view:
-                        waiting.append(user)
+    waiting = [*written]
+    while waiting:
+        for user in waiting.pop().users:
+            if user is not node and user.op != "output":
+                found.append(user)
+                if facts_of(user.target).is_view:
+                    waiting.append(user)
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from partita.comm.graph_collectives import ALL_REDUCE, WAIT
@@ -18,12 +17,11 @@ from ..graph import is_collective, nbytes_of
 from ..memory.storages import storages_of
 from ..node_metadata import note_of
 from ..program import Program
+from ..section import written_operands
 from .gathered import Runs, is_backward, only_moves, packing_of
 
 __all__ = ["overlap"]
 
-_aten = torch.ops.aten
-_COPY = _aten.copy_.default
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
 step: as one that counts the targets of a batch."""
@@ -79,7 +77,7 @@ class _Order:
 
     def written_by(self, node: fx.Node) -> tuple[int, ...]:
         """The storages that a node writes."""
-        return self._storages.of[node.args[0]] if node.target is _COPY else ()  # type: ignore[index]
+        return tuple(s for written in written_operands(node) for s in self._storages.of[written])
 
     def peak(self) -> int:
         """The peak of memory in bytes, the inputs included."""

@@ -1,0 +1,89 @@
+"""Sections of blocks: what is computed in a block between its collectives, once for a structure.
+
+`lower_blocks` has the passes rewrite each block program of a step, cuts it at its collectives, and
+puts what that gives in place of the block's nodes: gathers, reductions and waits as nodes of the
+step's graph, in which later passes place them, and a call of a section for each part between two.
+Forward and backward are never in one section.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .backend.cut import UnsureOfSections, sections_of_blocks
+from .capture.block_nodes import (
+    BackwardBody,
+    BlockBody,
+    block_backward,
+    inline_bodies,
+)
+from .capture.block_programs import BlockProgram, find_late, inline_block_programs
+from .captured_program import CapturedProgram
+from .graph_nodes import copy_node, lazy_graph_module
+from .passes import run_passes
+from .program import Input, Output, Program
+from .section import Section
+
+__all__ = ["lower_blocks"]
+
+_OF_STEP = ("lifetime", "overlap", "backend_ways")
+"""Passes that place what stands between blocks: they run over the graph of the step alone."""
+
+
+def lower_blocks(program: CapturedProgram) -> None:
+    """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
+    block gives another what is no tensor of its own, by copies of the block's calls.
+
+    Raises:
+        IllegalGraph: a pass breaks a block's graph.
+    """
+    try:
+        inline_bodies(program.graph.graph, _Lowering(program).body_of)
+    except UnsureOfSections:
+        inline_block_programs(program.graph.graph)
+
+
+class _Lowering:
+    """The sections of the block programs of one step."""
+
+    def __init__(self, program: CapturedProgram):
+        self.program = program
+        self._sections: dict[Any, Section] = {}
+        self._bodies: dict[BlockProgram, tuple[BlockBody, BackwardBody]] = {}
+
+    def body_of(self, node: fx.Node) -> BlockBody | BackwardBody:
+        """What a block node stands for."""
+        block: Any = node.args[0]
+        if block not in self._bodies:
+            self._bodies[block] = self._lower(block)
+        return self._bodies[block][node.target is block_backward]
+
+    def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
+        part = _program_of_block(block, self.program)
+        run_passes(part, {*self.program.without, *_OF_STEP})
+        late = find_late(part.graph.graph, block.operands) if block.has_backward else set()
+        outer = sections_of_blocks(part, late, self._sections)
+        return block.bodies(outer)
+
+
+def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:
+    """A copy of a block's graph, as a program that passes rewrite."""
+    graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in block.graph.graph.nodes:
+        of[node] = copy_node(graph, node, of.__getitem__)
+    inputs = graph.find_nodes(op="placeholder")
+    (end,) = graph.find_nodes(op="output")
+    outputs: Any = end.args[0]
+    nothing = pytree.tree_structure(None)
+    return Program(
+        lazy_graph_module(block.graph, graph),
+        [Input(n.name, "argument", n.meta["val"]) for n in inputs],
+        [Output("result", None) for _ in outputs],
+        nothing,
+        [],
+        [],
+        step.groups,
+    )

@@ -1,0 +1,389 @@
+"""Block programs: each block structure of a step as one graph of its own, without writes.
+
+A block's forward and backward are one graph: its inputs are the block's operands, then what its
+backward is given; its outputs the block's results, then the gradients of operands. So it is
+functionalized, rewritten by passes and compiled once, however many blocks have the structure. What
+is left of the step is an outer graph, in which each block is two nodes (`block_nodes`).
+
+A structure stays in the step's graph, inlined, where a graph of its own would not say all of it:
+where floats differ between its blocks, a forward has several backwards, results share memory, or a
+weight is gathered for neighbouring blocks at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..graph import is_collective
+from ..graph_nodes import GraphPart, add_call, copy_node, drop_unused, has_effect, lazy_graph_module
+from ..node_metadata import note_of
+from .block_nodes import (
+    BackwardBody,
+    BlockBody,
+    block_backward,
+    block_forward,
+    block_output,
+    calls_of_blocks,
+    inline_bodies,
+    is_block_node,
+)
+from .block_traces import BlockTrace
+from .functional_rewrite import UnsureOfWrites
+from .functionalize import functionalize_graph
+from .shared_results import overlapping_results
+from .symbolic import is_symbolic
+
+__all__ = [
+    "BlockProgram",
+    "OutlinedBlocks",
+    "inline_block_programs",
+    "inline_blocks",
+    "outline_blocks",
+]
+
+Structures = tuple[tuple[str, int], ...]
+
+_NEIGHBOURS = 2
+"""A weight that calls so many blocks apart take is gathered once for both (`passes.regather`)."""
+
+
+def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -> Structures:
+    """Replace block nodes by copies of their traces, and erase the traces.
+
+    Args:
+        only: of these structures; None for all.
+
+    Returns:
+        For each structure the name of its class and the number of its blocks.
+    """
+    calls = [n for n in graph.nodes if n.target is block_forward]
+    counts = Counter(n.args[0] for n in calls if only is None or n.args[0] in only)
+    backs = {back for trace in counts for back in trace.backwards.values()}
+    inline_bodies(graph, lambda n: n.args[0] if n.args[0] in counts or n.args[0] in backs else None)
+    traced = []
+    for trace in counts:
+        traced += [*trace.entered, *trace.numbers, *_body_of_trace(trace)]
+    for node in reversed(traced):
+        if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
+            graph.erase_node(node)
+    return tuple((trace.kind.__name__, n) for trace, n in counts.items())
+
+
+def _body_of_trace(trace: BlockTrace) -> Iterator[fx.Node]:
+    yield from trace.forward
+    for back in trace.backwards.values():
+        yield from back.nodes
+
+
+# -- a structure as a graph ------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class BlockProgram(GraphPart):
+    """One block structure as a graph without writes but into inputs, at its end.
+
+    Attributes:
+        kind: the class of the blocks.
+        graph: see above.
+        operands: how many of the inputs forward takes; the others are given to backward.
+        results: the numbers of the results, in the order of the outputs.
+        gradients: the numbers of the operands whose gradients are the outputs after those.
+        has_backward: whether blocks of the structure go backward.
+        region, labels: as in `BlockBody`.
+    """
+
+    kind: type
+    graph: fx.GraphModule
+    operands: int
+    results: list[int]
+    gradients: list[int]
+    has_backward: bool
+    region: int
+    labels: tuple[str, ...]
+    has_effect: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_effect = any(
+            n.op == "call_function" and has_effect(n) for n in self.graph.graph.nodes
+        )
+
+    def __repr__(self) -> str:
+        return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
+
+    def bodies(self, graph: fx.Graph) -> tuple[BlockBody, BackwardBody]:
+        """The forward and backward of `graph`, which is its own, or was made of it.
+
+        Raises:
+            UnsureOfWrites: a result is computed from what backward is given.
+        """
+        inputs, (end,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+        late = find_late(graph, self.operands) if self.has_backward else set()
+        calls = [n for n in graph.nodes if n.op == "call_function"]
+        outputs: Sequence[Any] = end.args[0]
+        made = dict(zip(self.results, outputs, strict=False))
+        if not late.isdisjoint(made.values()):
+            raise UnsureOfWrites
+        gradients = dict(zip(self.gradients, outputs[len(made) :], strict=True))
+        forward = BlockBody(
+            self.kind,
+            inputs[: self.operands],
+            made,
+            [n for n in calls if n not in late],
+            self.region,
+            self.labels,
+        )
+        late_calls = [n for n in calls if n in late]
+        return forward, BackwardBody(inputs[self.operands :], gradients, late_calls)
+
+
+def find_late(graph: fx.Graph, operands: int) -> set[fx.Node]:
+    """The nodes of backward in the graph of a block: those in its phase, and what is made of them
+    and of what backward is given.
+
+    Args:
+        operands: how many of the inputs forward takes.
+    """
+    late = set(graph.find_nodes(op="placeholder")[operands:])
+    for node in graph.nodes:
+        if node.op == "call_function" and (
+            note_of(node).phase == "backward" or not late.isdisjoint(node.all_input_nodes)
+        ):
+            late.add(node)
+    return late
+
+
+# -- the graph of a step ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class OutlinedBlocks:
+    """A step's graph with its blocks outlined.
+
+    Attributes:
+        graph: the outer graph, of the same inputs and outputs.
+        structures: for each structure the name of its class and the number of its blocks.
+    """
+
+    graph: fx.GraphModule
+    structures: Structures
+
+
+def outline_blocks(step: fx.GraphModule, least: int) -> OutlinedBlocks | None:
+    """A traced step with its blocks outlined; None where it is better inlined.
+
+    Structures that have to be are inlined in `step`.
+
+    Args:
+        least: the nodes that the inlined graph must have for blocks to be outlined.
+    """
+    graph = step.graph
+    calls = calls_of_blocks(graph)
+    traces = {n.args[0]: None for n in calls if n.target is block_forward}
+    size = len(graph.nodes)
+    for node in calls:
+        body: Any = node.args[0]
+        size += len(body.forward if node.target is block_forward else body.nodes)
+    if size < least:
+        return None
+    outlining = _Outlining(step)
+    inlined = [t for t in traces if not outlining.can_outline(t)]
+    structures = inline_blocks(graph, inlined)
+    if len(inlined) == len(traces):
+        return None
+    try:
+        made, outlined = outlining.outline()
+    except UnsureOfWrites:
+        return None
+    return OutlinedBlocks(made, (*structures, *outlined))
+
+
+class _Outlining:
+    """The outlining of the blocks of one traced step."""
+
+    def __init__(self, step: fx.GraphModule):
+        self.step = step
+        self._backs: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._calls: dict[BlockTrace, list[fx.Node]] = defaultdict(list)
+        for node in calls_of_blocks(step.graph):
+            if node.target is block_backward:
+                self._backs[node.args[1]].append(node)  # type: ignore[index]
+            else:
+                self._calls[node.args[0]].append(node)  # type: ignore[index]
+        self._programs: dict[Any, tuple[BlockProgram, list[fx.Node], list[fx.Node]]] = {}
+        self._sharing = self._find_sharing_neighbours()
+        self._regions = self._find_regions_of_several()
+
+    # -- which structures --------------------------------------------------------------------------
+
+    def can_outline(self, trace: BlockTrace) -> bool:
+        """Can the blocks of this structure be a graph of their own?"""
+        calls = self._calls[trace]
+        if trace.numbers or len(calls) < 2 or any(len(self._backs[n]) > 1 for n in calls):
+            return False
+        if not self._sharing.isdisjoint(calls):
+            return False
+        if any(note_of(n).region in self._regions for n in calls):
+            return False
+        nodes = [*_body_of_trace(trace)]
+        return not any(is_symbolic(n.meta.get("val")) for n in nodes)
+
+    def _find_sharing_neighbours(self) -> set[fx.Node]:
+        """Calls of blocks that gather one weight next to each other, or to keep it gathered."""
+        order = sorted(n for calls in self._calls.values() for n in calls)
+        found: set[fx.Node] = set()
+        last: dict[fx.Node, int] = {}
+        for i, call in enumerate(order):
+            for shard, persists in self._find_gathered(call):
+                before = last.get(shard)
+                if before is not None and (persists or i - before <= _NEIGHBOURS):
+                    found |= {call, order[before]}
+                last[shard] = i
+        return found
+
+    @staticmethod
+    def _find_gathered(call: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+        """What a block gathers in forward, and whether it then stays."""
+        trace: Any = call.args[0]
+        of = dict(zip(trace.entered, call.args[2:], strict=True))
+        for node in trace.forward:
+            reason = note_of(node).reason
+            if is_collective(node) and reason in ("gather", "persistent"):
+                while node.op == "call_function" and node not in of and node.all_input_nodes:
+                    node = node.all_input_nodes[0]
+                if node in of:
+                    yield of[node], reason == "persistent"
+
+    def _find_regions_of_several(self) -> set[int]:
+        """The remat regions that hold more than one block."""
+        calls = [n for calls in self._calls.values() for n in calls]
+        counts = Counter(note_of(n).region for n in calls)
+        traced = {n for trace in self._calls for n in (*trace.entered, *_body_of_trace(trace))}
+        for node in self.step.graph.nodes:
+            if node not in traced and not is_block_node(node) and node.op == "call_function":
+                counts[note_of(node).region] += 1
+        return {region for region, n in counts.items() if region and n > 1}
+
+    # -- the outer graph ---------------------------------------------------------------------------
+
+    def outline(self) -> tuple[fx.GraphModule, Structures]:
+        """The outer graph, and its structures.
+
+        Raises:
+            UnsureOfWrites: a structure cannot be outlined after all.
+        """
+        step = self.step.graph
+        self._traces = {n.args[0] for n in calls_of_blocks(step) if n.target is block_forward}
+        self._outer = self._find_outer_nodes()
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in step.nodes:
+            if node not in self._outer:
+                continue
+            if node.target is block_forward:
+                program, free, _ = self._program_of(node)
+                args = (program, (), *node.args[2:], *free)
+            elif node.target is block_backward:
+                program, _, free = self._program_of(node.args[1])  # type: ignore[arg-type]
+                args = (program, *node.args[1:], *free)
+            else:
+                of[node] = copy_node(graph, node, of.__getitem__)
+                continue
+            of[node] = made = add_call(graph, node.target, fx.node.map_arg(args, of.__getitem__))
+            made.meta = dict(node.meta)
+        calls = ((t, calls) for t, calls in self._calls.items() if t in self._traces)
+        structures = tuple((t.kind.__name__, len(calls)) for t, calls in calls)
+        return lazy_graph_module(self.step, graph), structures
+
+    def _find_outer_nodes(self) -> set[fx.Node]:
+        """The nodes that are of no block; also those of a trace that others read, as a rank's
+        coordinate, which is computed once for all, and constants."""
+        traced = {n for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
+        inside = {n: t for t in self._traces for n in _body_of_trace(t)}
+        outer = {n for n in self.step.graph.nodes if n not in traced or n.op == "get_attr"}
+        waiting = [r for n in outer for r in n.all_input_nodes if r in traced]
+        for node, trace in inside.items():
+            waiting += [r for r in node.all_input_nodes if inside.get(r, trace) is not trace]
+        while waiting:
+            node = waiting.pop()
+            if node not in outer:
+                outer.add(node)
+                waiting += node.all_input_nodes
+        return outer
+
+    def _program_of(self, forward: fx.Node) -> tuple[BlockProgram, list[fx.Node], list[fx.Node]]:
+        """The program of a `block_forward` node, and what its forward and its backward read beside
+        the block's operands and cotangents."""
+        trace: Any = forward.args[0]
+        backs = self._backs[forward]
+        back: BackwardBody | None = backs[0].args[0] if backs else None  # type: ignore[assignment]
+        if (trace, back) not in self._programs:
+            self._programs[trace, back] = self._make_program(trace, back)
+        return self._programs[trace, back]
+
+    def _make_program(
+        self, trace: BlockTrace, back: BackwardBody | None
+    ) -> tuple[BlockProgram, list[fx.Node], list[fx.Node]]:
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        early = [n for n in trace.forward if n not in self._outer]
+        seeds = [] if back is None else back.seeds
+        late = [n for n in back.nodes if n not in self._outer and n not in seeds] if back else []
+        free_early = self._find_free(early, {*trace.entered, *early})
+        free_late = self._find_free(late, {*trace.entered, *early, *seeds, *late, *free_early})
+        inputs = [*trace.entered, *free_early, *seeds, *free_late]
+        for i, node in enumerate(inputs):
+            of[node] = given = graph.placeholder(f"in_{i}")
+            given.meta = dict(node.meta)
+        for node in (*early, *late):
+            of[node] = copy_node(graph, node, of.__getitem__)
+        results = self._find_results(trace)
+        gradients = {} if back is None else back.gradients
+        graph.output([*(of[trace.made[n]] for n in results), *(of[g] for g in gradients.values())])
+        made = functionalize_graph(lazy_graph_module(self.step, graph))
+        drop_unused(made.graph)
+        program = BlockProgram(
+            trace.kind,
+            made,
+            len(trace.entered) + len(free_early),
+            results,
+            [*gradients],
+            back is not None,
+            trace.region,
+            trace.labels,
+        )
+        _check_results_apart(program)
+        program.bodies(made.graph)
+        return program, free_early, free_late
+
+    @staticmethod
+    def _find_free(nodes: Sequence[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
+        read = [r for n in nodes for r in n.all_input_nodes if r not in own]
+        return [*dict.fromkeys(read)]
+
+    def _find_results(self, trace: BlockTrace) -> list[int]:
+        """The numbers of what the step reads of blocks of this structure."""
+        users = [user for call in self._calls[trace] for user in call.users]
+        return sorted({n.args[1] for n in users if n.target is block_output})  # type: ignore[type-var, misc]
+
+
+def _check_results_apart(program: BlockProgram) -> None:
+    """Raise UnsureOfWrites where results show one memory, or that of an operand."""
+    for pair in overlapping_results(program.graph.graph):
+        if max(pair) < len(program.results):
+            raise UnsureOfWrites
+
+
+def inline_block_programs(graph: fx.Graph) -> None:
+    """Replace the block nodes of a graph without writes by copies of their programs' nodes."""
+    bodies: dict[Any, tuple[BlockBody, BackwardBody]] = {}
+
+    def body_of(node: fx.Node) -> BlockBody | BackwardBody:
+        program: Any = node.args[0]
+        if program not in bodies:
+            bodies[program] = program.bodies(program.graph.graph)
+        return bodies[program][node.target is block_backward]
+
+    inline_bodies(graph, body_of)

@@ -5,7 +5,8 @@ In reading order:
 - The call: `entry` (`pt.compile`), `step`, `call_guard`, `guards/` (may a program be used again).
 - How a program is made: `pipeline`, which calls `capture/`, `passes/`, `verify`, `key`, `backend/`.
 - What a program is: `program`, `captured_program`, `conditions`, `arguments` (leaves of a call),
-  `node_metadata`, `graph_nodes`, `ordering`, `memory/` (its schedule).
+  `node_metadata`, `graph_nodes`, `section` (parts that are called), `ordering`, `memory/` (its
+  schedule). What becomes of its blocks: `block_sections`.
 - A part of an eager model: `region` and `split`.
 - Around a run: `padding_boundary`, `sharing`, `replicated_input_check`, `ledger_replay`, `phases`.
 - What people read: `graph` and `repeats`, `pass_report`, `step_facts`, `last_program`, `errors`.

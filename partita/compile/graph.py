@@ -103,13 +103,8 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str
         why = f"{note.kind} over {' '.join(note.axes)}: {note.before} -> {note.after}"
         why += f", {note.reason}, for {note.op}"
     section = section_of(node)
-    called = (
-        f"{section.name}({', '.join(a.name for a in node.args[1])})"
-        if section
-        else node.op
-        if node.op != "call_function"
-        else f"{_name(node.target)}{_format_operands(node)}"
-    )
+    name = _name(node.target) if section is None else section.name
+    called = node.op if node.op != "call_function" else f"{name}{_format_operands(node)}"
     where = f"{note.source} ({note.phase})" if note.source else ""
     return node.name, called, shape, size, why, where
 

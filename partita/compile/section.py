@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.tensor.op_facts import OpFacts, facts_of
+from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
 from .graph_nodes import GraphPart, add_call, copy_node, has_effect, lazy_graph_module
 
@@ -90,12 +90,10 @@ class Section(GraphPart):
         return f"section {self.key}"
 
 
+@declare_facts(OpFacts(makes_new=True))
 def call_section(section: Section, takes: Sequence[Any]) -> Any:
     """The target of nodes that call a section. (Written code calls what was made of it.)"""
     raise RuntimeError("a section was not made code")
-
-
-call_section.facts = OpFacts(makes_new=True)  # type: ignore[attr-defined]
 
 
 def section_of(node: fx.Node) -> Section | None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["OpFacts", "Operand", "facts_of"]
+__all__ = ["OpFacts", "Operand", "declare_facts", "facts_of"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,13 @@ class OpFacts:
 @functools.lru_cache(maxsize=8192)
 def facts_of(target: Any) -> OpFacts:
     """The facts of what a call calls: an operator of torch, `operator.getitem`, or a function that
-    has them as its `facts`; of anything else that it does none of these."""
+    declares them; of anything else that it does none of these."""
     if target is operator.getitem:  # of what a call has given
         return OpFacts(is_view=True, moves=True)
     schema = getattr(target, "_schema", None)
     if schema is None:
-        return getattr(target, "facts", OpFacts())
+        found: OpFacts = getattr(target, "facts", OpFacts())
+        return found
     writes = tuple(
         Operand(i, a.name, "List" in str(a.type))
         for i, a in enumerate(schema.arguments)
@@ -111,6 +115,16 @@ def facts_of(target: Any) -> OpFacts:
         workspace=_find_workspace(target),
         stands_alone=not is_torchs or target._opname in _STAND_ALONE,
     )
+
+
+def declare_facts(facts: OpFacts) -> Callable[[Function], Function]:
+    """A decorator: these are the facts of a Python function that calls of a graph call."""
+
+    def declare(function: Function) -> Function:
+        function.facts = facts  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 def _find_workspace(target: Any) -> str:

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from partita.compile.graph import canonical
+from partita.compile.ledger_replay import list_sent_moves
+from partita.compile.verify import verify
 from tests.programs.steps import squares
 
 WIDTH, BLOCKS = 8, 3
@@ -247,13 +249,14 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
-def made(build, step_of, mesh, blocks, stage=3, calls=3):
+def made(build, step_of, mesh, blocks, stage=3, calls=3, sections=None):
     """Losses, parameters and the captured step, of a model that `build` makes."""
     torch.manual_seed(0)
     model = build()
     if mesh is not None:
         pt.zero(model, mesh, stage=stage)
-    step = pt.compile(step_of(model, adam(model)), backend="graph", blocks=blocks)
+    how = {"blocks": blocks, "sections": sections}
+    step = pt.compile(step_of(model, adam(model)), backend="graph", **how)
     torch.manual_seed(1)
     x = torch.randn(4, WIDTH)
     if mesh is not None:
@@ -262,6 +265,12 @@ def made(build, step_of, mesh, blocks, stage=3, calls=3):
     losses = [step(x).detach() for _ in range(calls)]
     values = [*losses, *(p.detach() for p in model.state_dict().values())]
     return [v.full_tensor() if isinstance(v, pt.DTensor) else v for v in values], step
+
+
+def sent_by(step):
+    """The moves that a step makes, with their bytes."""
+    moves = list_sent_moves(step.program)
+    return Counter((m.kind, m.axes, m.nbytes, m.reason) for m in moves)
 
 
 def lines(step):
@@ -275,11 +284,16 @@ def lines(step):
 
 
 def check(build, step_of, mesh=None, text=True, **more):
-    """The step with its blocks traced once is the one without, in its values and as a text."""
+    """The step with its blocks traced once is the one without, in its values and as a text; the
+    one in which they are calls sends the same, too, and is right about its memory."""
     wanted, flat = made(build, step_of, mesh, False, **more)
     found, step = made(build, step_of, mesh, True, **more)
-    for one, other in zip(wanted, found, strict=True):
-        assert torch.equal(one, other)
+    as_calls, calling = made(build, step_of, mesh, True, sections=True, **more)
+    for one, other, called in zip(wanted, found, as_calls, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, called)
+    assert sent_by(calling) == sent_by(step)
+    verify(calling.program, "the passes")
+    assert calling.memory.peak <= 1.05 * step.memory.peak
     assert not text or lines(step) == lines(flat)
     return step
 

@@ -51,8 +51,9 @@ def build(
     begin_phase("compile")
     found = _cut_into_sections(program, sections)
     if found is None:
-        (built,) = build_together([Wanted(program, _describe_build(program, what))], wires)
-        built = replace(built, call=with_constants(built.call, program.graph))
+        flat = program.flat()
+        (built,) = build_together([Wanted(flat, _describe_build(program, what))], wires)
+        built = replace(built, call=with_constants(built.call, flat.graph))
     else:
         built = _build_sections(program, found, what, wires)
     begin_phase("graph")
@@ -62,7 +63,8 @@ def build(
 def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
     """The sections of a program's graph; None where it is to be compiled whole.
 
-    A graph in which blocks are calls of sections is cut further, and one that checks a value is always cut: the check stands between sections and so keeps its
+    A graph in which blocks are calls of sections is cut between these, too. One that checks a value
+    is always cut: the check stands between sections and so keeps its
     place. A compiler may drop it, or run it behind what it is to prevent.
     """
     nodes = program.graph.graph.nodes

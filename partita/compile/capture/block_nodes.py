@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.tensor.op_facts import OpFacts, facts_of
+from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
 from ..graph_nodes import copy_node
 from ..node_metadata import NOTE, Note, note_of
@@ -91,23 +91,22 @@ def block_number(number: int) -> Any:
     raise RuntimeError("a block's number was not put in its place")
 
 
+@declare_facts(OpFacts(makes_new=True))
 def block_forward(block: Any, numbers: Sequence[float], *taken: Any) -> Any:
     """The tensors that a block makes, by number."""
     raise RuntimeError("a block's forward was not put in its place")
 
 
+@declare_facts(OpFacts(makes_new=True))
 def block_backward(back: Any, forward: Any, *cotangents: Any) -> Any:
     """The gradients of a block's outer tensors."""
     raise RuntimeError("a block's backward was not put in its place")
 
 
+@declare_facts(OpFacts(makes_new=True))
 def block_output(made: Any, number: int) -> Any:
     """One of the tensors that a block's forward or backward makes."""
     raise RuntimeError("a block's call was not put in its place")
-
-
-for _target in (block_forward, block_backward, block_output):
-    _target.facts = OpFacts(makes_new=True)  # type: ignore[attr-defined]
 
 
 def is_block_node(node: fx.Node) -> bool:
@@ -138,18 +137,18 @@ def inline_bodies(graph: fx.Graph, body_of: Callable[[fx.Node], Any]) -> None:
     copying = _Copying(graph, count(moves + 1), count(regions + 1))
     copies: dict[fx.Node, _Copy] = {}
     for node, body in calls:
-        _, floats_or_forward, *operands = node.args
+        given: Any = node.args
+        _, floats_or_forward, *operands = given
         if isinstance(body, BlockBody):
-            of = dict(zip(body.entered, operands, strict=True))
-            of.update(zip(body.numbers, floats_or_forward, strict=True))  # type: ignore[arg-type]
+            of: dict[fx.Node, Any] = dict(zip(body.entered, operands, strict=True))
+            of.update(zip(body.numbers, floats_or_forward, strict=True))
             labels = dict(zip(body.labels, node.meta[LABELS], strict=True))
-            regions = note_of(node).region, body.region
-            copies[node] = copy = _Copy(of, labels, *regions)
+            copies[node] = copy = _Copy(of, labels, note_of(node).region, body.region)
             copying.copy(body.forward, copy, node)
             made: Mapping[int, fx.Node] = body.made
         else:
             # A copy for each backward: there may be several of one forward.
-            forward_copy = copies[floats_or_forward]  # type: ignore[index]
+            forward_copy = copies[floats_or_forward]
             copy = replace(forward_copy, of=dict(forward_copy.of))
             copy.of.update(zip(body.seeds, operands, strict=True))
             copying.copy(body.nodes, copy, node)

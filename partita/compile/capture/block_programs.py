@@ -183,7 +183,7 @@ def outline_blocks(step: fx.GraphModule, least: int) -> OutlinedBlocks | None:
     """
     graph = step.graph
     calls = calls_of_blocks(graph)
-    traces = {n.args[0]: None for n in calls if n.target is block_forward}
+    traces: dict[Any, None] = {n.args[0]: None for n in calls if n.target is block_forward}
     size = len(graph.nodes)
     for node in calls:
         body: Any = node.args[0]
@@ -262,7 +262,7 @@ class _Outlining:
         """The remat regions that hold more than one block."""
         calls = [n for calls in self._calls.values() for n in calls]
         counts = Counter(note_of(n).region for n in calls)
-        traced = {n for trace in self._calls for n in (*trace.entered, *_body_of_trace(trace))}
+        traced = {n for t in self._calls for n in (*t.entered, *_body_of_trace(t))}
         for node in self.step.graph.nodes:
             if node not in traced and not is_block_node(node) and node.op == "call_function":
                 counts[note_of(node).region] += 1
@@ -277,7 +277,8 @@ class _Outlining:
             UnsureOfWrites: a structure cannot be outlined after all.
         """
         step = self.step.graph
-        self._traces = {n.args[0] for n in calls_of_blocks(step) if n.target is block_forward}
+        forwards = (n for n in calls_of_blocks(step) if n.target is block_forward)
+        self._traces: set[Any] = {n.args[0] for n in forwards}
         self._outer = self._find_outer_nodes()
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in step.nodes:

@@ -46,8 +46,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
             graph (`GraphPart`) what it gives.
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
-        made = [t.untyped_storage().nbytes() for t in tensors_in(like)]
-        return MadeByCall(like, tuple(range(-1, -1 - len(made), -1)), tuple(made))
+        nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))
+        return MadeByCall(like, tuple(-1 - i for i in range(len(nbytes))), nbytes)
     mode = _mode_of((args, kwargs, like))
     if mode is None:
         return _call_and_describe(target, args, kwargs, None)

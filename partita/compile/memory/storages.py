@@ -9,15 +9,14 @@ these lifetimes into the schedule of a graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from partita.comm import Wire
-
+from ..backend.executor import Groups
 from ..capture.equal_calls import call_without_memory, tensors_in
 from ..graph import is_collective
 from ..node_metadata import note_of
@@ -25,8 +24,6 @@ from ..program import Program
 from ..section import Section, section_of
 from .schedule import Buffer, HeldInput, Memory
 from .workspace import staging, workspace
-
-Groups = Mapping[str, tuple[Wire, tuple[str, ...]]]
 
 __all__ = ["Storages", "last_uses", "memory_of", "storages_of"]
 

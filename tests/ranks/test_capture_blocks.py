@@ -285,7 +285,7 @@ def lines(step):
 
 def check(build, step_of, mesh=None, text=True, **more):
     """The step with its blocks traced once is the one without, in its values and as a text; the
-    one in which they are calls sends the same, too, and is right about its memory."""
+    one in which they are calls has its values and sends the same."""
     wanted, flat = made(build, step_of, mesh, False, **more)
     found, step = made(build, step_of, mesh, True, **more)
     as_calls, calling = made(build, step_of, mesh, True, sections=True, **more)
@@ -293,7 +293,6 @@ def check(build, step_of, mesh=None, text=True, **more):
         assert torch.equal(one, other) and torch.equal(one, called)
     assert sent_by(calling) == sent_by(step)
     verify(calling.program, "the passes")
-    assert calling.memory.peak <= 1.05 * step.memory.peak
     assert not text or lines(step) == lines(flat)
     return step
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import fx
 
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
-from ..graph_nodes import copy_node
+from ..graph_nodes import GraphPart, copy_node, has_effect
 from ..node_metadata import NOTE, Note, note_of
 from .functional_memory import lie_alike
 from .symbolic import is_symbolic
@@ -43,7 +44,7 @@ LABELS = "labels"
 
 
 @dataclass(eq=False)
-class BlockBody:
+class BlockBody(GraphPart):
     """The nodes of a block's forward, for one block or for all of one structure.
 
     Attributes:
@@ -64,9 +65,14 @@ class BlockBody:
     labels: tuple[str, ...] = ()
     numbers: list[fx.Node] = field(default_factory=list)
 
+    @cached_property
+    def has_effect(self) -> bool:  # type: ignore[override]
+        """Does a call of it write, draw or check?"""
+        return any(map(has_effect, self.forward))
+
 
 @dataclass(eq=False)
-class BackwardBody:
+class BackwardBody(GraphPart):
     """The nodes of a block's backward, for gradients of some of its results.
 
     Attributes:
@@ -78,6 +84,11 @@ class BackwardBody:
     seeds: list[fx.Node]
     gradients: dict[int, fx.Node]
     nodes: list[fx.Node]
+
+    @cached_property
+    def has_effect(self) -> bool:  # type: ignore[override]
+        """Does a call of it write, draw or check?"""
+        return any(map(has_effect, self.nodes))
 
     def __repr__(self) -> str:
         return "'a block, backward'"  # as code: it stands among the operands of a node

@@ -279,6 +279,7 @@ class _Outlining:
         step = self.step.graph
         forwards = (n for n in calls_of_blocks(step) if n.target is block_forward)
         self._traces: set[Any] = {n.args[0] for n in forwards}
+        self._live = self._find_live_nodes()
         self._outer = self._find_outer_nodes()
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in step.nodes:
@@ -304,7 +305,7 @@ class _Outlining:
         coordinate, which is computed once for all, and constants."""
         traced = {n for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
         inside = {n: t for t in self._traces for n in _body_of_trace(t)}
-        outer = {n for n in self.step.graph.nodes if n not in traced or n.op == "get_attr"}
+        outer = self._live | {*self.step.graph.find_nodes(op="get_attr")}
         waiting = [r for n in outer for r in n.all_input_nodes if r in traced]
         for node, trace in inside.items():
             waiting += [r for r in node.all_input_nodes if inside.get(r, trace) is not trace]
@@ -315,18 +316,40 @@ class _Outlining:
                 waiting += node.all_input_nodes
         return outer
 
+    def _find_live_nodes(self) -> set[fx.Node]:
+        """The nodes of no trace that something needs: what nobody reads of a block is not computed
+        in it."""
+        traced = {n for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
+        live: set[fx.Node] = set()
+        for node in reversed(self.step.graph.nodes):
+            if node not in traced and (has_effect(node) or not live.isdisjoint(node.users)):
+                live.add(node)
+        return live
+
+    def _read_of(self, call: fx.Node) -> tuple[int, ...]:
+        """The numbers of what the step reads of a block node."""
+        users = (n for n in call.users if n.target is block_output and n in self._live)
+        return tuple(sorted({n.args[1] for n in users}))  # type: ignore[type-var, misc]
+
     def _program_of(self, forward: fx.Node) -> tuple[BlockProgram, list[fx.Node], list[fx.Node]]:
         """The program of a `block_forward` node, and what its forward and its backward read beside
         the block's operands and cotangents."""
         trace: Any = forward.args[0]
-        backs = self._backs[forward]
+        backs = [n for n in self._backs[forward] if n in self._live]
         back: BackwardBody | None = backs[0].args[0] if backs else None  # type: ignore[assignment]
-        if (trace, back) not in self._programs:
-            self._programs[trace, back] = self._make_program(trace, back)
-        return self._programs[trace, back]
+        results = self._read_of(forward)
+        wanted = self._read_of(backs[0]) if backs else ()
+        key = trace, back, results, wanted
+        if key not in self._programs:
+            self._programs[key] = self._make_program(*key)
+        return self._programs[key]
 
     def _make_program(
-        self, trace: BlockTrace, back: BackwardBody | None
+        self,
+        trace: BlockTrace,
+        back: BackwardBody | None,
+        results: tuple[int, ...],
+        wanted: tuple[int, ...],
     ) -> tuple[BlockProgram, list[fx.Node], list[fx.Node]]:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
         early = [n for n in trace.forward if n not in self._outer]
@@ -340,8 +363,7 @@ class _Outlining:
             given.meta = dict(node.meta)
         for node in (*early, *late):
             of[node] = copy_node(graph, node, of.__getitem__)
-        results = self._find_results(trace)
-        gradients = {} if back is None else back.gradients
+        gradients = {} if back is None else {i: back.gradients[i] for i in wanted}
         graph.output([*(of[trace.made[n]] for n in results), *(of[g] for g in gradients.values())])
         made = functionalize_graph(lazy_graph_module(self.step, graph))
         drop_unused(made.graph)
@@ -349,7 +371,7 @@ class _Outlining:
             trace.kind,
             made,
             len(trace.entered) + len(free_early),
-            results,
+            [*results],
             [*gradients],
             back is not None,
             trace.region,
@@ -363,11 +385,6 @@ class _Outlining:
     def _find_free(nodes: Sequence[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
         read = [r for n in nodes for r in n.all_input_nodes if r not in own]
         return [*dict.fromkeys(read)]
-
-    def _find_results(self, trace: BlockTrace) -> list[int]:
-        """The numbers of what the step reads of blocks of this structure."""
-        users = [user for call in self._calls[trace] for user in call.users]
-        return sorted({n.args[1] for n in users if n.target is block_output})  # type: ignore[type-var, misc]
 
 
 def _check_results_apart(program: BlockProgram) -> None:

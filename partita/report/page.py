@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.layout import Layout
-from partita.layout.picture import draw
-from partita.layout.picture_html import html_of
+from partita.layout.picture import draw, html_of
 
 from .events import parse_mesh
 from .figures import (

@@ -23,8 +23,8 @@ import partita as pt
 from partita.app.models import GPT, Llama
 from partita.predict.calibrate import calibrate
 from partita.predict.machine import Machine, load_machine
-from partita.predict.plan_space import Way, ways_of
 from partita.predict.strategy import ModelShape, Strategy, make_step
+from partita.predict.way import Way, ways_of
 from partita.predict.way_search import WaySearch
 
 from .experts import ExpertModel, plan_experts

@@ -22,10 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .machine import Machine
-from .measured_curve import MeasuredCurve
-from .plan_space import Way
+from .machine import Machine, MeasuredCurve
 from .strategy import ModelShape
+from .way import Way
 
 __all__ = ["guess_bytes", "guess_seconds", "least_bytes", "least_seconds"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from .machine import Machine
 from .plan_bounds import guess_bytes, guess_seconds, least_bytes, least_seconds
-from .plan_space import Way
 from .simulate import simulate
 from .simulation import Simulation
 from .strategy import ModelShape
+from .way import Way
 
 __all__ = ["LEFT", "OUTCOMES", "PlannedWay", "WaySearch"]
 

@@ -1,4 +1,4 @@
-"""Rules: how is a sentence tied to the functions that it speaks of, and what may it read?
+"""Rules: a sentence, the functions that it is tied to, and what it may read.
 
 A rule sees only the arguments that it declares: they are its parameters, and the key under which
 its plans are cached is computed from just these. What a rule does not declare it cannot read, so
@@ -7,13 +7,16 @@ it cannot be missing from the key either.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .names import Names
-from .sentence import SentenceError, parse
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .sentence import Names, SentenceError, parse
 
 __all__ = [
     "ON_NEW_RULE",
@@ -24,11 +27,11 @@ __all__ = [
     "Rewrite",
     "Rule",
     "Said",
+    "own_op",
     "rule",
     "table_rule",
     "teach_rule",
 ]
-
 
 Kernel = Callable[..., Any]
 
@@ -230,3 +233,19 @@ def _check_terms(count: int, text: str, function: Any) -> None:
             f"the rule {text!r} has {terms}, and {_name_of(function)} takes "
             f"({', '.join(arguments)}): a rule has a term for each argument up to its last tensor"
         )
+
+
+# -- ops of our own --------------------------------------------------------------------------------
+
+
+def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `run` an op of its own: called on DTensors it finds the rule that it is given."""
+
+    @functools.wraps(run)
+    def call_own_op(*args: Any, **kwargs: Any) -> Any:
+        tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+        if has_torch_function(tensors):
+            return handle_torch_function(call_own_op, tensors, *args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call_own_op

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from .names import Names
+from .sentence import Names
 
 __all__ = ["resolve", "views"]
 

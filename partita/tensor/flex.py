@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from partita.layout import Partial, Replicate
 from partita.rules import Arg, Kernel, KernelCall, Said
-from partita.rules.own_op import op
+from partita.rules.rule import own_op
 from partita.rules.rule import table_rule as rule
 
 from .autograd import alias_without_base
@@ -130,7 +130,7 @@ def _with_wholes(mod: Any) -> Any:
     )
 
 
-@op
+@own_op
 def _on_pieces(
     query: torch.Tensor,
     key: torch.Tensor,

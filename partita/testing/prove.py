@@ -28,8 +28,8 @@ from partita.rules.bind import Bound, bind
 from partita.rules.rows import Row
 from partita.rules.rule import RULES, KernelCall, Rewrite, Said
 from partita.rules.sentence import parse
-from partita.rules.split import cut, find_difference, joined, same, tolerance_of
 from partita.tensor.forms import form_of
+from partita.testing.simulated_ranks import cut, find_difference, joined, same, tolerance_of
 
 from .trial import Trial, direction
 

@@ -270,8 +270,8 @@ def test_what_cannot_be_logged_to_is_an_error_before_a_rank_starts(
 
 WORK = {
     "train": ("train", "partita.cli.launch"),
-    "simulate": ("simulate --model gpt --mesh dp=2", "partita.predict.simulate_command.simulate"),
-    "calibrate": ("calibrate", "partita.predict.calibrate_command.calibrate"),
+    "simulate": ("simulate --model gpt --mesh dp=2", "partita.predict.commands.simulate"),
+    "calibrate": ("calibrate", "partita.predict.commands.calibrate"),
     "report": ("report x.jsonl", "partita.cli.read_logs"),
 }
 
@@ -341,7 +341,7 @@ def test_a_simulation_is_printed_also_where_its_files_cannot_be_written(
         def save_trace(self, path):
             raise OSError("no space left")
 
-    monkeypatch.setattr("partita.predict.simulate_command.simulate", lambda *a, **k: Found())
+    monkeypatch.setattr("partita.predict.commands.simulate", lambda *a, **k: Found())
     asked = f"simulate --model gpt --mesh dp=2 --trace {tmp_path / 'x.json'}"
     assert main(asked.split()) == 2
     shown = capsys.readouterr()

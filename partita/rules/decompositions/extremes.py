@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ..names import Names
-from ..own_op import op
-from ..rule import Arg, Kernel, KernelCall, Said
+from ..rule import Arg, Kernel, KernelCall, Said, own_op
 from ..rule import table_rule as rule
+from ..sentence import Names
 from .pending import settled
 
 __all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max", "stands_at"]
@@ -19,7 +18,7 @@ __all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max", "stands_at
 Dim = int | Sequence[int] | None
 
 
-@op
+@own_op
 def pending_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
     """The maximum (`sign` -1: minimum) of this rank's piece, without gradient."""
     x, dims = x.detach(), Names.of(x.ndim).dims(dim)
@@ -38,7 +37,7 @@ def _pending_max(x: Arg, dim: Dim, keepdim: bool, sign: int = 1) -> str:
     return f"{x.names} -> {'max' if sign > 0 else 'min'} {x.names.without(dim, keepdim)}"
 
 
-@op
+@own_op
 def first_index(x: torch.Tensor, best: torch.Tensor, dim: int | None) -> torch.Tensor:
     """The first place along `dim` (kept; None: in the flattened tensor) where `x` is `best`."""
     return _first_index(x, best, dim, [0] * x.ndim, list(x.shape))
@@ -71,7 +70,7 @@ def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
     return Said(f"{names}, {left} -> min {left}", make_first_index_kernel)
 
 
-@op
+@own_op
 def stands_at(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
     """For each element of `x`: is `at` (of size 1 along `dim`) its place along `dim`?"""
     return _stands_at(x, at, dim, 0)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..own_op import op
-from ..rule import Arg
+from ..rule import Arg, own_op
 from ..rule import table_rule as rule
 from .pending import settled, wide
 from .softmax import log_softmax, logsumexp
@@ -20,7 +19,7 @@ from .softmax import log_softmax, logsumexp
 __all__ = ["averaged_by_torch", "cross_entropy", "nll", "target_weight"]
 
 
-@op
+@own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
     """What a mean loss is divided by: the weights of all targets that are not ignored."""
     kept = target != ignore_index

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from ..names import Names
-from ..own_op import op
-from ..rule import Arg
+from ..rule import Arg, own_op
 from ..rule import table_rule as rule
+from ..sentence import Names
 from .extremes import amax
 from .pending import minus, settled, wide
 
@@ -41,7 +40,7 @@ def moments(
     return mean if keepdim else mean.squeeze(dims), variance
 
 
-@op
+@own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
     """The sum of |x|^p over `dim`."""
     size = x.abs()

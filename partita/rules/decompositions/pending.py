@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from ..names import Names
-from ..own_op import op
-from ..rule import Arg
+from ..rule import Arg, own_op
 from ..rule import table_rule as rule
+from ..sentence import Names
 
 __all__ = ["minus", "settled", "wide"]
 
 
-@op
+@own_op
 def settled(x: torch.Tensor) -> torch.Tensor:
     """`x` with what is pending reduced, for a value that is used more than once."""
     return x.view_as(x)
@@ -27,7 +26,7 @@ def _reduced_sentence(x: Arg) -> str:
     return f"{names} -> {names}"
 
 
-@op
+@own_op
 def minus(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x - y where y is small: y is reduced first, x does not become shares to meet it."""
     return x - y

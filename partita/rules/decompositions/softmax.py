@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..names import Names
+from ..sentence import Names
 from .extremes import pending_max
 from .pending import minus, settled, wide
 

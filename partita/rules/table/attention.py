@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..own_op import op
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, own_op
 from ..rule import table_rule as rule
 
 
-@op
+@own_op
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -105,7 +104,7 @@ def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
 # -- with dropout ----------------------------------------------------------------------------------
 
 
-@op
+@own_op
 def product_by_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right`, of whose rows each rank keeps its own."""
     return left @ right

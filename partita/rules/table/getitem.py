@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ..own_op import op
 from ..pieces import nothing, own, pick_traced
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Kernel, KernelCall, Rewrite, Said, own_op
 from ..rule import table_rule as rule
 
 INDEX = "index"
@@ -201,7 +200,7 @@ def _dims_used(e: Any) -> int:
     return e.ndim if masked else 1
 
 
-@op
+@own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
     """input[pattern], in which each "index" stands for the next of `tensors`."""
     rest = iter(tensors)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..names import Names
 from ..pieces import nothing, own
 from ..rule import Arg, Kernel, KernelCall, Said
 from ..rule import table_rule as rule
+from ..sentence import Names
 
 # -- one dimension by an index ---------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..names import Names
 from ..pieces import nothing, pick_traced
 from ..rule import Arg, Kernel, KernelCall, Said
 from ..rule import table_rule as rule
+from ..sentence import Names
 
 # -- parts of a dimension --------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..own_op import op
 from ..pieces import unless_empty
-from ..rule import Arg, Rewrite, Said
+from ..rule import Arg, Rewrite, Said, own_op
 from ..rule import table_rule as rule
 
 # -- pooling ---------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def interpolate(input: Arg) -> Rewrite:
     return Rewrite(interpolate_to_size)
 
 
-@op
+@own_op
 def resized(
     input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
 ) -> torch.Tensor:

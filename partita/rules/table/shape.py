@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..names import Names
 from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
 from ..rule import table_rule as rule
+from ..sentence import Names
 from ..views import resolve, views
 
 

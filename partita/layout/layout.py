@@ -1,4 +1,4 @@
-"""Where does a tensor live: its global shape, and what each mesh axis does to it?"""
+"""Layouts: the global shape of a tensor, and what each mesh axis does to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a layout changes, and what that costs. Nothing here knows of torch.
+"""Redistribution: how a layout changes, and what that costs. Nothing here knows of torch.
 
 In reading order: `move` (what one collective does, and its transpose), `plan` (the cheapest moves
 from one layout to another), `cost` (bytes and seconds).

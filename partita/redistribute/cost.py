@@ -1,6 +1,4 @@
-"""The cost of a move.
-
-What does a change of layout cost, in bytes that one rank sends and in seconds?
+"""Costs of moves: the bytes that one rank sends, and seconds that rank one way against another.
 
 Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:

@@ -1,6 +1,4 @@
-"""Moves.
-
-What can one collective, or one local copy, do to a layout, and what undoes it in backward?
+"""Moves: what one collective, or one local copy, does to a layout, and what undoes it in backward.
 
 | kind           | on each of its axes | sends | its transpose                        |
 |----------------|---------------------|-------|--------------------------------------|
@@ -19,8 +17,8 @@ stack, so that only the innermost ones can leave it and a new one comes innermos
 several axes is one collective over all their ranks, whichever dimensions those split: each rank
 puts the pieces in their places, or cuts them out, by itself.
 
-A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.pieces` (for padded shards
-`comm.padded`) what a rank does of it. Where it is a collective, transports learn that.
+A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.move_steps` (for padded shards
+`comm.padded_moves`) what a rank does of it. Where it is a collective, transports learn that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Redistribution plans.
-
-Which moves, in which order, take a tensor from one layout to another at the least cost?
+"""Redistribution plans: the cheapest path of moves from one layout to another.
 
 One move is tried first: it is what nearly all redistributions need, and then no path is cheaper,
 unless uneven pieces are padded so much that two moves send less. Else a uniform-cost search goes

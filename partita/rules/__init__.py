@@ -2,17 +2,18 @@
 
 In reading order: `sentence` (the notation, and names of dimensions), `rows` (what follows for one
 mesh axis), `bind` (a sentence and shapes), `rule` (a sentence and its functions), `table/` (all of
-them), `views` (sentences of reshapes), `pieces` (kernels over a rank's piece), `decompositions/`
-(ops as other ops), `work` (operations), `reduction_identity` (what padding is filled with).
+them), `views` (sentences of reshapes), `piece_kernels` (kernels over a rank's piece),
+`decompositions/` (ops as other ops), `work` (operations), `reduction_identity` (what padding is
+filled with).
 """
 
 from .bind import NUMBER, Bound, Operand, bind
-from .reduction_identity import EXTREME, Fill, fills
+from .reduction_identity import EXTREME, PaddingFill, find_padding_fills
 from .rows import Row
-from .rule import RULES, Arg, Kernel, KernelCall, Like, Rewrite, Rule, Said, rule
+from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
 from .sentence import Names, Sentence, SentenceError, parse
 from .table import LOADED
-from .views import resolve, views
+from .views import resolve_shape, view_sentence
 from .work import Work, work_of
 
 __all__ = [
@@ -22,24 +23,24 @@ __all__ = [
     "RULES",
     "Arg",
     "Bound",
-    "Fill",
+    "Decomposition",
     "Kernel",
     "KernelCall",
-    "Like",
+    "KernelRule",
+    "LikeRule",
     "Names",
     "Operand",
-    "Rewrite",
+    "PaddingFill",
     "Row",
     "Rule",
-    "Said",
     "Sentence",
     "SentenceError",
     "Work",
     "bind",
-    "fills",
+    "find_padding_fills",
     "parse",
-    "resolve",
+    "resolve_shape",
     "rule",
-    "views",
+    "view_sentence",
     "work_of",
 ]

@@ -20,7 +20,7 @@ from .bind import Bound
 from .rule import RULES, Rule
 from .table.getitem import picked
 
-__all__ = ["EXTREME", "Fill", "fills"]
+__all__ = ["EXTREME", "PaddingFill", "find_padding_fills"]
 
 EXTREME = object()
 """Of a maximum the least value that there is, of a minimum the greatest."""
@@ -82,7 +82,7 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
 
 
 @dataclass(frozen=True)
-class Fill:
+class PaddingFill:
     """One operand's padding.
 
     Attributes:
@@ -98,13 +98,13 @@ class Fill:
     reduce: str
 
 
-def fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[Fill] | None:
+def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[PaddingFill] | None:
     """What to put into the operands' padding along the names `padded` before the op runs.
 
     Returns:
         None where the op reduces one of them and nothing is known of it.
     """
-    found: list[Fill] = []
+    found: list[PaddingFill] = []
     for name in padded:
         reduce = _find_reduction(bound, name)
         if reduce is None:
@@ -117,7 +117,7 @@ def fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[Fill] | None:
         for i, value in values.items():
             dims = tuple(d for d, dim in enumerate(bound.inputs[i] or ()) if name in dim.names)
             if dims:
-                found.append(Fill(i, dims, value, reduce))
+                found.append(PaddingFill(i, dims, value, reduce))
     return found
 
 

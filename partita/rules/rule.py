@@ -22,11 +22,11 @@ __all__ = [
     "ON_NEW_RULE",
     "RULES",
     "Arg",
+    "Decomposition",
     "KernelCall",
-    "Like",
-    "Rewrite",
+    "KernelRule",
+    "LikeRule",
     "Rule",
-    "Said",
     "own_op",
     "rule",
     "table_rule",
@@ -96,8 +96,8 @@ class KernelCall:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A sentence, and what to run on a rank instead of the function itself.
+class KernelRule:
+    """A sentence, and the kernel that a rank runs instead of the function itself.
 
     Attributes:
         text: the sentence.
@@ -118,14 +118,14 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class Decomposition:
     """The op, written as other ops: `run` has its signature and is called on DTensors."""
 
     run: Kernel
 
 
 @dataclass(frozen=True)
-class Like:
+class LikeRule:
     """A new tensor whose values do not depend on the operand: it takes the operand's layout.
 
     Shares are not inherited (`ones_like` of shares would be counted once per rank) unless `pending`
@@ -149,7 +149,7 @@ class Rule:
 
     name: str
     text: str = ""
-    derive: Callable[..., str | Said | Rewrite | Like | None] | None = None
+    derive: Callable[..., str | KernelRule | Decomposition | LikeRule | None] | None = None
     params: tuple[inspect.Parameter, ...] = ()
     must_fit: bool = False
 
@@ -182,10 +182,10 @@ def rule(*what: Any) -> Any:
     or operators of `torch.library`. Its terms speak of the first arguments, in order; one that is
     None or a number counts as absent.
 
-    `@pt.rule(f)` decorates a function that returns the sentence, a `Said`, a `Rewrite`, a
-    `Like`, or None ("I have nothing to say of these arguments": the operands are gathered). Its
-    parameters are the function's own, by name and in order; it may leave out any at the end, and
-    one that begins with an underscore only holds its place and is not read.
+    `@pt.rule(f)` decorates a function that returns the sentence, a `KernelRule`, a `Decomposition`,
+    a `LikeRule`, or None ("I have nothing to say of these arguments": the operands are gathered).
+    Its parameters are the function's own, by name and in order; it may leave out any at the end,
+    and one that begins with an underscore only holds its place and is not read.
 
     A call that the sentence does not fit, by its number of tensors or by their shapes, raises
     `LayoutError`: a function that returns None for such calls has their operands gathered.

@@ -26,7 +26,7 @@ from partita.layout import Partial as Shares
 from partita.layout import Placement, Replicate, Shard, chunk
 from partita.rules.bind import Bound, bind
 from partita.rules.rows import Row
-from partita.rules.rule import RULES, KernelCall, Rewrite, Said
+from partita.rules.rule import RULES, Decomposition, KernelCall, KernelRule
 from partita.rules.sentence import parse
 from partita.tensor.forms import form_of
 from partita.testing.simulated_ranks import cut, find_difference, joined, same, tolerance_of
@@ -103,10 +103,10 @@ def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool 
 # -- one row ---------------------------------------------------------------------------------------
 
 
-def _prove_saying(trial: Trial, said: Said | Rewrite | None, proof: Proof) -> set[str]:
+def _prove_saying(trial: Trial, said: KernelRule | Decomposition | None, proof: Proof) -> set[str]:
     if said is None:
         return set()
-    if isinstance(said, Rewrite):
+    if isinstance(said, Decomposition):
         proof.rows += 1
         reason = _rewrite_differs(trial, said)
         if reason:
@@ -134,7 +134,7 @@ def _prove_saying(trial: Trial, said: Said | Rewrite | None, proof: Proof) -> se
     return {str(row) for row in bound.rows}
 
 
-def _rewrite_differs(trial: Trial, said: Rewrite) -> str:
+def _rewrite_differs(trial: Trial, said: Decomposition) -> str:
     def both(kernel: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         inputs = trial.leaves_of(trial.operands)
         outs = trial.run(kernel, inputs)
@@ -154,7 +154,7 @@ def _rewrite_differs(trial: Trial, said: Rewrite) -> str:
     return ""
 
 
-def _kernel(trial: Trial, said: Said, bound: Bound, row: Row, n: int, r: int) -> Any:
+def _kernel(trial: Trial, said: KernelRule, bound: Bound, row: Row, n: int, r: int) -> Any:
     if said.local is None:
         return trial.function
     pieces = {}
@@ -172,7 +172,7 @@ def _kernel(trial: Trial, said: Said, bound: Bound, row: Row, n: int, r: int) ->
     return said.local(KernelCall(trial.function, shapes, outputs, pieces)) or trial.function
 
 
-def _differs(trial: Trial, said: Said, bound: Bound, row: Row, n: int) -> str:
+def _differs(trial: Trial, said: KernelRule, bound: Bound, row: Row, n: int) -> str:
     """Why the row is wrong; empty where it is right."""
     kernels = [_kernel(trial, said, bound, row, n, r) for r in range(n)]
     try:

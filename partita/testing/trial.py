@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from partita.rules.bind import NUMBER
-from partita.rules.rule import Arg, Like, Rewrite, Rule, Said
+from partita.rules.rule import Arg, Decomposition, KernelRule, LikeRule, Rule
 from partita.rules.sentence import parse
 
 __all__ = ["Trial", "direction"]
@@ -95,22 +95,22 @@ class Trial:
             for x, able in zip(tensors, self.differentiable, strict=True)
         ]
 
-    def sayings(self) -> Iterator[Said | Rewrite | None]:
+    def sayings(self) -> Iterator[KernelRule | Decomposition | None]:
         """What the rule says: of whole operands, and of each operand with one dimension split."""
         if self.rule.derive is None:
-            yield Said(self.rule.text)
+            yield KernelRule(self.rule.text)
             return
         seen: list[Any] = []
         cases: list[tuple[int, int]] = [(-1, 0)]
         cases += [(i, d) for i, x in enumerate(self.operands) for d in range(x.ndim)]
         for case in cases:
             said = self._ask(case)
-            text = said.text if isinstance(said, Said) else type(said).__name__
+            text = said.text if isinstance(said, KernelRule) else type(said).__name__
             if text not in seen:
                 seen.append(text)
                 yield said
 
-    def _ask(self, case: tuple[int, int]) -> Said | Rewrite | None:
+    def _ask(self, case: tuple[int, int]) -> KernelRule | Decomposition | None:
         def arg(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
@@ -131,8 +131,8 @@ class Trial:
         assert self.rule.derive is not None
         said = self.rule.derive(*positional, **named)
         if isinstance(said, str):
-            return Said(said)
-        return None if isinstance(said, Like) else said
+            return KernelRule(said)
+        return None if isinstance(said, LikeRule) else said
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         """`kernel` on the sample with its operands replaced; the tensors that it returns."""

@@ -1,4 +1,4 @@
-"""Extremes: what is the largest of a split dimension, and where is it?"""
+"""Maxima and minima along a split dimension, and their places."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Kernel, KernelCall, Said, own_op
+from ..rule import Arg, Kernel, KernelCall, KernelRule, own_op
 from ..rule import table_rule as rule
 from ..sentence import Names
-from .pending import settled
+from .partial_operands import reduced
 
-__all__ = ["amax", "argmax", "first_index", "max_dim", "pending_max", "stands_at"]
+__all__ = ["amax", "argmax", "first_index", "is_at_place", "max_dim", "pending_max"]
 
 Dim = int | Sequence[int] | None
 
@@ -59,7 +59,7 @@ def _first_index(x: Any, best: Any, dim: int | None, offset: list[int], size: li
 
 
 @rule(first_index)
-def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
+def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> KernelRule:
     names = x.names
     left = names.without(dim, keepdim=True)
 
@@ -67,11 +67,11 @@ def _first_index_rule(x: Arg, best: Arg, dim: int | None) -> Said:
         offset = [call.pieces.get(n, (0,))[0] for n in names]
         return lambda x, best, dim: _first_index(x, best, dim, offset, list(call.shapes[0] or ()))
 
-    return Said(f"{names}, {left} -> min {left}", make_first_index_kernel)
+    return KernelRule(f"{names}, {left} -> min {left}", make_first_index_kernel)
 
 
 @own_op
-def stands_at(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
+def is_at_place(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
     """For each element of `x`: is `at` (of size 1 along `dim`) its place along `dim`?"""
     return _stands_at(x, at, dim, 0)
 
@@ -81,15 +81,17 @@ def _stands_at(x: Any, at: Any, dim: int, offset: int) -> Any:
     return places.view(-1, *[1] * (x.ndim - dim % x.ndim - 1)) == at
 
 
-@rule(stands_at)
-def _stands_at_rule(x: Arg, at: Arg, dim: int) -> Said:
+@rule(is_at_place)
+def _stands_at_rule(x: Arg, at: Arg, dim: int) -> KernelRule:
     names = x.names
 
     def make_stands_at_kernel(call: KernelCall) -> Kernel:
         offset = call.pieces.get(names[dim], (0,))[0]
         return lambda x, at, dim: _stands_at(x, at, dim, offset)
 
-    return Said(f"{names}, {names.without(dim, keepdim=True)} -> {names}", make_stands_at_kernel)
+    return KernelRule(
+        f"{names}, {names.without(dim, keepdim=True)} -> {names}", make_stands_at_kernel
+    )
 
 
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
@@ -99,22 +101,22 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
     dims = Names.of(x.ndim).dims(dim)
     hit = x.detach() == pending_max(x, dims, True, sign)
     total = x.masked_fill(~hit, 0).sum(dims, keepdim)
-    return total / settled(hit.sum(dims, keepdim))
+    return total / reduced(hit.sum(dims, keepdim))
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
     """Where the maximum is: the first place, of equals."""
     best = pending_max(x, dim, True, sign)
     at = first_index(x.detach(), best, dim)
-    return at if keepdim else settled(at).squeeze(Names.of(x.ndim).dims(dim))
+    return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
 
 
 def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
     """The maximum along `dim` and where it is; its gradient goes to that one place."""
-    at = settled(argmax(x, dim, True, sign))
+    at = reduced(argmax(x, dim, True, sign))
     if x.requires_grad and torch.is_grad_enabled():
         # gather would save x, which torch.max does not: x may be written afterwards.
-        values = x.masked_fill(~stands_at(x.detach(), at, dim), 0).sum(dim, keepdim=True)
+        values = x.masked_fill(~is_at_place(x.detach(), at, dim), 0).sum(dim, keepdim=True)
     else:
         values = torch.gather(x, dim, at)
     kind = torch.return_types.max if sign > 0 else torch.return_types.min

@@ -1,4 +1,4 @@
-"""Norms: which dimensions may be split when a tensor is normalised?"""
+"""Normalization: which dimensions may be split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
 
 
@@ -30,25 +30,27 @@ def _find_normalized_dims(input: Arg, shape: Sequence[int]) -> list[int]:
 @rule(torch.layer_norm)
 def layer_norm(
     input: Arg, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None
-) -> str | Rewrite:
+) -> str | Decomposition:
     dims = _find_normalized_dims(input, normalized_shape)
     if input.is_split(dims):
-        return Rewrite(decompositions.layer_norm)
+        return Decomposition(decompositions.layer_norm)
     d = " ".join(f"d{i}!" for i in dims)
     return f"... {d}{_format_affine_terms(weight, bias, d)} -> ... {d}"
 
 
 @rule(torch.rms_norm)
-def rms_norm(input: Arg, normalized_shape: Sequence[int], weight: Any = None) -> str | Rewrite:
+def rms_norm(
+    input: Arg, normalized_shape: Sequence[int], weight: Any = None
+) -> str | Decomposition:
     dims = _find_normalized_dims(input, normalized_shape)
     if input.is_split(dims):
-        return Rewrite(decompositions.rms_norm)
+        return Decomposition(decompositions.rms_norm)
     d = " ".join(f"d{i}!" for i in dims)
     return f"... {d}{_format_affine_terms(weight, None, d)} -> ... {d}"
 
 
 @rule(torch.group_norm)
-def group_norm(input: Arg, num_groups: int, weight: Any = None, bias: Any = None) -> Said:
+def group_norm(input: Arg, num_groups: int, weight: Any = None, bias: Any = None) -> KernelRule:
     spatial = " ".join(f"s{i}!" for i in range(input.ndim - 2))
     channels = f"(g={num_groups} c)"
     x = f"n {channels}! {spatial}" if num_groups == 1 else f"n {channels} {spatial}"
@@ -61,7 +63,9 @@ def group_norm(input: Arg, num_groups: int, weight: Any = None, bias: Any = None
             return lambda input, *more, **named: input.clone()
         return lambda input, num_groups, *more, **named: call.run(input, mine, *more, **named)
 
-    return Said(f"{x}{_format_affine_terms(weight, bias, channels)} -> {x}", make_group_norm_kernel)
+    return KernelRule(
+        f"{x}{_format_affine_terms(weight, bias, channels)} -> {x}", make_group_norm_kernel
+    )
 
 
 @rule(F.batch_norm)
@@ -72,7 +76,7 @@ def batch_norm(
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     if input.ndim < 2:
         return None
     stats = [t for t in (running_mean, running_var) if t is not None]
@@ -80,7 +84,7 @@ def batch_norm(
     if training and (
         input.is_split(over if not stats else None) or any(t.is_split() for t in stats)
     ):
-        return Rewrite(decompositions.batch_norm)
+        return Decomposition(decompositions.batch_norm)
     # Running statistics are written in place: no row may have moved them.
     c = f"{input.names[1]}{'!' if training and stats else '%'}"
     x = " ".join(c if d == 1 else f"{n}{'!' * training}" for d, n in enumerate(input.names))
@@ -88,8 +92,8 @@ def batch_norm(
 
 
 @rule(torch.batch_norm)
-def batch_norm_builtin(input: Arg, weight: Any, bias: Any, *rest: Any) -> Rewrite:
-    return Rewrite(
+def batch_norm_builtin(input: Arg, weight: Any, bias: Any, *rest: Any) -> Decomposition:
+    return Decomposition(
         lambda x, w, b, mean, var, training, momentum, eps, *_: F.batch_norm(
             x, mean, var, w, b, training, momentum, eps
         )

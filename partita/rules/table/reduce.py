@@ -1,4 +1,4 @@
-"""Reductions: which ops take a dimension together into one value?"""
+"""Reductions: ops that take a dimension together into one value."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
-from .pointwise import keeps_sums
+from .pointwise import is_linear_cast
 
 Dim = int | Sequence[int] | None
 
 
-def kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
+def whole_dim_sentence(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
     """The sentence of an op that needs all of `dim` to reduce it."""
     out = str(x.names.without(dim, keepdim))
     return f"{x.names.whole(dim)} -> {', '.join([out] * outputs)}"
@@ -28,7 +28,7 @@ def kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
 
 @rule(torch.sum)
 def sum_(input: Arg, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> str:
-    if not keeps_sums(dtype):
+    if not is_linear_cast(dtype):
         return f"{input.names} -> sum {input.names.without(dim, keepdim)}"
     return f"+ {input.names} -> {input.names.without(dim, keepdim)}"
 
@@ -39,12 +39,16 @@ def nansum(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 
 @rule(torch.nanmean)
-def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
+def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Decomposition:
     def compute_nanmean(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
         count = (input == input).sum(dim, keepdim)
         return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
 
-    return Rewrite(compute_nanmean) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+    return (
+        Decomposition(compute_nanmean)
+        if input.is_split(dim)
+        else whole_dim_sentence(input, dim, keepdim)
+    )
 
 
 @rule(torch.count_nonzero)
@@ -58,10 +62,10 @@ def trace(input: Arg) -> str:
 
 
 @rule(torch.mean)
-def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
+def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | KernelRule:
     names = input.names
     if any(input.shape[d] == 0 for d in names.dims(dim)):
-        return kept_whole(input, dim, keepdim)
+        return whole_dim_sentence(input, dim, keepdim)
 
     def make_mean_kernel(call: KernelCall) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
@@ -71,22 +75,22 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
         # The mean of no elements is nan, their sum is 0.
         return lambda *a, **k: call.run(*a, **k) * share if share else torch.sum(*a, **k)
 
-    return Said(f"+ {names} -> {names.without(dim, keepdim)}", make_mean_kernel)
+    return KernelRule(f"+ {names} -> {names.without(dim, keepdim)}", make_mean_kernel)
 
 
 @rule(torch.prod)
 def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return kept_whole(input, dim, keepdim)
+    return whole_dim_sentence(input, dim, keepdim)
 
 
 # -- the largest, the smallest ---------------------------------------------------------------------
 
 
-def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
+def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Decomposition:
     """A pending maximum has no gradient; so only what needs none is left pending."""
     if not input.is_split(dim):
-        return kept_whole(input, dim, keepdim)
-    return Rewrite(
+        return whole_dim_sentence(input, dim, keepdim)
+    return Decomposition(
         lambda input, dim=None, keepdim=False: decompositions.amax(input, dim, keepdim, sign)
     )
 
@@ -107,8 +111,10 @@ def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> A
     if dim is None:
         return _derive_extreme(input, None, False, sign)
     if input.is_split(dim):
-        return Rewrite(lambda x, dim, keepdim=False: decompositions.max_dim(x, dim, keepdim, sign))
-    return kept_whole(input, dim, keepdim, 2)
+        return Decomposition(
+            lambda x, dim, keepdim=False: decompositions.max_dim(x, dim, keepdim, sign)
+        )
+    return whole_dim_sentence(input, dim, keepdim, 2)
 
 
 @rule(torch.max)
@@ -124,14 +130,14 @@ def min_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = Non
 def _arg_extreme(sign: int) -> Any:
     def derive_arg_extreme(
         input: Arg, dim: int | None = None, keepdim: bool = False
-    ) -> str | Rewrite:
+    ) -> str | Decomposition:
         if input.is_split(dim):
-            return Rewrite(
+            return Decomposition(
                 lambda input, dim=None, keepdim=False: decompositions.argmax(
                     input, dim, keepdim, sign
                 )
             )
-        return kept_whole(input, dim, keepdim)
+        return whole_dim_sentence(input, dim, keepdim)
 
     return derive_arg_extreme
 
@@ -141,7 +147,7 @@ rule(torch.argmin)(_arg_extreme(-1))
 
 
 @rule(torch.aminmax)
-def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str | Rewrite:
+def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str | Decomposition:
     def compute_aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
         both = (
             (torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim))
@@ -150,7 +156,11 @@ def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str
         )
         return torch.return_types.aminmax(both)
 
-    return Rewrite(compute_aminmax) if input.is_split(dim) else kept_whole(input, dim, keepdim, 2)
+    return (
+        Decomposition(compute_aminmax)
+        if input.is_split(dim)
+        else whole_dim_sentence(input, dim, keepdim, 2)
+    )
 
 
 @rule(torch.any)
@@ -167,10 +177,10 @@ def all_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 
 @rule(torch.logsumexp, torch.special.logsumexp)
-def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Rewrite:
+def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Decomposition:
     if input.is_split(dim):
-        return Rewrite(decompositions.logsumexp)
-    return kept_whole(input, dim, keepdim)
+        return Decomposition(decompositions.logsumexp)
+    return whole_dim_sentence(input, dim, keepdim)
 
 
 def _make_variance_rule(pick: Any, outputs: int) -> Any:
@@ -191,28 +201,34 @@ def _make_variance_rule(pick: Any, outputs: int) -> Any:
 
     def derive(
         input: Arg, dim: Any = None, _unbiased: bool = True, keepdim: bool = False
-    ) -> str | Rewrite:
+    ) -> str | Decomposition:
         dim = None if isinstance(dim, bool) else dim
-        return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim, outputs)
+        return (
+            Decomposition(run)
+            if input.is_split(dim)
+            else whole_dim_sentence(input, dim, keepdim, outputs)
+        )
 
     return derive
 
 
 rule(torch.var)(_make_variance_rule(lambda mean, var: var, 1))
-rule(torch.std)(_make_variance_rule(lambda mean, var: decompositions.root(var), 1))
+rule(torch.std)(_make_variance_rule(lambda mean, var: decompositions.root_of(var), 1))
 rule(torch.var_mean)(_make_variance_rule(lambda mean, var: (var, mean), 2))
-rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root(var), mean), 2))
+rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root_of(var), mean), 2))
 
 
 @rule(torch.linalg.vector_norm)
-def vector_norm(input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
+def vector_norm(
+    input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False
+) -> str | Decomposition:
     if input.is_split(dim):
-        return Rewrite(
+        return Decomposition(
             lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: decompositions.vector_norm(
                 x, ord, dim, keepdim, dtype
             )
         )
-    return kept_whole(input, dim, keepdim)
+    return whole_dim_sentence(input, dim, keepdim)
 
 
 @rule(torch.linalg.norm)
@@ -222,7 +238,7 @@ def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
     )
     if not flat:
         return None  # a norm of matrices
-    return Rewrite(
+    return Decomposition(
         lambda x, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.vector_norm(
             x, 2 if ord is None else ord, dim, keepdim, dtype=dtype
         )
@@ -232,7 +248,7 @@ def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
 @rule(torch.norm, torch._C._VariableFunctions.norm)  # type: ignore[attr-defined]
 def norm(
     input: Arg, p: Any = "fro", dim: Dim = None, keepdim: bool = False
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     def compute_norm(
         input: Any,
         p: Any = "fro",
@@ -248,15 +264,19 @@ def norm(
 
     if p == "nuc":
         return None
-    return Rewrite(compute_norm) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+    return (
+        Decomposition(compute_norm)
+        if input.is_split(dim)
+        else whole_dim_sentence(input, dim, keepdim)
+    )
 
 
 # -- distances -------------------------------------------------------------------------------------
 
 
 @rule(torch.dist)
-def dist(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
+def dist(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
 
 
 @rule(F.cosine_similarity)

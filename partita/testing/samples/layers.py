@@ -168,14 +168,14 @@ def ours() -> Part:
                 c(numbers, numbers.amax().view(1, 1), None),
             ],
         ),
-        (decompositions.stands_at, [c(x(5, 4), i(5, 1, 4), 0), c(numbers, i(4, 5, 1), -1)]),
+        (decompositions.is_at_place, [c(x(5, 4), i(5, 1, 4), 0), c(numbers, i(4, 5, 1), -1)]),
         (decompositions.power_sum, [c(x(5, 4), 2, None, False), c(x(5, 4), 3.0, 0, True)]),
         (
             decompositions.target_weight,
             [c(i(4, 5, 2), u(4), 1), c(i(4, 5), None, -100)],
         ),
-        (decompositions.settled, [c(x(5, 4))]),
-        (decompositions.minus, [c(x(5, 4), x(5, 1))]),
+        (decompositions.reduced, [c(x(5, 4))]),
+        (decompositions.subtract_reduced, [c(x(5, 4), x(5, 1))]),
         (
             resized,
             [

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from html import escape
 from itertools import product
 
-from .errors import Fix, LayoutError
 from .layout import Layout
 from .mesh import Mesh
 
-__all__ = ["DimPiece", "Panel", "Picture", "PictureCell", "check_axes", "draw", "html_of"]
+__all__ = ["DimPiece", "Panel", "Picture", "PictureCell", "draw", "html_of"]
 
 PIECES_SHOWN = 8
 """Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""
@@ -107,7 +106,7 @@ def draw(layout: Layout, mesh: Mesh) -> Picture:
     Raises:
         LayoutError: an axis of the layout is not on the mesh.
     """
-    check_axes(layout, mesh)
+    layout.check_axes(mesh)
     pieces = [_find_dim_pieces(layout, mesh, dim) for dim in range(len(layout.shape))]
     down, across = _choose_drawn_dims(layout, mesh)
     others = [d for d in range(len(layout.shape)) if d not in (down, across)]
@@ -260,19 +259,6 @@ def _join_shortened(texts: Sequence[str], sign: str) -> str:
     if len(texts) > RANKS_SHOWN:
         texts = [texts[0], texts[1], "…", texts[-1]]
     return sign.join(texts)
-
-
-def check_axes(layout: Layout, mesh: Mesh) -> None:
-    """Raise LayoutError where an axis of the layout is not on the mesh."""
-    axes = [a for stack in layout.shards for a in stack]
-    axes += [a for a, _ in layout.partial] + [*layout.invariant]
-    for axis in axes:
-        if axis not in mesh.names:
-            raise LayoutError(
-                f"no axis {axis!r} on mesh {mesh}",
-                operands=(f"layout  {layout}",),
-                fixes=tuple(Fix(f"@{name}") for name in mesh.names),
-            )
 
 
 # -- as HTML ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from partita.layout import Layout, Mesh
-from partita.layout.picture import check_axes
 
 __all__ = ["check_event", "parse_mesh"]
 
@@ -181,7 +180,7 @@ def _parameter(value: Any) -> None:
     except ValueError:
         raise _WrongError(value[2], "a mesh (dp=2 tp=4)") from None
     try:
-        check_axes(Layout.parse(value[1]), mesh)
+        Layout.parse(value[1]).check_axes(mesh)
     except ValueError:
         raise _WrongError(value[1], f"a layout over {mesh}") from None
 

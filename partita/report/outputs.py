@@ -1,4 +1,4 @@
-"""Files and folders that a command will write: can they be, before the work is done?"""
+"""Checks of the files and folders that a command will write, before its work is done."""
 
 from __future__ import annotations
 

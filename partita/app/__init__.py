@@ -1,4 +1,4 @@
-"""The trainer of `partita train`, and how its ranks start.
+"""The trainer of `partita train`, and the start of its ranks.
 
 In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
 `models/`, `progress`, `logs`, `step_timeline`, `checkpoint_schedule`; `cache_table` (`partita

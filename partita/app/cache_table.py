@@ -1,7 +1,4 @@
-"""The table of compiled programs.
-
-What does `partita cache` show of the compiled programs that are kept, and remove?
-"""
+"""The table of compiled programs that are kept: `partita cache`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint schedules: when is a run's checkpoint written, and how does a run go on from it?"""
+"""Checkpoint schedules: when a run's checkpoint is written, and how a run goes on from it."""
 
 from __future__ import annotations
 

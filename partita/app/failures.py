@@ -1,7 +1,4 @@
-"""Failures of ranks.
-
-What does a user read when a rank fails? Which one, why, and where the others were.
-"""
+"""Failures of ranks, as a user reads them: which rank, why, and where the others were."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Progress of a training run.
-
-What does a user see while a model trains? Lines, or a live bar on a terminal.
-"""
+"""Progress of a training run: lines, or a live bar on a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The trainer.
-
-How is a model trained on a mesh? By an ordinary loop, over tensors that have been spread.
-"""
+"""The trainer: an ordinary loop, over tensors that have been spread on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of a step: what will it cost, before it runs?
+"""Predictions of what a step costs, before it runs.
 
 In reading order, of a simulation: `collective_time` (formulas of collectives), `machine` (what a
 rank's processor and links do), `kernel_rates` and `kernel_time` (times of kernels), `timeline` (a

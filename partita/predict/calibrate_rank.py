@@ -28,7 +28,7 @@ _ELEMENTS = (64, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)  # of four bytes, 
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _TimedCollective:
     """A collective that is measured: its kind, its group's ranks, the bytes that each sends."""
 
     kind: str
@@ -48,17 +48,17 @@ def main() -> None:
 
 
 def _measure(ranks: int) -> dict[str, Any]:
-    deck, meetings = make_deck(), _make_meetings(ranks)
+    deck, collectives = make_deck(), _make_collectives(ranks)
     draw = random.Random(0)  # the same order on all ranks
     seconds: list[list[float]] = [[] for _ in deck]
     met: list[dict[str, Any]] = []
-    _run_pass(deck, meetings, draw, seconds, met)
-    passes = _agree_on_passes(_run_pass(deck, meetings, draw, seconds, met), ranks)
+    _run_pass(deck, collectives, draw, seconds, met)
+    passes = _agree_on_passes(_run_pass(deck, collectives, draw, seconds, met), ranks)
     for one in seconds:
         one.clear()  # what the first calls prepare is no part of the later ones
     met.clear()
     for _ in range(passes):
-        _run_pass(deck, meetings, draw, seconds, met)
+        _run_pass(deck, collectives, draw, seconds, met)
     kernels = [
         {"rate": call.rate, "amount": call.amount, "seconds": found}
         for call, found in zip(deck, seconds, strict=True)
@@ -68,7 +68,7 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 def _run_pass(
     deck: Sequence[DeckCall],
-    meetings: Sequence[_Meeting],
+    collectives: Sequence[_TimedCollective],
     draw: random.Random,
     seconds: list[list[float]],
     met: list[dict[str, Any]],
@@ -76,12 +76,12 @@ def _run_pass(
     """All calls and all collectives once; returns the seconds of the pass."""
     began = time.perf_counter()
     order = draw_order(deck, draw)
-    turns = draw.sample(meetings, len(meetings))
+    turns = draw.sample(collectives, len(collectives))
     every = -(-len(order) // (len(turns) or 1))
     kept: deque[Any] = deque(maxlen=_KEPT)
     for place, number in enumerate(order):
         if turns and place % every == 0:
-            met.append(_time_meeting(turns.pop()))
+            met.append(_time_collective(turns.pop()))
         start = time.perf_counter()
         result = deck[number].run()
         seconds[number].append(time.perf_counter() - start)
@@ -89,11 +89,11 @@ def _run_pass(
     return time.perf_counter() - began
 
 
-def _time_meeting(meeting: _Meeting) -> dict[str, Any]:
+def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
     start = time.perf_counter()
-    meeting.run()
+    collective.run()
     end = time.perf_counter()
-    told = {"kind": meeting.kind, "ranks": meeting.ranks, "nbytes": meeting.nbytes}
+    told = {"kind": collective.kind, "ranks": collective.ranks, "nbytes": collective.nbytes}
     return {**told, "start": start, "end": end}
 
 
@@ -109,7 +109,7 @@ def _agree_on_passes(seconds: float, ranks: int) -> int:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _make_meetings(ranks: int) -> list[_Meeting]:
+def _make_collectives(ranks: int) -> list[_TimedCollective]:
     """Collectives of all ranks, and of as many as each smaller axis of a mesh may have."""
     found = []
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
@@ -119,11 +119,13 @@ def _make_meetings(ranks: int) -> list[_Meeting]:
         wire = cast(GroupWire, wire_of(mesh))
         wire.process_group(("group",))
         for elements in _ELEMENTS:
-            found += _meetings_of(wire, ("group",), size, elements)
+            found += _collectives_of(wire, ("group",), size, elements)
     return found
 
 
-def _meetings_of(wire: Wire, axes: tuple[str, ...], ranks: int, elements: int) -> list[_Meeting]:
+def _collectives_of(
+    wire: Wire, axes: tuple[str, ...], ranks: int, elements: int
+) -> list[_TimedCollective]:
     """One of each kind that graphs have, as they are run there."""
     x = torch.ones(elements)
     part, each = x[: elements // ranks].clone(), Splits.evenly(ranks, elements // ranks)
@@ -144,7 +146,7 @@ def _meetings_of(wire: Wire, axes: tuple[str, ...], ranks: int, elements: int) -
     calls = {"all_gather": gather, "all_to_all": exchange, "all_reduce": reduce}
     whole = 4.0 * part.numel() * ranks
     return [
-        _Meeting(kind, ranks, collective_bytes(kind, ranks, whole), run)
+        _TimedCollective(kind, ranks, collective_bytes(kind, ranks, whole), run)
         for kind, run in calls.items()
     ]
 

@@ -1,5 +1,4 @@
-"""Explanations of plans: which row does each call of a function take, what does that move, and why
-not another?
+"""`pt.explain`: the row that each call of a function takes, what that moves, and why not another.
 
 The function is rehearsed (see `rehearsal`): dispatch plans each call anew and tells an `Explainer`
 the rows that it priced, and the dry wire tells it of each move.

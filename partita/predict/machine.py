@@ -240,7 +240,7 @@ def load_machine(name: str | Path | Machine) -> Machine:
         found = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from None
-    return _Reader(str(path)).machine(found)
+    return _Reader(str(path)).read_machine(found)
 
 
 def read_link(text: str) -> tuple[str, Link]:
@@ -254,7 +254,7 @@ def read_link(text: str) -> tuple[str, Link]:
     if not axes.strip() or len(amounts) != 2:
         raise MachineError(f"{text!r} is no link: write dp=10us,50GB/s")
     table = dict(zip(("latency", "bandwidth"), (a.strip() for a in amounts), strict=True))
-    return " ".join(axes.split()), _Reader("--link")._link(axes.strip(), table)
+    return " ".join(axes.split()), _Reader("--link").read_link(axes.strip(), table)
 
 
 class _Reader:
@@ -263,7 +263,7 @@ class _Reader:
     def __init__(self, path: str):
         self.path = path
 
-    def machine(self, found: Mapping[str, Any]) -> Machine:
+    def read_machine(self, found: Mapping[str, Any]) -> Machine:
         amounts = {
             "memory_bytes": "bytes",
             "memory_bandwidth": "bytes per second",
@@ -306,12 +306,12 @@ class _Reader:
                 kind: self._read_share(f"efficiency.{kind}", value)
                 for kind, value in found["efficiency"].items()
             },
-            host=self._link("host", found["host"]),
-            network=self._link("network", found["network"]),
-            kernels=self._curves("kernels", found.get("kernels", {})),
-            collectives=self._curves("collectives", found.get("collectives", {})),
+            host=self.read_link("host", found["host"]),
+            network=self.read_link("network", found["network"]),
+            kernels=self._read_curves("kernels", found.get("kernels", {})),
+            collectives=self._read_curves("collectives", found.get("collectives", {})),
             links={
-                " ".join(name.split()): self._link(f"links.{name}", link)
+                " ".join(name.split()): self.read_link(f"links.{name}", link)
                 for name, link in found.get("links", {}).items()
             },
             **{
@@ -321,10 +321,10 @@ class _Reader:
             },
         )
 
-    def _curves(self, key: str, found: Mapping[str, Any]) -> dict[str, MeasuredCurve]:
-        return {name: self._curve(f"{key}.{name}", table) for name, table in found.items()}
+    def _read_curves(self, key: str, found: Mapping[str, Any]) -> dict[str, MeasuredCurve]:
+        return {name: self._read_curve(f"{key}.{name}", table) for name, table in found.items()}
 
-    def _curve(self, key: str, found: Any) -> MeasuredCurve:
+    def _read_curve(self, key: str, found: Any) -> MeasuredCurve:
         if not isinstance(found, dict):
             raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys(f"{key}.", found, ["amounts", "seconds"])
@@ -339,7 +339,7 @@ class _Reader:
         except ValueError as error:
             raise self._make_error(key, str(error)) from None
 
-    def _link(self, key: str, found: Any) -> Link:
+    def read_link(self, key: str, found: Any) -> Link:
         if not isinstance(found, dict):
             raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys(f"{key}.", found, ["latency", "bandwidth"])

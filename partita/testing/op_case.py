@@ -1,4 +1,4 @@
-"""Cases of ops: does an op on DTensors give what it gives on one device?
+"""Cases of ops: one op on DTensors, compared with what it gives on one device.
 
 A case is one op, one sample and one class of arguments: every tensor argument becomes a DTensor of
 that class (see `op_layouts`). Results, gradients, and the operands themselves after the call are

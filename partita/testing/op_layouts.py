@@ -1,4 +1,4 @@
-"""Layouts of arguments: in which layouts are an op's arguments tried?
+"""Classes of layouts, in which an op's arguments are tried.
 
 - replicated: whole on every rank.
 - even: sharded along a dimension that the ranks divide (along any, where there is none).

@@ -1,4 +1,4 @@
-"""Teams of ranks: how does a sweep survive ops that hang their ranks, or kill them?
+"""Teams of ranks for a sweep, which survives ops that hang their ranks or kill them.
 
 The process that sweeps never computes: it forks the ranks, hands them one case after the other and
 waits for all to answer. Ranks that do not answer in time are hanging, ranks that die have crashed;

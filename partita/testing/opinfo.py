@@ -1,4 +1,4 @@
-"""OpInfo: which ops of torch are there, in which forms, and with which samples?
+"""OpInfo: the ops of torch, their forms, and samples of their arguments.
 
 Torch's own list (OpInfo): for each op arguments that it has to take. An op is named as there; one
 of its other forms, which has the same samples, as `add:method`, `add:inplace`, `add:out`, ..., and

@@ -1,4 +1,4 @@
-"""The prover: is every row of a rule right, and which right rows does the rule not know?
+"""The prover: whether every row of a rule is right, and which right rows the rule does not know.
 
 By brute force, on ranks that are simulated one after the other: cut the inputs as the row says
 (pieces of uneven size, shares that are lopsided and of both signs), run the local kernel on each

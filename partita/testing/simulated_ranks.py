@@ -1,4 +1,4 @@
-"""Simulated ranks: how is a value cut over ranks that are simulated, and put together again?
+"""Simulated ranks: a value is cut over ranks, and put together again, on one device.
 
 Pieces are of uneven size; shares are lopsided and of both signs.
 """

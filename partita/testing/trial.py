@@ -1,4 +1,4 @@
-"""Trials of a rule: what does a rule say of a sample, and what does the sample's function give?"""
+"""Trials of a rule: what it says of one sample, and what the sample's function gives."""
 
 from __future__ import annotations
 

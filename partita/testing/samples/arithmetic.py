@@ -1,4 +1,4 @@
-"""With which arguments are rules of arithmetic, products and sums proved?"""
+"""Samples of pointwise ops, products, linear algebra and reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With which arguments are rules of layers, losses and our own ops proved?"""
+"""Samples of layers, losses and our own ops."""
 
 from __future__ import annotations
 
